@@ -1,0 +1,39 @@
+"""psg: per-sample gradients for PyTorch, the way JAX would do them."""
+
+from psg import clipping, factors, rules, testing, tree
+from psg._errors import FallbackWarning, InputError, PsgError, StateError
+from psg.explain import explain
+from psg.rules import primitive, rule
+from psg.stateless import stateless
+from psg.testing import check
+from psg.transforms import (
+    ClippedGrad,
+    clipped_grad,
+    factored_grad,
+    per_sample_grad,
+    per_sample_norm,
+    per_sample_value_and_grad,
+)
+
+__all__ = [
+    "ClippedGrad",
+    "FallbackWarning",
+    "InputError",
+    "PsgError",
+    "StateError",
+    "check",
+    "clipped_grad",
+    "clipping",
+    "explain",
+    "factored_grad",
+    "factors",
+    "per_sample_grad",
+    "per_sample_norm",
+    "per_sample_value_and_grad",
+    "primitive",
+    "rule",
+    "rules",
+    "stateless",
+    "testing",
+    "tree",
+]

@@ -1,0 +1,272 @@
+"""One call of a function on a batch: its arguments checked, flattened, and split into chunks and samples."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg import _trees
+from psg._errors import InputError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the transforms take beside the function; see `psg.transforms`.
+
+    Raises:
+        InputError: A value is not one of those allowed.
+    """
+
+    argnums: int | tuple[int, ...]
+    in_dims: Any
+    has_aux: bool
+    randomness: str
+    chunk_size: int | None
+    method: str
+
+    def __post_init__(self) -> None:
+        _one_of("randomness", self.randomness, ("different", "same", "error"))
+        _one_of("method", self.method, ("auto", "capture", "vmap", "loop"))
+        chunk = self.chunk_size
+        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+            raise InputError(f"chunk_size={chunk!r}: expected an integer of at least 1, or None for the whole batch at once.")
+        numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, and a batch to call it on, flattened.
+
+    Attributes:
+        name: What messages call it.
+        fn: The function of one sample.
+        leaves: The leaves of its positional arguments.
+        spec: Their structure.
+        dims: For each leaf the dimension of the samples, or None.
+        params: The positions among `leaves` of those to differentiate.
+        paths: How to reach each leaf, for messages.
+        kwargs: Keyword arguments, the same for every sample.
+        gradient_spec: The structure of the trees that are differentiated.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different", "same" or "error".
+        n: The number of samples.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+    dims: list[int | None]
+    params: list[int]
+    paths: list[str]
+    kwargs: dict[str, Any]
+    gradient_spec: Any
+    has_aux: bool
+    randomness: str
+    n: int
+
+    @property
+    def tensors(self) -> list[int]:
+        """The positions of the leaves that are tensors."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+
+    def gradient_tree(self, leaves: Sequence[Any]) -> Any:
+        """The tree that is differentiated, or the tuple of them, with these leaves."""
+        return _trees.unflatten(self.gradient_spec, leaves)
+
+    def evaluate(self, leaves: Sequence[Any]) -> tuple[Tensor, Any]:
+        """Call fn on one sample's leaves -> (loss, aux).
+
+        Raises:
+            InputError: fn does not return a real scalar, or with has_aux no pair.
+        """
+        output = self.fn(*_trees.unflatten(self.spec, leaves), **self.kwargs)
+        aux = None
+        if self.has_aux:
+            if not isinstance(output, tuple) or len(output) != 2:
+                raise InputError(f"{self.name}, has_aux=True: expected fn to return (loss, aux), got {_describe(output)}.")
+            output, aux = output
+        if not isinstance(output, Tensor):
+            hint = " To return more than the loss, pass has_aux=True." if isinstance(output, tuple) else ""
+            raise InputError(f"{self.name}: expected fn to return a scalar tensor for one sample, got {_describe(output)}.{hint}")
+        if output.ndim != 0:
+            raise InputError(
+                f"{self.name}: expected fn to return a scalar for one sample, got a tensor of shape {tuple(output.shape)}. "
+                "Reduce it inside fn, for example with .sum() or .mean()."
+            )
+        if not output.is_floating_point():
+            raise InputError(f"{self.name}: expected fn to return a real floating-point scalar, got dtype {output.dtype}.")
+        return output, aux
+
+    def sample(self, i: int) -> list[Any]:
+        """The leaves of sample i, as contiguous copies of their own."""
+        return [
+            leaf if dim is None else leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+
+    def chunk(self, start: int, size: int) -> "Call":
+        """The same call on the samples from `start` on, at most `size` of them."""
+        size = min(size, self.n - start)
+        leaves = [leaf if dim is None else leaf.narrow(dim, start, size) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
+        return replace(self, leaves=leaves, n=size)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
+        """The same call with other tensors in the places of `self.tensors`."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[position] = tensor
+        return replace(self, leaves=leaves)
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, (tuple, list, dict)) else type(value).__name__
+
+
+def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Check the arguments of a call against the options, and flatten them.
+
+    Args:
+        name: What messages call it.
+        fn: The function of one sample.
+        options: The transform's options.
+        args: The positional arguments, a batch of them.
+        kwargs: The keyword arguments.
+
+    Returns:
+        The call.
+
+    Raises:
+        InputError: An argument does not fit; the message names its path, what arrived, what was expected and what to do.
+    """
+    numbers = _argument_numbers(name, options.argnums, len(args))
+    in_dims = _in_dims(name, options.in_dims, numbers, len(args))
+    names = _argument_names(fn, len(args))
+
+    leaves: list[Any] = []
+    dims: list[int | None] = []
+    paths: list[str] = []
+    params: dict[int, range] = {}
+    for i, argument in enumerate(args):
+        own, _ = _trees.flatten(argument)
+        own_dims = _trees.broadcast(in_dims[i], argument, f"{name}: in_dims for {names[i]}")
+        own_paths = _trees.paths(argument, names[i])
+        if i in numbers:
+            params[i] = range(len(leaves), len(leaves) + len(own))
+            _check_params(name, own, own_paths)
+        for leaf, dim, path in zip(own, own_dims, own_paths, strict=True):
+            dims.append(_check_dim(name, leaf, dim, path, default=options.in_dims is None))
+        leaves += own
+        paths += own_paths
+
+    _, spec = _trees.flatten(args)
+    chosen = args[numbers[0]] if isinstance(options.argnums, int) else tuple(args[number] for number in numbers)
+    return Call(
+        name=name,
+        fn=fn,
+        leaves=leaves,
+        spec=spec,
+        dims=dims,
+        params=[position for number in numbers for position in params[number]],
+        paths=paths,
+        kwargs=kwargs,
+        gradient_spec=_trees.flatten(chosen)[1],
+        has_aux=options.has_aux,
+        randomness=options.randomness,
+        n=_batch_size(name, leaves, dims, paths),
+    )
+
+
+def _argument_numbers(name: str, argnums: int | tuple[int, ...], count: int) -> list[int]:
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    for number in numbers:
+        if not -count <= number < count:
+            raise InputError(f"{name}: argnums={argnums!r} names argument {number}, but the call has {count} positional arguments.")
+    numbers = [number % count for number in numbers]
+    if len(set(numbers)) < len(numbers):
+        raise InputError(f"{name}: argnums={argnums!r} names an argument twice.")
+    return numbers
+
+
+def _in_dims(name: str, in_dims: Any, numbers: list[int], count: int) -> list[Any]:
+    if in_dims is None:
+        return [None if i in numbers else 0 for i in range(count)]
+    if isinstance(in_dims, int):
+        return [in_dims] * count
+    if not isinstance(in_dims, (tuple, list)) or len(in_dims) != count:
+        raise InputError(
+            f"{name}: in_dims={in_dims!r}: expected None, an integer, or a tuple with one entry for each of the {count} positional arguments."
+        )
+    return list(in_dims)
+
+
+def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """What messages call the positional arguments: their own names where fn has them."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [named[i] if i < len(named) else f"args[{i}]" for i in range(count)]
+
+
+def _check_params(name: str, leaves: list[Any], paths: list[str]) -> None:
+    if not leaves:
+        raise InputError(f"{name}: the argument to differentiate has no leaves.")
+    for leaf, path in zip(leaves, paths, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise InputError(
+                f"{name}: {path} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. "
+                "Bind what is no parameter with functools.partial, or pass it in another argument."
+            )
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise InputError(
+                f"{name}: {path} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "
+                "Pass integer tensors in another argument."
+            )
+
+
+def _check_dim(name: str, leaf: Any, dim: Any, path: str, default: bool) -> int | None:
+    if dim is None:
+        return None
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise InputError(f"{name}: in_dims for {path} is {dim!r}; expected an integer or None.")
+    if not isinstance(leaf, Tensor):
+        if hasattr(leaf, "shape") or isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes)):
+            raise InputError(
+                f"{name}: {path} is a {type(leaf).__name__}, which is neither a tensor nor a tree that optree knows. Convert it with "
+                'torch.as_tensor, or register its type with optree (namespace="psg"), or pass it by keyword to share it.'
+            )
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            raise InputError(
+                f"{name}: {path} is a dataclass {type(leaf).__name__} that optree does not know. Declare it with "
+                'optree.dataclasses.dataclass(namespace="psg"), or pass it by keyword to share it.'
+            )
+        return None  # a number, a string, a flag: the same for every sample
+    if not -leaf.ndim <= dim < leaf.ndim:
+        hint = " If it is the same for every sample, say so with in_dims (None for it) or pass it by keyword." if default else ""
+        raise InputError(
+            f"{name}: {path} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}"
+        )
+    return dim % leaf.ndim
+
+
+def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: list[str]) -> int:
+    sizes = {path: leaf.shape[dim] for leaf, dim, path in zip(leaves, dims, paths, strict=True) if dim is not None}
+    if not sizes:
+        raise InputError(f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims.")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        raise InputError(f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it).")
+    return next(iter(sizes.values()))

@@ -1,0 +1,455 @@
+"""The capture pass: one forward, one backward, no weight gradients, any function.
+
+1. `fn` runs once under `torch.func.vmap`, so samples cannot interact.
+2. Every parameter enters it *lifted*: a batched tensor over `param.expand(n, ...)` that is an autograd leaf. Whatever `fn` does with
+   it, its gradient comes out per sample. This is the semantics; it needs no rule.
+3. A function mode watches the calls. An op that has a rule and gets a lifted parameter runs by the rule instead: once, on the physical
+   batch and the one unexpanded parameter, and its output is *tapped*.
+4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn.
+5. One `torch.autograd.grad` of the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
+6. What arrives at a tap is a factor; at a leaf it is dense. What belongs to a derived value is pulled back to the parameters.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from psg import _functorch
+from psg._errors import PsgError
+from psg.factors import Dense, Factor, Outer, Sum, merge
+from psg.rules import _registry
+
+
+class Unsupported(PsgError):
+    """Capture cannot run this function; the next rung of the ladder can."""
+
+
+class Captured(NamedTuple):
+    """What one pass gives.
+
+    Attributes:
+        outputs: What the function returned, samples in dim 0, without autograd history.
+        factors: One for each parameter.
+        uses: For each parameter the ops that met it, with the way each went.
+    """
+
+    outputs: tuple[Tensor, ...]
+    factors: list[Factor]
+    uses: list[list[str]]
+
+
+def capture(
+    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    in_dims: Sequence[int | None],
+    params: Sequence[int],
+    n: int,
+    randomness: str,
+) -> Captured:
+    """Run the pass described at the top of this file.
+
+    Args:
+        function: From the tensors of one sample to a tuple of tensors, the first of which is the loss.
+        tensors: The function's arguments.
+        in_dims: For each tensor the dimension of the samples, or None.
+        params: The positions among `tensors` of those to differentiate.
+        n: The number of samples, at least 1.
+        randomness: As in torch.func.vmap.
+
+    Returns:
+        The outputs and the factors.
+
+    Raises:
+        Unsupported: The function does what lifting cannot follow.
+    """
+    tensors, dims = [tensor.detach() for tensor in tensors], list(in_dims)
+    lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in params]
+    for position, value in zip(params, lifted, strict=True):
+        tensors[position], dims[position] = value.leaf, 0
+
+    mode = _Mode(n, lifted)
+
+    def watched(*samples: Tensor) -> tuple[Tensor, ...]:
+        mode.start([samples[position] for position in params])
+        with mode:
+            return function(samples)
+
+    with torch.enable_grad():
+        outputs = torch.func.vmap(watched, in_dims=tuple(dims), randomness=randomness)(*tensors)
+    mode.backward(outputs[0])
+    mode.pull_back()
+    factors = [value.factor(n).detach() for value in lifted]
+    return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted])
+
+
+class Lifted:
+    """A value computed from parameters alone, once, and what its per-sample gradient is made of.
+
+    Attributes:
+        leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
+        value: The one unexpanded value, detached: what rules use. None if every sample has its own.
+        root: For a parameter, an autograd leaf over `value`, from which derived values are computed.
+        derived: For a derived value, the value with its history up to the roots.
+        carry: For a derived value that is its parent in another layout or dtype: the parent, and how to carry factors over.
+        handle: The wrapper that the function holds; kept, so that its id stays its own.
+    """
+
+    def __init__(self, leaf: Tensor, value: Tensor | None) -> None:
+        self.leaf = leaf
+        self.value = value
+        self.root: Tensor | None = None
+        self.derived: Tensor | None = None
+        self.carry: tuple[Lifted, Callable[[Factor], Factor | None]] | None = None
+        self.handle: Tensor | None = None
+        self.terms: list[Factor] = []
+        self.uses: list[str] = []
+
+    @classmethod
+    def parameter(cls, value: Tensor, in_dim: int | None, n: int) -> "Lifted":
+        """Lift a parameter; one with a dimension for the samples is its own leaf."""
+        if in_dim is not None:
+            return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None)
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
+        lifted.root = value.detach().requires_grad_()
+        return lifted
+
+    @classmethod
+    def derivation(cls, derived: Tensor, n: int) -> "Lifted":
+        """Lift a value that has been computed from lifted ones."""
+        value = derived.detach()
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
+        lifted.derived = derived
+        return lifted
+
+    def carry_terms(self) -> None:
+        """Hand the terms to the parent of which this value is another layout or dtype, where their kind allows it."""
+        if self.carry is None:
+            return
+        parent, carry = self.carry
+        carried = [(term, carry(term)) for term in self.terms]
+        parent.terms += [new for _, new in carried if new is not None]
+        self.terms = [term for term, new in carried if new is None]
+
+    def factor(self, n: int) -> Factor:
+        """The terms as one factor of the parameter's dtype."""
+        if not self.terms:
+            return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
+        return merge([term if term.dtype == self.leaf.dtype else term.to(self.leaf.dtype) for term in self.terms])
+
+
+class _Tap(NamedTuple):
+    """Where a rule's output joins the graph, and what to make of the cotangent that arrives there."""
+
+    op: str
+    edges: tuple[GradientEdge, ...]
+    shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
+    builders: list[tuple[Lifted, Callable[[Any], Factor]]]
+    inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
+
+
+class _Anchor(torch.autograd.Function):
+    """Give a history to a tensor that has none, without a copy and without making it a leaf or a view.
+
+    An in-place op of the user's on the output of a first layer is then as legal as in plain PyTorch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        return cotangents[0], None
+
+
+class _Mode(TorchFunctionMode):
+    """Watches the calls of the function and routes those that meet a lifted value."""
+
+    def __init__(self, n: int, params: Sequence[Lifted]) -> None:
+        super().__init__()
+        self.n = n
+        self.level = -1
+        self.params = params
+        self.values = list(params)  # and, as they appear, the derived ones
+        self.by_handle: dict[int, Lifted] = {}
+        self.taps: list[_Tap] = []
+
+    def start(self, handles: Sequence[Tensor]) -> None:
+        """Learn vmap's level and the wrappers under which the function holds the parameters."""
+        self.level = _functorch.current_level()
+        for value, handle in zip(self.params, handles, strict=True):
+            value.handle = handle
+            if value.value is not None:
+                self.by_handle[id(handle)] = value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA or _functorch.current_level() != self.level:
+            return func(*args, **kwargs)
+        if func == _REQUIRES_GRAD:
+            # vmap's wrapper says no for what is differentiated beneath it.
+            tensor = args[0]
+            return (_functorch.value_of(tensor) if _functorch.is_batched(tensor, self.level) else tensor).requires_grad
+        rule = _registry.find_rule(func)
+        if rule is not None:
+            output = self._run_rule(_name(func), rule, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        decompose = _registry.find_decomposition(func)
+        if decompose is not None:
+            with self:
+                return decompose(*args, **kwargs)
+        met = [self.by_handle[id(leaf)] for leaf in _leaves((args, kwargs)) if id(leaf) in self.by_handle]
+        if met:
+            return self._run_lifted(func, met, args, kwargs)
+        self._avoid_leak(func)
+        return func(*args, **kwargs)
+
+    def _avoid_leak(self, func: Any) -> None:
+        reason = _registry.find_leak(func)
+        if reason is not None:
+            raise Unsupported(reason)
+
+    # How a call goes
+
+    def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+        """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
+        name = _name(func)
+        if _changes(name, args, kwargs, self.by_handle):
+            raise Unsupported(f"{name} changes a parameter, or a view of one, in place")
+        if _derives(func) and torch.is_grad_enabled():
+            output = self._derive(func, name, met, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        self._avoid_leak(func)
+        for value in met:
+            value.uses.append(f"{name}: lifted")
+        return func(*args, **kwargs)
+
+    def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+        """Compute an op on parameters and constants once, below vmap, and lift what comes out."""
+        for leaf in _leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle and _functorch.is_wrapped(leaf):
+                return NotImplemented  # depends on the sample
+        args, kwargs = _substitute((args, kwargs), lambda leaf: self._history(leaf))
+        with _functorch.below():
+            output = func(*args, **kwargs)
+        several = isinstance(output, (tuple, list))
+        parts = list(output) if several else [output]
+        if not all(isinstance(part, Tensor) and part.requires_grad for part in parts):
+            return NotImplemented
+        carry = _CARRIES.get(name)
+        for value in met:
+            value.uses.append(f"{name}: derived")
+        for i, part in enumerate(parts):
+            lifted = Lifted.derivation(part, self.n)
+            lifted.uses = met[0].uses
+            if carry is not None and met[0].value is not None:
+                lifted.carry = (met[0], carry(met[0].value, lifted.value))
+            lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
+            self.by_handle[id(lifted.handle)] = lifted
+            self.values.append(lifted)
+        return tuple(parts) if several else parts[0]
+
+    def _history(self, leaf: Any) -> Any:
+        value = self.by_handle.get(id(leaf))
+        if value is None:
+            return leaf
+        return value.root if value.derived is None else value.derived
+
+    def _run_rule(self, op: str, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
+        """Run the rule on the physical batch and tap its output; NotImplemented if it does not fit this call."""
+        try:
+            bound = rule.signature.bind(*args, **kwargs)
+        except TypeError:
+            return NotImplemented
+        own: dict[str, Lifted] = {}
+        data: dict[str, Tensor] = {}
+        for name, argument in bound.arguments.items():
+            if not isinstance(argument, Tensor):
+                continue
+            value = self.by_handle.get(id(argument))
+            if name in rule.params and value is not None and value.value is not None:
+                own[name] = value
+                bound.arguments[name] = value.value
+            elif name in rule.params and not _functorch.is_wrapped(argument):
+                continue  # a frozen parameter goes in as it is
+            elif name in rule.params or value is not None:
+                return NotImplemented  # a weight of each sample's own, or a parameter where the rule expects data
+            else:
+                data[name] = argument
+        follows = own if rule.params else any(_functorch.is_batched(tensor, self.level) for tensor in data.values())
+        if not follows or not data:
+            return NotImplemented
+
+        declined = False
+        single = True
+
+        def run(*values: Tensor) -> tuple[Tensor, ...]:
+            nonlocal declined, single
+            bound.arguments.update(zip(data, values, strict=True))
+            result = rule.run(*bound.args, **bound.kwargs)
+            if result is NotImplemented:
+                declined = True
+                return ()
+            output, builders = result
+            single = isinstance(output, Tensor)
+            outputs = (output,) if single else tuple(output)
+            if own and torch.is_grad_enabled():
+                outputs = self._tap(op, outputs, single, [(own[name], builders[name]) for name in own], values)
+            return outputs
+
+        outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
+        if declined:
+            return NotImplemented
+        for value in own.values():
+            value.uses.append(f"{op}: rule")
+        return outputs[0] if single else outputs
+
+    def _tap(self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        # An in-place op on a view would lead the gradient around the edge that is taken here.
+        outputs = tuple(output.clone() if output._is_view() else output for output in outputs)
+        anchor = torch.empty(0, requires_grad=True)
+        outputs = tuple(output if output.requires_grad else _Anchor.apply(output, anchor) for output in outputs)
+        # Taken now: a later in-place op of the user's gives the tensor another edge.
+        edges = tuple(get_gradient_edge(output) for output in outputs)
+        shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
+        self.taps.append(_Tap(op, edges, shapes, builders, [(tensor, tensor._version) for tensor in inputs]))
+        return outputs
+
+    # The backward pass
+
+    def backward(self, losses: Tensor) -> None:
+        """One backward for all taps and leaves; what arrives is added to the terms of the lifted values."""
+        if not losses.requires_grad:
+            return  # no parameter was used
+        targets = [edge for tap in self.taps for edge in tap.edges] + [value.leaf for value in self.values]
+        cotangents = iter(torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True))
+        with torch.no_grad():
+            for tap in self.taps:
+                self._collect(tap, [next(cotangents) for _ in tap.edges])
+            for value in self.values:
+                cotangent = next(cotangents)
+                if cotangent is not None:
+                    value.terms.append(Dense(cotangent))
+        self.taps.clear()
+
+    def _collect(self, tap: _Tap, arrived: list[Tensor | None]) -> None:
+        if all(cotangent is None for cotangent in arrived):
+            return
+        if any(tensor._version != version for tensor, version in tap.inputs):
+            raise Unsupported(f"an input of {tap.op} was changed in place after {tap.op} had read it")
+        if tap.shapes is None:
+            cotangent: Any = arrived[0]
+        else:
+            cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
+        for value, build in tap.builders:
+            value.terms.append(build(cotangent).detach())
+
+    def pull_back(self) -> None:
+        """Turn the terms of derived values into terms of the parameters they were computed from."""
+        derived = [value for value in self.values if value.derived is not None]
+        for value in reversed(derived):  # children stand after their parents
+            value.carry_terms()
+        derived = [value for value in derived if value.terms]
+        roots = [value for value in self.params if value.root is not None]
+        if not derived:
+            return
+        cotangents = [value.factor(self.n).materialize() for value in derived]
+        pulled = torch.autograd.grad(
+            [value.derived for value in derived], [value.root for value in roots], cotangents, is_grads_batched=True, allow_unused=True
+        )
+        for value, gradient in zip(roots, pulled, strict=True):
+            if gradient is not None:
+                value.terms.append(Dense(gradient))
+
+
+# What the mode knows of torch's functions
+
+_REQUIRES_GRAD = Tensor.requires_grad.__get__
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "grad_fn")
+} | {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.__len__}
+
+# Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
+# is lifted, which is right too; an op that draws random numbers must not be named.
+_DERIVING = frozenset(
+    """
+    add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid logsigmoid tanh softplus softmax
+    log_softmax relu silu gelu elu clamp clamp_min clamp_max clip where maximum minimum sum mean var std norm vector_norm matrix_norm
+    linalg_norm linalg_vector_norm cumsum cumprod prod amax amin logsumexp normalize lerp
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ __rmatmul__
+    __getitem__ matmul mm mv bmm addmm einsum linear outer dot kron tensordot
+    t T mT transpose swapaxes swapdims permute movedim reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand expand_as
+    broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather
+    diagonal diag tril triu cat concat concatenate stack hstack vstack flip roll pad as_strided
+    to type type_as float double half bfloat16 contiguous clone _weight_norm
+    """.split()
+)
+
+
+def _carry_transpose(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
+    swapped = parent.ndim == 2 and derived.shape == parent.T.shape and derived.stride() == parent.T.stride()
+
+    def carry(factor: Factor) -> Factor | None:
+        if not swapped or parent.shape[0] == parent.shape[1] and derived.stride() == parent.stride():
+            return None
+        return factor.transpose() if isinstance(factor, Outer) else None
+
+    return carry
+
+
+def _carry_dtype(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
+    real = (derived.shape, derived.device) == (parent.shape, parent.device) and parent.is_floating_point() and derived.is_floating_point()
+    return lambda factor: factor.to(parent.dtype) if real and not isinstance(factor, Dense) else None
+
+
+_CARRIES: dict[str, Callable[[Tensor, Tensor], Callable[[Factor], Factor | None]]] = {
+    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _carry_transpose),
+    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _carry_dtype),
+}
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
+
+
+@cache
+def _derives(func: Any) -> bool:
+    # By name, but of torch's own: a user's op may draw random numbers under any name.
+    builtin = not isinstance(func, FunctionType) and not hasattr(func, "_schema") and not hasattr(func, "_qualified_op_name")
+    return _name(func) in _DERIVING and (builtin or getattr(func, "__module__", "").split(".")[0] == "torch")
+
+
+def _changes(name: str, args: Any, kwargs: Any, by_handle: dict[int, Lifted]) -> bool:
+    """Whether the call writes into a lifted value."""
+    inplace = name in ("__setitem__", "__set__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return (inplace and bool(args) and id(args[0]) in by_handle) or id(kwargs.get("out")) in by_handle
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of an op's arguments, which nest in lists, tuples and dicts only."""
+    for item in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(item, (tuple, list, dict)):
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """The same arguments with `function` applied to every leaf."""
+    if isinstance(tree, dict):
+        return {key: _substitute(item, function) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        items = [_substitute(item, function) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return function(tree)

@@ -1,0 +1,94 @@
+"""Everything psg asks of functorch's internals, behind a few functions; no other file touches them.
+
+A rule wants to see the *physical* batch: the tensors under vmap's wrappers, with the samples in dim 0. There are two ways there.
+
+- The public one is an `autograd.Function` whose `vmap` static method is the rule (`run_below_public`).
+- The light one reads the wrapped value, pops vmap off the interpreter stack for the call, and wraps the result again (`run_below`).
+
+Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal. The light one is used
+because a call through `autograd.Function` costs some 200 microseconds, thirty times the price of the op it wraps.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as _C
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+
+def transform_active() -> bool:
+    """Whether the caller runs inside a torch.func transform (grad, vmap, jvp, ...)."""
+    return _C.peek_interpreter_stack() is not None
+
+
+def current_level() -> int:
+    """The level of the innermost torch.func transform; -1 outside all of them."""
+    return _C.maybe_current_level() or -1
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether some torch.func transform has wrapped this tensor."""
+    return _C.is_functorch_wrapped_tensor(tensor)
+
+
+def is_batched(tensor: Tensor, level: int) -> bool:
+    """Whether the vmap at this level has wrapped this tensor."""
+    return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """The tensor under one wrapper."""
+    return _C.get_unwrapped(tensor)
+
+
+def physical(tensor: Tensor, level: int, n: int) -> Tensor:
+    """The value with the samples in dim 0; a tensor without a batch dimension is expanded to one, without a copy."""
+    if is_batched(tensor, level):
+        return _C.get_unwrapped(tensor).movedim(_C.maybe_get_bdim(tensor), 0)
+    return tensor.unsqueeze(0).expand(n, *tensor.shape)
+
+
+def wrap(value: Tensor, level: int) -> Tensor:
+    """Give dim 0 of a physical value to the vmap at this level."""
+    return _C._add_batch_dim(value, 0, level)
+
+
+def below() -> AbstractContextManager[None]:
+    """Run the body one transform further down the stack."""
+    return temporarily_pop_interpreter_stack()
+
+
+def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], level: int, n: int) -> tuple[Tensor, ...]:
+    """Call `run` on the physical values of `tensors`, below vmap; wrap what it returns (samples in dim 0)."""
+    # `physical` and `run` are ordinary ops on ordinary tensors, so they belong below the transform.
+    with below():
+        outputs = run(*(physical(tensor, level, n) for tensor in tensors))
+    return tuple(wrap(output, level) for output in outputs)
+
+
+class _Below(torch.autograd.Function):
+    @staticmethod
+    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("psg calls this under vmap only")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Any:
+        n = info.batch_size
+        values = [
+            tensor.unsqueeze(0).expand(n, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        outputs = run(*values)
+        return outputs, (0,) * len(outputs)
+
+
+def run_below_public(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], level: int, n: int) -> tuple[Tensor, ...]:
+    """`run_below` by public means alone: a custom vmap rule of an `autograd.Function`."""
+    return _Below.apply(run, *tensors)

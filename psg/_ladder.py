@@ -1,0 +1,197 @@
+"""The ladder that runs a call: capture -> vmap(grad) -> loop.
+
+Each rung is right wherever the one above cannot run. A rung that raises hands over to the next; what the last one raises is the user's
+own error and is raised as it is.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, _random, _trees
+from psg._call import Call
+from psg._capture import capture
+from psg._errors import FallbackWarning, InputError, PsgError, StateError
+from psg.factors import Dense, Factor, Sum
+from psg.rules._registry import are_disabled
+
+class Result(NamedTuple):
+    """What every rung gives.
+
+    Attributes:
+        values: The losses, [n].
+        aux: The auxiliary output: every tensor in its tree with the samples in dim 0; None without has_aux.
+        factors: The per-sample gradient of each leaf to differentiate, in the order of `Call.params`.
+        rung: Which rung gave it.
+        reasons: Why each rung above did not, as (rung, reason).
+        uses: Of each leaf to differentiate the ops that met it; empty lists below capture.
+    """
+
+    values: Tensor
+    aux: Any
+    factors: list[Factor]
+    rung: str
+    reasons: tuple[tuple[str, str], ...]
+    uses: list[list[str]]
+
+
+def run(call: Call, method: str) -> Result:
+    """Run a call on the highest rung that can.
+
+    Args:
+        call: What to run, on at least one sample.
+        method: "auto" for the ladder, or the name of the one rung to use.
+
+    Returns:
+        The result, without autograd history unless the rung is "vmap".
+    """
+    if method == "auto":
+        rungs = ["vmap", "loop"] if are_disabled() else ["capture", "vmap", "loop"]
+    else:
+        rungs = [method]
+    reasons: list[tuple[str, str]] = []
+    for rung in rungs:
+        try:
+            result = _RUNGS[rung](call)
+        except (InputError, StateError):
+            raise
+        except Exception as error:
+            if rung == rungs[-1]:
+                raise
+            reasons.append((rung, _reason(error)))
+            continue
+        if reasons:
+            _warn_once(call, rung, reasons)
+        return result._replace(reasons=tuple(reasons))
+    raise AssertionError("unreachable: the last rung returns or raises")
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    kind = "" if isinstance(error, PsgError) else f"{type(error).__name__}: "
+    return kind + (text[0] if text else "no message")
+
+
+_COST = {"vmap": "per-sample gradients are held in full", "loop": "one forward and backward for every sample"}
+_warned: set[tuple[Any, str, str]] = set()
+
+
+def _warn_once(call: Call, rung: str, reasons: list[tuple[str, str]]) -> None:
+    key = (getattr(call.fn, "__code__", type(call.fn)), rung, reasons[0][1])
+    if key in _warned:
+        return
+    _warned.add(key)
+    why = "; ".join(f"{above} could not run it ({reason})" for above, reason in reasons)
+    warnings.warn(
+        f"{call.name}: {why}. The result comes from method={rung!r} and is right; the cost is {_COST[rung]}. "
+        f"Pass method={rung!r} to choose it without this warning.",
+        FallbackWarning,
+        stacklevel=5,
+    )
+
+
+# The rungs
+
+
+class _Aux:
+    """Takes an auxiliary tree apart inside a transform, and puts it together outside with batched tensors."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []
+        self.spec: Any = None
+
+    def split(self, aux: Any) -> tuple[Tensor, ...]:
+        self.leaves, self.spec = _trees.flatten(aux)
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def join(self, tensors: Sequence[Tensor]) -> Any:
+        if self.spec is None:
+            return None
+        rest = iter(tensors)
+        return _trees.unflatten(self.spec, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
+
+
+def _run_capture(call: Call) -> Result:
+    if _functorch.transform_active():
+        raise PsgError("it runs inside a torch.func transform, which sees through vmap(grad) only")
+    aux, order = _Aux(), call.tensors
+
+    def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        loss, extra = call.evaluate(call.with_tensors(tensors).leaves)
+        return (loss, *aux.split(extra))
+
+    captured = capture(
+        function,
+        [call.leaves[i] for i in order],
+        [call.dims[i] for i in order],
+        [order.index(i) for i in call.params],
+        call.n,
+        call.randomness,
+    )
+    values, *extra = captured.outputs
+    return Result(values, aux.join(extra), captured.factors, "capture", (), captured.uses)
+
+
+def _run_vmap(call: Call) -> Result:
+    aux, order = _Aux(), call.tensors
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Any]:
+        loss, extra = call.evaluate(call.with_tensors(tensors).leaves)
+        return loss, (loss, *aux.split(extra))
+
+    gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
+    batched = torch.func.vmap(gradient, in_dims=tuple(call.dims[i] for i in order), randomness=call.randomness)
+    gradients, (values, *extra) = batched(*(call.leaves[i] for i in order))
+    return Result(values, aux.join(extra), [Dense(g) for g in gradients], "vmap", (), [[] for _ in gradients])
+
+
+def _run_loop(call: Call) -> Result:
+    aux = _Aux()
+    rows = []
+    state = _random.get_state(call.leaves[i] for i in call.tensors)
+    for i in range(call.n):
+        if call.randomness == "same":
+            _random.set_state(state)
+        leaves = call.sample(i)
+        for position in call.params:
+            # A copy: a function that writes into its parameter must not write into the caller's.
+            leaves[position] = leaves[position].detach().clone().requires_grad_()
+        own = [leaves[position] for position in call.params]
+        with torch.enable_grad():
+            loss, extra = call.evaluate(leaves)
+        gradients = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
+        gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(own, gradients, strict=True)]
+        rows.append((*gradients, loss.detach(), *(tensor.detach() for tensor in aux.split(extra))))
+        if call.randomness == "error" and not _random.same_state(state, _random.get_state(leaves[i] for i in call.tensors)):
+            raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
+    stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
+    count = len(call.params)
+    factors: list[Factor] = [Dense(values) for values in stacked[:count]]
+    return Result(stacked[count], aux.join(stacked[count + 1 :]), factors, "loop", (), [[] for _ in factors])
+
+
+_RUNGS: dict[str, Callable[[Call], Result]] = {"capture": _run_capture, "vmap": _run_vmap, "loop": _run_loop}
+
+
+def empty(call: Call) -> Result:
+    """The result for no samples. fn is called only for the structure of its auxiliary output, on one sample of zeros."""
+    factors: list[Factor] = []
+    for position in call.params:
+        leaf, dim = call.leaves[position], call.dims[position]
+        shape = leaf.shape if dim is None else torch.Size(size for d, size in enumerate(leaf.shape) if d != dim)
+        factors.append(Sum([], leaf.new_empty(0, 0), shape))
+    dtype = next((call.leaves[i].dtype.to_real() for i in call.params), torch.get_default_dtype())
+    device = call.leaves[call.params[0]].device if call.params else None
+    aux = None
+    if call.has_aux:
+        leaves = [
+            leaf if dim is None else leaf.new_zeros([size for d, size in enumerate(leaf.shape) if d != dim])
+            for leaf, dim in zip(call.leaves, call.dims, strict=True)
+        ]
+        _, aux = call.evaluate(leaves)
+        tensors, spec = _trees.flatten(aux)
+        aux = _trees.unflatten(spec, [t.detach().new_zeros(0, *t.shape) if isinstance(t, Tensor) else t for t in tensors])
+    return Result(torch.zeros(0, dtype=dtype, device=device), aux, factors, "empty", (), [[] for _ in factors])

@@ -1,0 +1,40 @@
+"""The state of the random number generators that a call may draw from."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def get_state(tensors: Iterable[Tensor]) -> State:
+    """The generator states of the CPU and of the devices of these tensors."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    return {"cpu": torch.get_rng_state(), **{str(device): torch.cuda.get_rng_state(device) for device in devices}}
+
+
+def set_state(state: State) -> None:
+    """Put the generators back into a state."""
+    for device, value in state.items():
+        if device == "cpu":
+            torch.set_rng_state(value)
+        else:
+            torch.cuda.set_rng_state(value, device)
+
+
+def same_state(state: State, other: State) -> bool:
+    """Whether no random number was drawn between the two."""
+    return all(torch.equal(value, other[device]) for device, value in state.items())
+
+
+@contextlib.contextmanager
+def replay(state: State) -> Iterator[None]:
+    """Run the body from a state, and put the generators back afterwards."""
+    now = {device: torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device) for device in state}
+    set_state(state)
+    try:
+        yield
+    finally:
+        set_state(now)

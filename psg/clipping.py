@@ -1,0 +1,197 @@
+"""From norms to clip coefficients: policies, and which leaves are clipped together.
+
+A policy is a function `policy(norms, clip_norm) -> clip_coef`, [n] to [n]. With norms |g_n| and clip norm C:
+
+- clip:      min(1, C / |g_n|), exactly: no epsilon is added, and a zero norm has coefficient 1. (Abadi et al., "Deep Learning with
+             Differential Privacy", 2016.)
+- automatic: C / (|g_n| + gamma). (Bu et al., "Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger", 2023.)
+- normalize: C / |g_n|, and 1 where the norm is zero. (Das et al., "Beyond Uniform Lipschitz Condition in Differentially Private
+             Optimization", 2023; Yang et al., "Normalized/Clipped SGD with Perturbation for Differentially Private Non-Convex
+             Optimization", 2022.)
+
+Under each of them the scaled gradient's norm is at most C up to rounding, so one sample more or less changes a sum by at most C.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _trees
+from psg._errors import InputError
+
+Policy = Callable[[Tensor, Any], Tensor]
+
+
+def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+    """min(1, clip_norm / norm); 1 where the norm is zero.
+
+    Args:
+        norms: [n].
+        clip_norm: A number or a scalar tensor, at least 0; inf clips nothing.
+
+    Returns:
+        [n], in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> clip(torch.tensor([0.0, 1.0, 4.0]), 2.0)
+        tensor([1.0000, 1.0000, 0.5000])
+    """
+    return torch.where(norms > clip_norm, clip_norm / torch.where(norms > 0, norms, 1), 1)
+
+
+def automatic(gamma: float = 0.01) -> Policy:
+    """The policy clip_norm / (norm + gamma).
+
+    Args:
+        gamma: The stability constant, greater than 0.
+
+    Returns:
+        The policy.
+
+    Raises:
+        InputError: gamma is not greater than 0.
+
+    Example:
+        >>> import torch
+        >>> automatic(gamma=1.0)(torch.tensor([0.0, 1.0]), 2.0)
+        tensor([2., 1.])
+    """
+    if not gamma > 0:
+        raise InputError(f"automatic(gamma={gamma}): expected a number greater than 0; policy='normalize' is the limit at 0.")
+
+    def policy(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+        return clip_norm / (norms + gamma)
+
+    policy._bounded = True  # type: ignore[attr-defined]
+    return policy
+
+
+def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+    """clip_norm / norm; 1 where the norm is zero.
+
+    Args:
+        norms: [n].
+        clip_norm: A number or a scalar tensor, at least 0 and finite.
+
+    Returns:
+        [n].
+
+    Example:
+        >>> import torch
+        >>> normalize(torch.tensor([0.0, 1.0, 4.0]), 2.0)
+        tensor([1.0000, 2.0000, 0.5000])
+    """
+    return torch.where(norms > 0, clip_norm / torch.where(norms > 0, norms, 1), 1)
+
+
+POLICIES: dict[str, Policy] = {"clip": clip, "automatic": automatic(), "normalize": normalize}
+
+
+@dataclass(frozen=True)
+class PerLeaf:
+    """Clip every leaf on its own.
+
+    Args:
+        clip_norm: A number for all leaves, or a tree of numbers with the parameters' structure (or a prefix of it).
+    """
+
+    clip_norm: Any
+
+
+@dataclass(frozen=True)
+class PerGroup:
+    """Clip groups of leaves, each to a norm of its own.
+
+    Args:
+        label: From a leaf's path, a tuple of keys such as `("encoder.weight",)`, to its group's label.
+        clip_norm: The clip norm of every label.
+    """
+
+    label: Callable[[tuple[Any, ...]], Hashable]
+    clip_norm: Mapping[Any, Any]
+
+
+class Group(NamedTuple):
+    """Leaves that are clipped together."""
+
+    leaves: tuple[int, ...]
+    clip_norm: Any
+
+
+def groups_of(clip_norm: Any, params: Any) -> list[Group]:
+    """The groups that a clip norm makes of the leaves of `params`.
+
+    Args:
+        clip_norm: A number or scalar tensor (one group), a `PerLeaf` or a `PerGroup`.
+        params: The tree of parameters.
+
+    Returns:
+        The groups; every leaf is in exactly one.
+
+    Raises:
+        InputError: A clip norm is no number, negative or NaN; a label has none; a tree does not fit.
+    """
+    leaves, _ = _trees.flatten(params)
+    if isinstance(clip_norm, PerLeaf):
+        norms = _trees.broadcast(clip_norm.clip_norm, params, "PerLeaf(clip_norm)")
+        groups = [Group((i,), norm) for i, norm in enumerate(norms)]
+    elif isinstance(clip_norm, PerGroup):
+        members: dict[Hashable, list[int]] = {}
+        for i, path in enumerate(_trees.keys(params)):
+            label = clip_norm.label(path)
+            if label not in clip_norm.clip_norm:
+                raise InputError(
+                    f"PerGroup(label=...)({path!r}) is {label!r}, which has no clip norm; there are {list(clip_norm.clip_norm)!r}."
+                )
+            members.setdefault(label, []).append(i)
+        groups = [Group(tuple(indices), clip_norm.clip_norm[label]) for label, indices in members.items()]
+    else:
+        groups = [Group(tuple(range(len(leaves))), clip_norm)]
+    for group in groups:
+        check_clip_norm(group.clip_norm)
+    return groups
+
+
+def check_clip_norm(clip_norm: Any) -> None:
+    """Raise unless `clip_norm` is a number that is at least 0 (inf included), or a scalar tensor.
+
+    Raises:
+        InputError: It is not.
+    """
+    if isinstance(clip_norm, Tensor):
+        if clip_norm.ndim != 0:
+            raise InputError(f"clip_norm: expected a number or a scalar tensor, got a tensor of shape {tuple(clip_norm.shape)}.")
+        return  # its value is not read: that would wait for the device
+    if not isinstance(clip_norm, (int, float)) or isinstance(clip_norm, bool):
+        raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.")
+    if math.isnan(clip_norm) or clip_norm < 0:
+        raise InputError(f"clip_norm={clip_norm}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """The policy of that name, or the function itself.
+
+    Raises:
+        InputError: There is none of that name.
+    """
+    if callable(policy):
+        return policy
+    if policy not in POLICIES:
+        raise InputError(f"policy={policy!r}: expected one of {list(POLICIES)} or a function (norms, clip_norm) -> clip_coef.")
+    return POLICIES[policy]
+
+
+def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
+    """The most that one sample can add to the L2 norm of the clipped sum: sqrt(sum over groups of C^2); inf for a policy of the user's."""
+    if policy not in POLICIES.values() and not getattr(policy, "_bounded", False):
+        return math.inf
+    if len(groups) == 1:
+        return groups[0].clip_norm
+    if any(isinstance(group.clip_norm, Tensor) for group in groups):
+        return torch.linalg.vector_norm(torch.stack([torch.as_tensor(group.clip_norm) for group in groups]))
+    return math.hypot(*(group.clip_norm for group in groups))

@@ -1,0 +1,130 @@
+"""Which path each parameter takes, why, and what it costs."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+
+from psg import _functorch, _ladder
+from psg._call import Options, prepare
+from psg._errors import InputError
+from psg.factors import Factor
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the differentiated argument.
+
+    Attributes:
+        path: How to reach it.
+        kind: The kind of its factor.
+        plan: How `clipped_grad` computes its norm and its sum.
+        uses: The ops that met it and the way each went (rule, derived, lifted), with counts.
+        factored_bytes: What the factor holds.
+        dense_bytes: What the materialised gradients [n, *shape] would hold.
+    """
+
+    path: str
+    kind: str
+    plan: str
+    uses: dict[str, int]
+    factored_bytes: int
+    dense_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `psg.explain` returns; `print` it.
+
+    Attributes:
+        name: The function's name.
+        n: The number of samples.
+        rung: The rung of the ladder that runs the call: "capture", "vmap" or "loop".
+        reasons: Why each rung above does not, as (rung, reason).
+        leaves: One entry a leaf.
+    """
+
+    name: str
+    n: int
+    rung: str
+    reasons: tuple[tuple[str, str], ...]
+    leaves: tuple[Leaf, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} on {self.n} samples: {self.rung}"]
+        lines += [f"  not {rung}: {reason}" for rung, reason in self.reasons]
+        rows = [("parameter", "factor", "norm and sum", "holds", "dense", "ops")]
+        for leaf in self.leaves:
+            uses = ", ".join(use if count == 1 else f"{use} x{count}" for use, count in leaf.uses.items())
+            sizes = (_human(leaf.factored_bytes), _human(leaf.dense_bytes))
+            rows.append((leaf.path, leaf.kind, leaf.plan, *sizes, uses or "-"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def explain(
+    fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    in_dims: Any = None,
+    has_aux: bool = False,
+    randomness: str = "different",
+    method: str = "auto",
+) -> Callable[..., Report]:
+    """The function that runs one pass over a batch and reports the path of every parameter.
+
+    Args:
+        fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
+        argnums: Which positional argument, or tuple of them, to differentiate.
+        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different", "same" or "error".
+        method: "auto", "capture", "vmap" or "loop".
+
+    Returns:
+        A function of the same arguments as fn over a batch of at least one sample. It returns a `Report`.
+
+    Raises:
+        InputError: An argument does not fit, or the batch is empty.
+
+    Example:
+        >>> import torch, psg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> loss, params = psg.stateless(model, torch.nn.functional.mse_loss)
+        >>> report = psg.explain(loss)(params, torch.randn(5, 3), torch.randn(5, 2))
+        >>> report.rung, [leaf.kind for leaf in report.leaves]
+        ('capture', ['Dense', 'Outer'])
+    """
+    options = Options(argnums, in_dims, has_aux, randomness, None, method)
+
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        call = prepare(f"explain({name})", fn, options, args, kwargs)
+        if call.n == 0:
+            raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")
+        inside = _functorch.transform_active() and method == "auto"
+        result = _ladder.run(call, "vmap" if inside else method)
+        leaves = tuple(
+            _leaf(call.paths[position], factor, uses)
+            for position, factor, uses in zip(call.params, result.factors, result.uses, strict=True)
+        )
+        return Report(name, call.n, result.rung, result.reasons, leaves)
+
+    return explained
+
+
+def _leaf(path: str, factor: Factor, uses: list[str]) -> Leaf:
+    held = sum(tensor.numel() * tensor.element_size() for tensor in optree.tree_leaves(factor))
+    dense = factor.n * factor.shape.numel() * factor.dtype.itemsize
+    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), held, dense)
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.0f} TiB"

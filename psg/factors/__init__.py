@@ -1,0 +1,59 @@
+"""Factors: per-sample gradients held as what they are made of, each kind with the same few operations."""
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+
+from psg.factors._base import Factor
+from psg.factors._conv import Conv, Geometry
+from psg.factors._dense import Dense
+from psg.factors._outer import Outer
+from psg.factors._rows import Rows
+from psg.factors._sum import Sum
+
+__all__ = ["Conv", "Dense", "Factor", "Geometry", "Outer", "Rows", "Sum", "merge"]
+
+
+def merge(terms: list[Factor]) -> Factor:
+    """One factor for a non-empty list of terms of the same parameter.
+
+    Dense terms are added, Outer terms are one Outer over all their positions; a Sum holds what is left.
+    """
+    merged: list[Factor] = []
+    dense = [term.values for term in terms if isinstance(term, Dense)]
+    if dense:
+        merged.append(Dense(sum(dense[1:], start=dense[0])))
+    outer = [term for term in terms if isinstance(term, Outer)]
+    if outer:
+        left = torch.cat([term.left for term in outer], dim=1) if len(outer) > 1 else outer[0].left
+        right = torch.cat([term.right for term in outer], dim=1) if len(outer) > 1 else outer[0].right
+        merged.append(Outer(left, right))
+    merged += [term for term in terms if not isinstance(term, (Dense, Outer))]
+    if len(merged) == 1:
+        return merged[0]
+    first = merged[0]
+    return Sum(merged, torch.empty(first.n, 0, dtype=first.dtype, device=first.device), first.shape)
+
+
+def _register(kind: type[Factor], static: tuple[str, ...]) -> None:
+    # The tensors are children; what is no tensor (rows, geometry, shape) is the node's metadata.
+    def flatten(factor: Factor) -> tuple[tuple, tuple]:
+        return tuple(getattr(factor, name) for name in kind.fields), tuple(getattr(factor, name) for name in static)
+
+    def unflatten(metadata: tuple, children) -> Factor:
+        factor = kind.__new__(kind)
+        for name, value in (*zip(kind.fields, children, strict=True), *zip(static, metadata, strict=True)):
+            setattr(factor, name, value)
+        return factor
+
+    # In optree's global namespace: a user's plain `optree.tree_map` sees the tensors too.
+    everywhere = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+    optree.register_pytree_node(kind, lambda factor: (*flatten(factor), kind.fields), unflatten, namespace=everywhere)
+    torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
+
+
+_register(Dense, ())
+_register(Outer, ())
+_register(Rows, ("num_rows",))
+_register(Conv, ("geometry",))
+_register(Sum, ("_shape",))

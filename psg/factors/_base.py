@@ -1,0 +1,130 @@
+"""What every kind of factor can do. A factor stands for a tensor [n, *shape] of per-sample gradients.
+
+Index legend, here and in the other files of this room: n, m samples; t, s positions; a, b rows and columns of a matrix; d features;
+i in, o out; g group; k kernel.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import torch
+from torch import Tensor
+
+# Arithmetic that one byte of memory traffic is worth, and the most memory kept for materialised gradients of one parameter.
+# Measured on CPUs with torch 2.13 (benchmarks/micro.py); they decide only speed, never a result.
+FLOPS_PER_BYTE = 8
+KEEP_BYTES = 512 << 20
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of products of `dtype` are accumulated: at least float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """The tensor in its `wide` dtype."""
+    return tensor.to(wide(tensor.dtype))
+
+
+def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
+    """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`."""
+    return tensor * weights.to(tensor.dtype).reshape(-1, *(1,) * (tensor.ndim - 1))
+
+
+def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:
+    """Exactly zero where keep[n] is False, even where `tensor` is inf or NaN."""
+    return torch.where(keep.reshape(-1, *(1,) * (tensor.ndim - 1)), tensor, 0)
+
+
+class Factor(ABC):
+    """A per-sample gradient tensor [n, *shape], held as what it is made of.
+
+    Every kind has the same operations; none but `materialize` holds the tensor, unless that is the cheapest way to the result.
+    Reductions accumulate in float32 or better.
+    """
+
+    fields: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def n(self) -> int:
+        """The number of samples."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The shape of one sample's gradient: that of the parameter."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype of `materialize()`."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+
+    @abstractmethod
+    def materialize(self) -> Tensor:
+        """The tensor itself: [n, *shape]."""
+
+    @abstractmethod
+    def squared_norm(self) -> Tensor:
+        """sum over all entries of |gradient|^2 -> [n], real, at least float32, never negative."""
+
+    def norm(self) -> Tensor:
+        """The square root of `squared_norm` -> [n]."""
+        return self.squared_norm().sqrt()
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """sum_n weights[n] gradient[n] -> shape."""
+
+    @abstractmethod
+    def dot(self, direction: Tensor) -> Tensor:
+        """<gradient[n], direction> -> [n], for a direction of the parameter's shape."""
+
+    @abstractmethod
+    def map(self, function) -> Self:
+        """The same kind with `function` applied to every tensor that has the samples in dim 0."""
+
+    def inner(self, other: "Factor") -> Tensor:
+        """<gradient[n], other[n]> of the same sample -> [n]."""
+        from psg.factors import _products  # the table of pairs knows every kind, so it cannot be imported by one
+
+        return _products.inner(self, other)
+
+    def gram(self, other: "Factor | None" = None) -> Tensor:
+        """<gradient[n], other[m]> of every pair of samples -> [n, m]; with itself if `other` is None."""
+        from psg.factors import _products
+
+        return _products.gram(self, self if other is None else other)
+
+    def take(self, index: Tensor | slice) -> Self:
+        """The samples at `index` (a slice, integers [m] or a mask [n])."""
+        return self.map(lambda tensor: tensor[index])
+
+    def zero(self, keep: Tensor) -> Self:
+        """The same with exactly zero for the samples where keep[n] is False, whatever they held, inf and NaN included."""
+        return self.map(lambda tensor: zero_rows(tensor, keep) if tensor.is_floating_point() or tensor.is_complex() else tensor)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same in another floating dtype."""
+        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.is_complex() else tensor)
+
+    def detach(self) -> Self:
+        """The same without autograd history."""
+        return self.map(Tensor.detach)
+
+    def settle(self) -> "Factor":
+        """The form from which a norm *and* a weighted sum come cheapest: itself, or materialised once and kept."""
+        return self
+
+    def plan(self) -> str:
+        """How a norm and a weighted sum are computed from it, in a few words."""
+        return "dense"
+
+    def __repr__(self) -> str:
+        """Kind, samples and shape."""
+        return f"{type(self).__name__}(n={self.n}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -1,0 +1,172 @@
+"""Conv: an Outer over unfolded patches, unfolded only where that is cheapest."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psg.factors._base import FLOPS_PER_BYTE, KEEP_BYTES, Factor, scale_rows, widen
+from psg.factors._dense import Dense
+from psg.factors._outer import Outer
+
+
+class Geometry(NamedTuple):
+    """The options of a convolution, one entry a spatial dimension."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+class Conv(Factor):
+    """gradient[n, o, i, k] = sum over images and output positions t of cotangent[n, o, t] input[n, i, stride t + dilation k - padding].
+
+    With groups g, output channel o reads the i / g input channels of its group alone, so no two groups ever mix.
+
+    Args:
+        cotangent: [n, images, o, *spatial out]. Images are what fn itself batches (1 for one image a sample); they add up.
+        input: [n, images, i, *spatial in].
+        geometry: Kernel, stride, padding, dilation, groups.
+
+    Source: Rochette, Manoel & Tramel, "Efficient Per-Example Gradient Computations in Convolutional Neural Networks", 2019 (the grouped
+    convolution); Bu, Mao & Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy",
+    2022 (the Gram form over patches).
+    """
+
+    fields = ("cotangent", "input")
+
+    def __init__(self, cotangent: Tensor, input: Tensor, geometry: Geometry) -> None:
+        self.cotangent = cotangent
+        self.input = input
+        self.geometry = geometry
+
+    @property
+    def n(self) -> int:
+        return self.cotangent.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.cotangent.shape[2], self.input.shape[2] // self.geometry.groups, *self.geometry.kernel))
+
+    @property
+    def positions(self) -> int:
+        """The number of terms t of the sum: images times output positions."""
+        return self.cotangent.shape[1] * self.cotangent.shape[3:].numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cotangent.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.cotangent.device
+
+    def materialize(self) -> Tensor:
+        if self.n == 0 or self._narrow():
+            return self._grouped_convolution()
+        return self._by_group().materialize().reshape(self.n, *self.shape)
+
+    def _narrow(self) -> bool:
+        # A grouped convolution runs on planes, without patches; its kernels lose to a matrix product once channels are many.
+        out_channels, in_channels, *_ = self.shape
+        return self.geometry.groups > 1 or in_channels * out_channels < 1024 or self.positions > 16 * out_channels
+
+    def _grouped_convolution(self) -> Tensor:
+        # The samples become groups of one convolution, whose weight gradient then keeps them apart.
+        cotangent, input = self.cotangent.transpose(0, 1).flatten(1, 2), self.input.transpose(0, 1).flatten(1, 2)
+        weight_shape = (self.n * self.shape[0], *self.shape[1:])
+        gradient = self._native_gradient(cotangent, input, weight_shape, groups=self.n * self.geometry.groups)
+        return gradient.reshape(self.n, *self.shape)
+
+    def _native_gradient(self, cotangent: Tensor, input: Tensor, weight_shape: tuple[int, ...], groups: int) -> Tensor:
+        if cotangent.numel() == 0 or input.numel() == 0:
+            return cotangent.new_zeros(weight_shape)
+        _, stride, padding, dilation, _ = self.geometry
+        weight = cotangent.new_empty(1).expand(weight_shape)  # only its shape is read
+        none = [0] * len(stride)
+        mask = [False, True, False]
+        return torch.ops.aten.convolution_backward(
+            cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask
+        )[1]
+
+    def _by_group(self) -> Outer:
+        """The same as an Outer of n x g samples: left [(n g), t, o / g], right [(n g), t, (i / g) k]."""
+        kernel, stride, padding, dilation, groups = self.geometry
+        n, images, channels, *_ = self.input.shape
+        out = self.cotangent.shape[3:]
+        padded = F.pad(self.input, [amount for p in reversed(padding) for amount in (p, p)]).contiguous()
+        spatial = padded.stride()[3:]
+        # Windows as a view [n, images, g, i / g, *out, *kernel]: nothing is copied before the one reshape.
+        windows = padded.as_strided(
+            (n, images, groups, channels // groups, *out, *kernel),
+            (
+                *padded.stride()[:2],
+                padded.stride(2) * (channels // groups),
+                padded.stride(2),
+                *(step * pace for step, pace in zip(spatial, stride, strict=True)),
+                *(step * gap for step, gap in zip(spatial, dilation, strict=True)),
+            ),
+            padded.storage_offset(),
+        )
+        dims = len(kernel)
+        order = (0, 2, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
+        right = windows.permute(order).reshape(n * groups, self.positions, -1 if windows.numel() else self.shape[1:].numel())
+        left = self.cotangent.reshape(n, images, groups, self.shape[0] // groups, -1 if self.positions else 0)
+        left = left.permute(0, 2, 1, 4, 3).reshape(n * groups, self.positions, self.shape[0] // groups)
+        return Outer(left, right)
+
+    def squared_norm(self) -> Tensor:
+        if self._prefers_gram():
+            return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
+        size = max(1, (16 << 20) // max(1, self._bytes()))
+        chunks = zip(self.cotangent.split(size), self.input.split(size), strict=True)
+        return torch.cat([Dense(Conv(c, x, self.geometry).materialize()).squared_norm() for c, x in chunks])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        cotangent = scale_rows(self.cotangent, weights).flatten(0, 1)
+        return self._native_gradient(cotangent, self.input.flatten(0, 1), tuple(self.shape), groups=self.geometry.groups)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        # <gradient, V> is the inner product of the cotangent and the convolution of the input with V.
+        _, stride, padding, dilation, groups = self.geometry
+        if self.n == 0:
+            return widen(self.cotangent).flatten(1).sum(1)
+        cotangent, input = widen(self.cotangent), widen(self.input).flatten(0, 1)
+        none = [0] * len(stride)
+        forward = torch.convolution(input, direction.to(input.dtype), None, stride, padding, dilation, False, none, groups)
+        return (forward.reshape(cotangent.shape) * cotangent).flatten(1).sum(1)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(function(self.cotangent), function(self.input), self.geometry)
+
+    def settle(self) -> Factor:
+        return Dense(self.materialize()) if self._keeps() else self
+
+    def plan(self) -> str:
+        if self._keeps():
+            return "materialised and kept"
+        return f"{'Gram' if self._prefers_gram() else 'materialised in chunks'}, native weight gradient"
+
+    def _keeps(self) -> bool:
+        return self.n * self._bytes() <= KEEP_BYTES and FLOPS_PER_BYTE * 3 * self._bytes() < self._gram_flops()
+
+    def _prefers_gram(self) -> bool:
+        return self._gram_flops() < self._materialize_flops()
+
+    # Cost of one sample.
+
+    def _bytes(self) -> int:
+        return self.shape.numel() * self.cotangent.element_size()
+
+    def _gram_flops(self) -> int:
+        t, (out_channels, *rest) = self.positions, self.shape
+        patches = t * self.geometry.groups * torch.Size(rest).numel()
+        unfold = 2 * FLOPS_PER_BYTE * patches * self.cotangent.element_size()
+        return 2 * t * (t * out_channels + t * self.geometry.groups * torch.Size(rest).numel()) + unfold
+
+    def _materialize_flops(self) -> int:
+        return 2 * self.positions * self.shape.numel()

@@ -1,0 +1,68 @@
+"""Dense: the per-sample gradient itself."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from psg.factors._base import Factor, wide, widen
+
+
+class Dense(Factor):
+    """The tensor itself: biases, normalisation layers, whatever has no rule.
+
+    Args:
+        values: The per-sample gradients, [n, *shape].
+    """
+
+    fields = ("values",)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @property
+    def n(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def materialize(self) -> Tensor:
+        return self.values
+
+    def squared_norm(self) -> Tensor:
+        return self.norm().square()
+
+    def norm(self) -> Tensor:
+        rows = real_rows(self.values)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        rows = rows_of(self.values)
+        return (weights.to(rows.dtype) @ rows).reshape(self.shape)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return widen(real_rows(self.values)) @ widen(real_rows(direction[None])[0])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(function(self.values))
+
+
+def rows_of(values: Tensor) -> Tensor:
+    """[n, *shape] -> [n, P], also for n = 0 and for scalars."""
+    return values.reshape(values.shape[0], values.shape[1:].numel())
+
+
+def real_rows(values: Tensor) -> Tensor:
+    """[n, *shape] -> [n, P] or, of complex values, [n, 2 P]: the inner product of complex gradients is that of R^2."""
+    return rows_of(torch.view_as_real(values) if values.is_complex() else values)

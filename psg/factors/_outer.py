@@ -1,0 +1,131 @@
+"""Outer: a sum over positions of outer products, as every matrix product leaves it."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from psg.factors._base import FLOPS_PER_BYTE, KEEP_BYTES, Factor, scale_rows, widen
+from psg.factors._dense import Dense
+
+
+class Outer(Factor):
+    """gradient[n, a, b] = sum_t left[n, t, a] right[n, t, b].
+
+    Of y = x W^T the gradient for W is `Outer(cotangent, input)`; of y = x W it is `Outer(input, cotangent)`.
+
+    Args:
+        left: [n, t, a].
+        right: [n, t, b], of the same dtype.
+
+    Source: Goodfellow, "Efficient Per-Example Gradient Computations", 2015 (one position); Li et al., "Large Language Models Can Be
+    Strong Differentially Private Learners", 2022, section 4 (positions, the Gram form of the norm).
+    """
+
+    fields = ("left", "right")
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left = left
+        self.right = right
+
+    @property
+    def n(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.left.shape[2], self.right.shape[2]))
+
+    @property
+    def positions(self) -> int:
+        """The number of terms t of the sum."""
+        return self.left.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    def materialize(self) -> Tensor:
+        if self.positions == 1:
+            # One multiplication for each entry: bmm would treat n rank-one products as n small matrix products.
+            return self.left[:, 0, :, None] * self.right[:, 0, None, :]
+        return torch.bmm(self.left.transpose(1, 2), self.right)
+
+    def squared_norm(self) -> Tensor:
+        if self.positions == 1:
+            return Dense(self.left).squared_norm() * Dense(self.right).squared_norm()
+        if self._prefers_gram():
+            return self._gram_norm()
+        return self._chunked_norm()
+
+    def _gram_norm(self) -> Tensor:
+        # sum_{t,s} <left_t, left_s> <right_t, right_s>; rounding may leave a tiny negative sum of a true zero.
+        left, right = widen(self.left), widen(self.right)
+        product = torch.bmm(left, left.transpose(1, 2)) * torch.bmm(right, right.transpose(1, 2))
+        return product.sum((1, 2)).clamp(min=0)
+
+    def _chunked_norm(self) -> Tensor:
+        # Materialised a few samples at a time, so that the norm reads them from cache and the memory is used again.
+        size = max(1, (4 << 20) // max(1, self._bytes()))
+        return torch.cat(
+            [
+                Dense(Outer(left, right).materialize()).squared_norm()
+                for left, right in zip(widen(self.left).split(size), widen(self.right).split(size), strict=True)
+            ]
+        )
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        left, right = self.left, self.right
+        if left.shape[2] <= right.shape[2]:  # scale the smaller one
+            left = scale_rows(left, weights)
+        else:
+            right = scale_rows(right, weights)
+        return left.flatten(0, 1).T @ right.flatten(0, 1)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        left, right = widen(self.left), widen(self.right)
+        return ((left @ direction.to(left.dtype)) * right).sum((1, 2))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(function(self.left), function(self.right))
+
+    def transpose(self) -> "Outer":
+        """The gradient of the transposed parameter: [n, b, a]."""
+        return Outer(self.right, self.left)
+
+    def settle(self) -> Factor:
+        return Dense(self.materialize()) if self._keeps() else self
+
+    def plan(self) -> str:
+        if self.positions == 1:
+            return "product of norms, one matrix product"
+        if self._keeps():
+            return "materialised and kept"
+        return "Gram, one matrix product" if self._prefers_gram() else "materialised in chunks, one matrix product"
+
+    def _keeps(self) -> bool:
+        # Kept: written once, read for the norm and for the weighted sum, which then needs no matrix product of its own (materialising
+        # takes as many operations). Not kept: the Gram norm, and one matrix product for the sum.
+        if self.positions == 1 or self.n * self._bytes() > KEEP_BYTES:
+            return False
+        return FLOPS_PER_BYTE * 3 * self._bytes() < self._gram_flops()
+
+    def _prefers_gram(self) -> bool:
+        return self._gram_flops() <= self._materialize_flops() + FLOPS_PER_BYTE * 2 * self._bytes()
+
+    # Cost of one sample.
+
+    def _bytes(self) -> int:
+        return self.shape.numel() * self.left.element_size()
+
+    def _gram_flops(self) -> int:
+        t = self.positions
+        return 2 * t * t * (sum(self.shape) + 2 * FLOPS_PER_BYTE * self.left.element_size())
+
+    def _materialize_flops(self) -> int:
+        return 2 * self.positions * self.shape.numel()

@@ -1,0 +1,168 @@
+"""Inner products between factors: the same sample (`inner`) and every pair of samples (`gram`).
+
+One table of pairs; what is not in it is materialised. Each entry is bilinear in its two arguments.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from psg.factors._base import FLOPS_PER_BYTE, Factor, widen
+from psg.factors._conv import Conv
+from psg.factors._dense import Dense, real_rows
+from psg.factors._outer import Outer
+from psg.factors._rows import Rows
+from psg.factors._sum import Sum
+
+Product = Callable[..., Tensor | None]
+_inner: dict[tuple[type, type], Product] = {}
+_gram: dict[tuple[type, type], Product] = {}
+
+
+def inner(x: Factor, y: Factor) -> Tensor:
+    """<x[n], y[n]> -> [n]."""
+    return _look_up(_inner, x, y, lambda product, x, y: product, _inner_dense_dense)
+
+
+def gram(x: Factor, y: Factor) -> Tensor:
+    """<x[n], y[m]> -> [n, m]."""
+    return _look_up(_gram, x, y, lambda product, x, y: product.T, _gram_dense_dense)
+
+
+def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Product) -> Tensor:
+    for kind, expand in ((x, lambda term: _look_up(table, term, y, swap, dense)), (y, lambda term: _look_up(table, x, term, swap, dense))):
+        if isinstance(kind, Sum):
+            shape = (x.n,) if table is _inner else (x.n, y.n)
+            return sum((expand(term) for term in kind.terms), kind._zeros(*shape))
+    if (type(x), type(y)) in table:
+        product = table[type(x), type(y)](x, y)
+    elif (type(y), type(x)) in table:
+        product = table[type(y), type(x)](y, x)
+        product = None if product is None else swap(product, x, y)
+    else:
+        product = None
+    # An entry gives None where materialising is cheaper for these shapes.
+    return dense(Dense(x.materialize()), Dense(y.materialize())) if product is None else product
+
+
+def _pair(table: dict[tuple[type, type], Product], x: type, y: type) -> Callable[[Product], Product]:
+    def register(product: Product) -> Product:
+        table[x, y] = product
+        return product
+
+    return register
+
+
+# Dense x anything
+
+
+def _inner_dense_dense(x: Dense, y: Dense) -> Tensor:
+    return (widen(real_rows(x.values)) * widen(real_rows(y.values))).sum(1)
+
+
+def _gram_dense_dense(x: Dense, y: Dense) -> Tensor:
+    return widen(real_rows(x.values)) @ widen(real_rows(y.values)).T
+
+
+@_pair(_inner, Outer, Dense)
+def _(x: Outer, y: Dense) -> Tensor:
+    # sum_t left_t^T Y right_t
+    left, right = widen(x.left), widen(x.right)
+    return (torch.bmm(left, widen(y.values)) * right).sum((1, 2))
+
+
+@_pair(_inner, Rows, Dense)
+def _(x: Rows, y: Dense) -> Tensor:
+    # sum_t <Y[index_t], c_t>
+    index = x.index[:, :, None].expand(x.cotangent.shape)
+    return (widen(y.values).gather(1, index) * widen(x.cotangent)).sum((1, 2))
+
+
+# Outer x Outer: sum_{t,s} <left_t, left'_s> <right_t, right'_s>
+
+
+@_pair(_inner, Outer, Outer)
+def _(x: Outer, y: Outer) -> Tensor | None:
+    t, s = x.positions, y.positions
+    if t * s * sum(x.shape) > (t + s) * x.shape.numel():
+        return None
+    left = torch.bmm(widen(x.left), widen(y.left).transpose(1, 2))
+    right = torch.bmm(widen(x.right), widen(y.right).transpose(1, 2))
+    return (left * right).sum((1, 2))
+
+
+@_pair(_gram, Outer, Outer)
+def _(x: Outer, y: Outer) -> Tensor | None:
+    (n, t, _), (m, s, _) = x.left.shape, y.left.shape
+    factored = n * m * t * s * (2 * sum(x.shape) + 12 * FLOPS_PER_BYTE)
+    dense = 2 * x.shape.numel() * (n * t + m * s + n * m) + 8 * FLOPS_PER_BYTE * (n + m) * x.shape.numel()
+    if factored > dense or n * m * t * s > 1 << 28:
+        return None
+    left = widen(x.left).flatten(0, 1) @ widen(y.left).flatten(0, 1).T
+    right = widen(x.right).flatten(0, 1) @ widen(y.right).flatten(0, 1).T
+    return (left * right).reshape(n, t, m, s).sum((1, 3))
+
+
+# Rows x Rows: sum_{t,s} [index_t = index'_s] <c_t, c'_s>
+
+
+@_pair(_inner, Rows, Rows)
+def _(x: Rows, y: Rows) -> Tensor:
+    same = x.index[:, :, None] == y.index[:, None, :]
+    return (torch.bmm(widen(x.cotangent), widen(y.cotangent).transpose(1, 2)) * same).sum((1, 2))
+
+
+@_pair(_gram, Rows, Rows)
+def _(x: Rows, y: Rows) -> Tensor:
+    # Sample by sample, so that no more than t x m s pairs are held at a time.
+    other = widen(y.cotangent).flatten(0, 1)
+    index = y.index.reshape(-1)
+    rows = [
+        ((cotangent @ other.T) * (own[:, None] == index)).sum(0).reshape(y.index.shape).sum(1)
+        for own, cotangent in zip(x.index, widen(x.cotangent), strict=True)
+    ]
+    return torch.stack(rows) if rows else other.new_zeros(0, y.n)
+
+
+# Rows x Outer, a tied embedding and head: sum_{t,s} left[s, index_t] <right_s, c_t>, without a matrix of the vocabulary's size
+
+
+@_pair(_inner, Rows, Outer)
+def _(x: Rows, y: Outer) -> Tensor:
+    s, t = y.positions, x.index.shape[1]
+    left = widen(y.left).gather(2, x.index[:, None, :].expand(x.n, s, t))
+    return (left * torch.bmm(widen(y.right), widen(x.cotangent).transpose(1, 2))).sum((1, 2))
+
+
+@_pair(_gram, Rows, Outer)
+def _(x: Rows, y: Outer) -> Tensor:
+    left, right = widen(y.left), widen(y.right)
+    rows = [
+        (left[:, :, own] * (right @ cotangent.T)).sum((1, 2)) for own, cotangent in zip(x.index, widen(x.cotangent), strict=True)
+    ]
+    return torch.stack(rows) if rows else left.new_zeros(0, y.n)
+
+
+# Conv x Conv: as Outer x Outer over patches, group by group
+
+
+@_pair(_inner, Conv, Conv)
+def _(x: Conv, y: Conv) -> Tensor | None:
+    t, s = x.positions, y.positions
+    if x.geometry.groups != y.geometry.groups or t * s * (x.shape[0] + x.shape[1:].numel()) > (t + s) * x.shape.numel():
+        return None
+    return inner(x._by_group(), y._by_group()).reshape(x.n, x.geometry.groups).sum(1)
+
+
+@_pair(_gram, Conv, Conv)
+def _(x: Conv, y: Conv) -> Tensor | None:
+    groups = x.geometry.groups
+    if groups != y.geometry.groups or x.positions * y.positions * 8 > x.shape.numel() // groups:
+        return None
+    by_group = [
+        [Outer(*(field.unflatten(0, (z.n, groups))[:, g] for field in (o.left, o.right))) for g in range(groups)]
+        for z in (x, y)
+        for o in [z._by_group()]
+    ]
+    return torch.stack([gram(a, b) for a, b in zip(*by_group, strict=True)]).sum(0)

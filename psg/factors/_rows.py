@@ -1,0 +1,76 @@
+"""Rows: rows scattered by index, as every lookup leaves it."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from psg.factors._base import Factor, scale_rows, widen
+from psg.factors._dense import Dense
+
+
+class Rows(Factor):
+    """gradient[n, v, d] = sum_t [index[n, t] = v] cotangent[n, t, d].
+
+    Args:
+        index: Integers in [0, num_rows), [n, t].
+        cotangent: [n, t, d].
+        num_rows: The rows v of the parameter.
+    """
+
+    fields = ("index", "cotangent")
+
+    def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
+        self.index = index
+        self.cotangent = cotangent
+        self.num_rows = num_rows
+
+    @property
+    def n(self) -> int:
+        return self.cotangent.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.num_rows, self.cotangent.shape[2]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cotangent.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.cotangent.device
+
+    def materialize(self) -> Tensor:
+        rows = torch.arange(self.n, device=self.device)[:, None] * self.num_rows + self.index
+        return scatter_rows(rows, self.cotangent, self.n * self.num_rows).reshape(self.n, *self.shape)
+
+    def squared_norm(self) -> Tensor:
+        # Positions with the same index add up before they are squared. Sorting gives each distinct index of a sample a slot below t,
+        # so the work is that of t rows and never that of t x t pairs or of num_rows.
+        _, t, _ = self.cotangent.shape
+        ordered, order = self.index.sort(dim=1)
+        slot = torch.zeros_like(order)
+        slot[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+        slots = torch.empty_like(slot).scatter_(1, order, slot)
+        compact = Rows(slots, widen(self.cotangent), max(t, 1))
+        return Dense(compact.materialize()).squared_norm()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return scatter_rows(self.index, scale_rows(self.cotangent, weights), self.num_rows)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        cotangent = widen(self.cotangent)
+        return (direction.to(cotangent.dtype)[self.index] * cotangent).sum((1, 2))
+
+    def plan(self) -> str:
+        return "sorted rows, one scatter"
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(function(self.index), function(self.cotangent), self.num_rows)
+
+
+def scatter_rows(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """out[v] = sum of the rows [..., d] whose index [...] is v -> [num_rows, d]."""
+    return rows.new_zeros(num_rows, rows.shape[-1]).index_add_(0, index.reshape(-1), rows.flatten(0, -2))

@@ -1,0 +1,90 @@
+"""Sum: several terms for one parameter (tied, used again), or none (not used)."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from psg.factors._base import Factor, wide
+from psg.factors._dense import Dense
+
+
+class Sum(Factor):
+    """gradient = sum of the terms' gradients. Without terms it stands for zeros and holds nothing.
+
+    Args:
+        terms: Factors of the same samples and shape.
+        like: An empty tensor [n, 0] whose dtype and device are those of the gradient.
+        shape: The parameter's shape.
+    """
+
+    fields = ("like", "terms")
+
+    def __init__(self, terms: Sequence[Factor], like: Tensor, shape: torch.Size) -> None:
+        self.terms = tuple(terms)
+        self.like = like
+        self._shape = torch.Size(shape)
+
+    @property
+    def n(self) -> int:
+        return self.like.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.like.device
+
+    def materialize(self) -> Tensor:
+        if not self.terms:
+            return self.like.new_zeros(self.n, *self.shape)
+        total = self.terms[0].materialize()
+        for term in self.terms[1:]:
+            total = total + term.materialize()
+        return total
+
+    def squared_norm(self) -> Tensor:
+        # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>; rounding may leave a tiny negative sum of a true zero.
+        total = self._zeros(self.n)
+        for i, term in enumerate(self.terms):
+            total = total + term.squared_norm()
+            for earlier in self.terms[:i]:
+                total = total + 2 * earlier.inner(term)
+        return total.clamp(min=0)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self._reduce(lambda term: term.weighted_sum(weights), self.like.new_zeros(self.shape))
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return self._reduce(lambda term: term.dot(direction), self._zeros(self.n))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)([term.map(function) for term in self.terms], function(self.like), self.shape)
+
+    def settle(self) -> Factor:
+        terms = [term.settle() for term in self.terms]
+        if any(isinstance(term, Dense) for term in terms):
+            # One term holds the whole shape already: adding the others to it costs less than their inner products with it.
+            return Dense(reduce(torch.add, (term.materialize() for term in terms)))
+        return Sum(terms, self.like, self.shape)
+
+    def plan(self) -> str:
+        if not self.terms:
+            return "zero: not used"
+        kinds = " + ".join(type(term).__name__ for term in self.terms)
+        return f"{kinds}, {'added up and kept' if isinstance(self.settle(), Dense) else 'with their inner products'}"
+
+    def _zeros(self, *shape: int) -> Tensor:
+        dtype = wide(self.dtype)
+        return self.like.new_zeros(shape, dtype=dtype.to_real())
+
+    def _reduce(self, function: Callable[[Factor], Tensor], zero: Tensor) -> Tensor:
+        return reduce(torch.add, (function(term) for term in self.terms), zero)

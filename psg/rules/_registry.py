@@ -1,0 +1,180 @@
+"""The registry of rules, the ops that are rewritten before rules see them, and the ops that lifting must not meet."""
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from psg._errors import InputError
+from psg.factors import Factor
+
+Builder = Callable[[Any], Factor]
+"""From the output's cotangent (samples in dim 0; a tuple of them for a tuple of outputs) to the factor."""
+
+
+class Rule(NamedTuple):
+    """A fast path for one op: how to run it on the physical batch, and the factors of its parameters.
+
+    Attributes:
+        run: Takes the op's arguments and returns `(output, {parameter name: builder})`, or NotImplemented to decline the call.
+        params: The arguments that may be parameters.
+        signature: Of `run`, to which calls are bound.
+    """
+
+    run: Callable[..., Any]
+    params: tuple[str, ...]
+    signature: inspect.Signature
+
+
+_rules: dict[Any, Rule] = {}
+_decompositions: dict[Any, Callable[..., Any]] = {}
+_leaks: dict[Any, str] = {}
+_disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
+
+
+def rule(*ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias")) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the fast path of an op.
+
+    The function takes the op's arguments under the same names. Those in `params` may be parameters: they arrive without a batch
+    dimension and detached. Every other tensor arrives with the samples in dim 0. It runs the ordinary batched op and returns the output
+    (samples in dim 0; a tensor or a tuple of them) and, for each parameter, how to build its factor from the output's cotangent. It may
+    return NotImplemented: the call then takes the lifted path, which is right for everything and slower.
+
+    A rule with no `params` only says how an op runs best on the true batch.
+
+    Args:
+        *ops: What torch's function mode sees: a function of torch, a method of Tensor, a `torch.library` op, or a `psg.primitive`.
+        params: Names of the arguments that may be parameters.
+
+    Returns:
+        A decorator that registers the function, in place of an earlier rule for the same op, and returns it.
+
+    Raises:
+        InputError: An op is not visible to torch's function mode, or a name in `params` is no argument of the function.
+
+    Example:
+        >>> import torch, psg
+        >>> from psg.factors import Dense
+        >>> @psg.primitive
+        ... def scale(x, gain):
+        ...     return x * gain
+        >>> @psg.rule(scale, params=("gain",))
+        ... def scale_rule(x, gain):
+        ...     return x * gain, {"gain": lambda cotangent: Dense(cotangent * x)}
+        >>> fn = lambda gain, x: scale(x, gain).sum()
+        >>> psg.per_sample_grad(fn)(torch.ones(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[1., 2.],
+                [3., 4.]])
+    """
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(run)
+        for name in params:
+            if name not in signature.parameters:
+                raise InputError(f"psg.rule(params={params!r}): {run.__name__} has no argument {name!r}; it takes {signature}.")
+        for op in ops:
+            if not _visible(op):
+                raise InputError(
+                    f"psg.rule({getattr(op, '__name__', op)!r}): torch's function mode does not see calls of this function. "
+                    "Decorate it with psg.primitive first."
+                )
+            _rules[op] = Rule(run, tuple(params), signature)
+        return run
+
+    return register
+
+
+def _visible(op: Any) -> bool:
+    if isinstance(op, types.FunctionType):
+        return op.__module__.split(".")[0] == "torch" or hasattr(op, "_psg_primitive")
+    return callable(op)
+
+
+def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a Python function one op in the eyes of psg (and of torch's function modes), so that `psg.rule` can be written for it.
+
+    Args:
+        function: Any function of tensors. Its value does not change.
+
+    Returns:
+        The same function, to be called in its place.
+    """
+
+    @functools.wraps(function)
+    def op(*args: Any, **kwargs: Any) -> Any:
+        tensors = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if has_torch_function(tensors):
+            return handle_torch_function(op, tensors, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    op._psg_primitive = True  # type: ignore[attr-defined]
+    return op
+
+
+def decomposition(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register how to write an op with other ops, for which there are rules."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _decompositions[op] = function
+        return function
+
+    return register
+
+
+def reshape(output: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """An output in another shape, as no view of anything: a rule's output must not be one.
+
+    An in-place op on a view would rebuild its history and lead the gradient around the tap. Only for ops that do not save their output.
+    """
+    return output if output.shape == shape and not output._is_view() else torch.ops.aten._unsafe_view(output, shape)
+
+
+def leak(op: Any, reason: str) -> None:
+    """Register an op for which a lifted parameter gives a wrong gradient: a call that meets one goes down the ladder."""
+    _leaks[op] = reason
+
+
+def find_rule(op: Any) -> Rule | None:
+    """The rule of an op, if there is one."""
+    return _rules.get(op)
+
+
+def find_decomposition(op: Any) -> Callable[..., Any] | None:
+    """The decomposition of an op, if there is one."""
+    return _decompositions.get(op)
+
+
+def find_leak(op: Any) -> str | None:
+    """Why an op must not meet a lifted parameter, if it must not."""
+    return _leaks.get(op)
+
+
+def registered() -> Mapping[Any, Rule]:
+    """All rules: op -> rule. A read-only view."""
+    return types.MappingProxyType(_rules)
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Inside this context psg runs plain `torch.func.vmap(torch.func.grad(fn))`: no rules, no lifting.
+
+    It is the reference implementation, and what the fast path is compared with. Holds for the current thread or async task.
+    """
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+def are_disabled() -> bool:
+    """Whether the caller is inside `disabled()`."""
+    return _disabled.get()
+

@@ -1,0 +1,98 @@
+"""From an nn.Module to a function of one sample and the parameters it is differentiated for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from psg._errors import InputError, StateError
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+    """A pure function of one sample's loss, and the parameters to differentiate it for.
+
+    The function adds the batch dimension that modules expect: a sample [*shape] enters as [1, *shape], tensors in trees too. Frozen
+    parameters and buffers are constants, read from the module at every call. A parameter that the module holds under several names
+    (tied) appears once, under the first.
+
+    Args:
+        module: Any module; its mode (train or eval) at the time of a call counts.
+        criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
+            `F.cross_entropy` with its default reduction gives. None if the module's output is the loss, or has it as `.loss`.
+
+    Returns:
+        `(loss, params)`. `loss(params, *inputs, target)`, without a target if criterion is None, passes the inputs on to the module; a
+        dict among them is spread as keyword arguments, as in `module(**batch)`. `params` maps names to the parameters that require
+        grad, detached: they share their memory with the module's.
+
+    Raises:
+        InputError: No parameter requires grad. At a call: the output has no loss.
+        StateError: At a call: a batch normalisation is in training mode, or the module has changed one of its buffers.
+
+    Example:
+        >>> import torch, psg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> loss, params = psg.stateless(model, torch.nn.functional.cross_entropy)
+        >>> psg.per_sample_grad(loss)(params, torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1]))["weight"].shape
+        torch.Size([5, 2, 3])
+
+    Source: `torch.func.functional_call`.
+    """
+    params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not params:
+        raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
+    batch_norms = {name: child for name, child in module.named_modules() if isinstance(child, _BatchNorm)}
+
+    def loss(params: dict[str, Tensor], *sample: Any) -> Tensor:
+        for name, child in batch_norms.items():
+            if child.training:
+                raise StateError(
+                    f"stateless: {name or 'the module'} ({type(child).__name__}) is in training mode, where it mixes the samples of a batch "
+                    "and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
+                    "GroupNorm, LayerNorm or InstanceNorm."
+                )
+        batch = [optree.tree_map(_add_batch_dim, argument) for argument in sample]
+        inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
+        if criterion is not None and not batch:
+            raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
+        positional = [argument for argument in inputs if not isinstance(argument, dict)]
+        keyword = {key: value for argument in inputs if isinstance(argument, dict) for key, value in argument.items()}
+        output = _call(module, params, positional, keyword)
+        return _loss_of(output) if criterion is None else criterion(output, target)
+
+    return loss, params
+
+
+def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]) -> Any:
+    """Call the module with other parameters; raise if that has changed a buffer."""
+    buffers = dict(module.named_buffers())
+    versions = {name: buffer._version for name, buffer in buffers.items()}
+    state = {**params, **buffers}
+    output = torch.func.functional_call(module, state, tuple(positional), keyword)
+    # A buffer that was assigned anew is a new tensor in `state`; one that was written into has a new version.
+    changed = [name for name, buffer in buffers.items() if state[name] is not buffer or buffer._version != versions[name]]
+    if changed:
+        owner = changed[0].rpartition(".")[0]
+        kind = type(module.get_submodule(owner)).__name__
+        raise StateError(
+            f"stateless: the forward pass of {owner or 'the module'} ({kind}) changes its buffer {changed[0]!r}, so that one sample's gradient "
+            "would depend on the samples before it. Put the module in eval mode, or take the update out of forward."
+        )
+    return output
+
+
+def _add_batch_dim(leaf: Any) -> Any:
+    return leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"stateless: without a criterion the module's output must be the loss or have it as .loss; got {type(output).__name__}."
+        )
+    return loss

@@ -1,0 +1,138 @@
+"""psg against the loop, on a function and data of your own."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from psg import transforms, tree
+from psg._errors import InputError
+from psg._trees import flatten
+from psg.testing._compare import Mismatch, assert_trees_close
+from psg.testing._loop import Batch, loop_value_and_grad, tree_map
+from psg.testing._reference import reference_dot, reference_flat, reference_gram, reference_norm, reference_weighted_sum
+
+Tree = Any
+
+
+class Checked(NamedTuple):
+    """What a passed `check` saw.
+
+    Attributes:
+        samples: number of samples.
+        leaves: number of leaves that were differentiated.
+        error: the largest relative error of a gradient, as `assert_trees_close` returns it.
+    """
+
+    samples: int
+    leaves: int
+    error: float
+
+
+def check(
+    fn: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    in_dims: Any = None,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    method: str = "auto",
+    rtol: float | None = None,
+) -> Callable:
+    """Compare psg with a loop over samples, on your function and your data.
+
+    Values, materialised gradients and the factored norm, Gram matrix, dot product and weighted sum are compared
+    with those of `loop_value_and_grad`. Where gradients differ, central differences of `fn` along the disagreement
+    say which side is nearer: eager PyTorch itself has wrong kernels.
+
+    Args:
+        fn: as in `psg.per_sample_grad`; it must draw no random numbers (call `model.eval()`).
+        argnums: as in `psg.per_sample_grad`.
+        in_dims: as in `psg.per_sample_grad`.
+        has_aux: as in `psg.per_sample_grad`; `aux` is not compared.
+        chunk_size: as in `psg.per_sample_grad`.
+        method: as in `psg.per_sample_grad`.
+        rtol: as in `assert_trees_close`.
+
+    Returns:
+        A function of `(*args, **shared)` that returns `Checked`, and raises `Mismatch` where anything differs.
+
+    Example:
+        >>> result = check(lambda w, x: (w * x).sin().sum())(torch.ones(3), torch.rand(5, 3))
+        >>> result.samples, result.leaves
+        (5, 1)
+    """
+    route = {"chunk_size": chunk_size, "method": method}
+
+    def checked(*args: Tree, **shared: Any) -> Checked:
+        scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn
+        loop = loop_value_and_grad(scalar, argnums, in_dims=in_dims)
+        both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
+        (values, grads), (found_values, found) = loop(*args, **shared), both(*args, **shared)
+        try:
+            assert_trees_close(found_values, values, rtol, name="values")
+            error = assert_trees_close(found, grads, rtol, name="grads")
+        except Mismatch as mismatch:
+            if not _repeatable(loop(*args, **shared), (values, grads)):
+                raise InputError(
+                    "check: fn gives another value or gradient for the same sample when it is called again. It draws"
+                    " random numbers or changes state: compare it in evaluation mode, model.eval()."
+                ) from mismatch
+            verdict = _arbitrate(scalar, argnums, in_dims, args, shared, found, grads, mismatch.sample)
+            raise Mismatch(f"{mismatch}{verdict}", mismatch.path, mismatch.sample, mismatch.error) from None
+        factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
+        flat = reference_flat(grads)
+        weights = torch.linspace(0.5, 1.5, len(flat), dtype=flat.dtype, device=flat.device)
+        direction = tree_map(torch.ones_like, reference_weighted_sum(grads, weights))
+        pairs = {
+            "norm": (tree.norm(factored), reference_norm(grads)),
+            "gram": (tree.gram(factored), reference_gram(grads)),
+            "dot": (tree.dot(factored, direction), reference_dot(grads, direction)),
+        }
+        for name, (actual, expected) in pairs.items():
+            assert_trees_close(actual, expected, rtol, name=name)
+        summed = tree.weighted_sum(factored, weights), reference_weighted_sum(grads, weights)
+        assert_trees_close(*summed, rtol, name="weighted_sum", per_sample=False)
+        return Checked(len(flat), len(flatten(grads)[0]), error)
+
+    return checked
+
+
+def _repeatable(again: Tree, before: Tree) -> bool:
+    try:
+        assert_trees_close(again, before)
+    except Mismatch:
+        return False
+    return True
+
+
+def _arbitrate(
+    fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int | None
+) -> str:
+    """Which of two gradients of sample i the function itself agrees with, along the line they differ on."""
+    if i is None:
+        return ""
+    positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
+    sides = ((found,), (grads,)) if isinstance(argnums, int) else (found, grads)
+    ours, theirs = (tree_map(lambda leaf: leaf[i : i + 1].detach(), side) for side in sides)
+    gap = tree_map(torch.sub, ours, theirs)
+    size = reference_norm(gap).item()
+    if not 0 < size < float("inf"):
+        return ""
+    line = tree_map(lambda leaf: leaf[0] / size, gap)
+    sample = Batch(args, positions, in_dims).sample
+    origin = tuple(sample(i)[k] for k in positions)
+    resolution = torch.finfo(reference_flat(gap).dtype).eps ** (1 / 3)
+    step = resolution * max(1.0, reference_norm(tree_map(lambda leaf: leaf[None], origin)).item())
+
+    def value(shift: float) -> float:
+        arguments = sample(i)
+        for k, along in zip(positions, line, strict=True):
+            arguments[k] = tree_map(lambda leaf, d: leaf + shift * d, arguments[k], along)
+        return fn(*arguments, **shared).item()
+
+    slope = (value(step) - value(-step)) / (2 * step)
+    slopes = {"psg": reference_dot(ours, line).item(), "the loop": reference_dot(theirs, line).item()}
+    nearer = min(slopes, key=lambda side: abs(slopes[side] - slope))
+    said = ", ".join(f"{side} {told:.6e}" for side, told in slopes.items())
+    return f"\nCentral differences along the disagreement give {slope:.6e} ({said}): {nearer} is nearer."

@@ -1,0 +1,128 @@
+"""Comparison of trees, with an error that says where they differ."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg._trees import flatten, paths
+
+Tree = Any
+
+_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Mismatch(AssertionError):
+    """Two trees differ: the message names the leaf, the sample and the error.
+
+    Attributes:
+        path: the worst leaf, as an expression such as `grads['conv.weight']`.
+        sample: the worst sample of that leaf; None where leaves have no sample dimension or shapes differ.
+        error: the largest absolute error of that leaf; NaN where no number can be compared.
+    """
+
+    def __init__(self, message: str, path: str = "", sample: int | None = None, error: float = float("nan")):
+        super().__init__(message)
+        self.path, self.sample, self.error = path, sample, error
+
+
+Mismatch.__module__ = "psg.testing"  # the name under which tracebacks show it is the public one
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """The relative tolerance of a comparison in `dtype`: 1e-9, 1e-4, 1e-2 and 5e-2 for 64, 32, 16 bits and bfloat16.
+
+    Args:
+        dtype: a dtype; a complex one counts as its real part's, one that is not floating point gets 0.
+
+    Returns:
+        The tolerance.
+
+    Example:
+        >>> default_rtol(torch.float64), default_rtol(torch.complex64), default_rtol(torch.int64)
+        (1e-09, 0.0001, 0.0)
+    """
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return _RTOL.get(real, 0.0)
+
+
+def assert_trees_close(
+    actual: Tree,
+    expected: Tree,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    *,
+    name: str = "tree",
+    per_sample: bool = True,
+) -> float:
+    """Raise `Mismatch` unless two trees have one structure and close leaves.
+
+    An entry may differ by `atol + rtol * max(leaf, tree / 100)`, where `leaf` and `tree` are the largest finite
+    magnitudes in the expected leaf and in the whole expected tree: so entries, and whole leaves, whose exact
+    gradient is zero are held to the rounding of their neighbours and not to their own. NaN agrees with NaN, and an
+    infinity with itself. Shapes, dtypes and devices must agree.
+
+    Args:
+        actual: a tree of tensors.
+        expected: a tree of tensors.
+        rtol: relative tolerance; None takes `default_rtol` of each leaf's dtype.
+        atol: absolute tolerance.
+        name: what the message calls the tree.
+        per_sample: whether dimension 0 of every leaf counts samples, so that the message can name one.
+
+    Returns:
+        The largest `error / max(leaf, tree / 100)`, 0 for trees without entries.
+
+    Raises:
+        Mismatch: if structure, shape, dtype, device or values differ.
+
+    Example:
+        >>> assert_trees_close({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])}, name="grads")
+        Traceback (most recent call last):
+        psg.testing.Mismatch: grads['w'], sample 1: got 2.5, expected 2.0, error 5.0e-01 where 2.0e-04 is allowed
+    """
+    wants, structure = flatten(expected)
+    gots, found = flatten(actual)
+    if structure != found:
+        raise Mismatch(f"{name}: got the structure {found}, expected {structure}", name)
+    labels = paths(expected, name)
+    for label, got, want in zip(labels, gots, wants, strict=True):
+        for what in ("shape", "dtype", "device"):
+            if getattr(got, what) != getattr(want, what):
+                raise Mismatch(f"{label}: got {what} {getattr(got, what)}, expected {getattr(want, what)}", label)
+    whole = max(map(_magnitude, wants), default=0.0)
+    worst, failures = 0.0, []
+    for label, got, want in zip(labels, gots, wants, strict=True):
+        scale = max(_magnitude(want), whole / 100)
+        allowed = atol + (default_rtol(want.dtype) if rtol is None else rtol) * scale
+        error = _error(got.detach(), want.detach())
+        largest = error.max().item() if error.numel() else 0.0
+        worst = max(worst, largest / scale if scale else float(largest > 0))
+        if not largest <= allowed:
+            place = tuple(int(k) for k in torch.unravel_index(error.argmax(), error.shape))
+            failures.append((largest / allowed if allowed else largest, label, place, got, want, largest, allowed))
+    if failures:
+        _, label, place, got, want, largest, allowed = max(failures, key=lambda failure: failure[0])
+        sample, entry = (place[0], place[1:]) if per_sample and place else (None, place)
+        where = ("" if sample is None else f", sample {sample}") + (f", entry {list(entry)}" if entry else "")
+        others = f"; {len(failures)} of {len(wants)} leaves differ" if len(wants) > 1 else ""
+        raise Mismatch(
+            f"{label}{where}: got {got[place].item()}, expected {want[place].item()}, error {largest:.1e}"
+            f" where {allowed:.1e} is allowed{others}",
+            label,
+            sample,
+            largest,
+        )
+    return worst
+
+
+def _magnitude(leaf: Tensor) -> float:
+    finite = leaf.detach()[leaf.detach().isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def _error(got: Tensor, want: Tensor) -> Tensor:
+    """Absolute error: 0 where both are NaN or the same infinity, infinite where only one is."""
+    same = (got == want) | (got.isnan() & want.isnan())
+    error = (got - want).abs().nan_to_num(nan=torch.inf)
+    return error.masked_fill(same, 0)

@@ -1,0 +1,155 @@
+"""The oracle: autograd called once a sample, on contiguous copies of that sample. No vmap, no rule, no batch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from psg._errors import InputError
+from psg._trees import NAMESPACE, flatten, unflatten
+
+Tree = Any
+tree_map = partial(optree.tree_map, namespace=NAMESPACE)
+
+
+def loop_value_and_grad(
+    fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False
+) -> Callable:
+    """Values and per-sample gradients, by one call of autograd for each sample.
+
+    `grads[n] = d fn(params, *batch[n]) / d params`, sample after sample. Not differentiable itself.
+
+    Args:
+        fn: function of one sample that returns a scalar, or `(scalar, aux)` with `has_aux`.
+        argnums: position, or positions, of the arguments to differentiate.
+        in_dims: as in `psg.per_sample_grad`; None shares the `argnums` arguments and batches every tensor of
+            the others along dimension 0.
+        has_aux: whether `fn` returns `(scalar, aux)`, where `aux` is a tree of tensors.
+
+    Returns:
+        A function of `(*args, **shared)` that returns `(values [n], grads)`, or `((values, aux), grads)` with
+        `has_aux`; every leaf of `grads` is [n, *shape] in the dtype of its parameter. For n = 0 `fn` is not
+        called: gradients are [0, *shape], and `aux`, whose structure is unknown, is None. A call raises
+        `psg.InputError` if no argument is batched, if batch sizes disagree or if `fn` does not return one number.
+
+    Example:
+        >>> square = lambda w, x: (w * x).sum() ** 2
+        >>> values, grads = loop_value_and_grad(square)(torch.ones(2), torch.tensor([[1., 2.], [0., 1.]]))
+        >>> values.tolist(), grads.tolist()
+        ([9.0, 1.0], [[6.0, 12.0], [0.0, 2.0]])
+    """
+
+    def looped(*args: Tree, **shared: Any) -> tuple[Any, Tree]:
+        positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
+        batch = Batch(args, positions, in_dims)
+        values, auxes, rows = [], [], []
+        for i in range(batch.n):
+            arguments = batch.sample(i)
+            targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
+            with torch.enable_grad():
+                # fn gets copies of the leaves: it may write into them in place, as it may under torch.func
+                for k, target in zip(positions, targets, strict=True):
+                    arguments[k] = tree_map(Tensor.clone, target)
+                value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+                raise InputError(f"loop_grad: fn must return a scalar tensor for one sample, got {got}")
+            values.append(value.detach())
+            auxes.append(tree_map(Tensor.detach, aux))
+            rows.append(_grad(value, targets))
+        if batch.n:
+            values, aux, grads = torch.stack(values), _stack(auxes), _stack(rows)
+        else:
+            grads = [batch.empty()[k] for k in positions]
+            values, aux = flatten(grads)[0][0].real.new_zeros(0), None
+        grads = grads[0] if isinstance(argnums, int) else tuple(grads)
+        return ((values, aux) if has_aux else values), grads
+
+    return looped
+
+
+def loop_grad(
+    fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False
+) -> Callable:
+    """Per-sample gradients, by one call of autograd for each sample.
+
+    `grads[n] = d fn(params, *batch[n]) / d params`.
+
+    Args:
+        fn: as in `loop_value_and_grad`.
+        argnums: as in `loop_value_and_grad`.
+        in_dims: as in `loop_value_and_grad`.
+        has_aux: as in `loop_value_and_grad`.
+
+    Returns:
+        A function of `(*args, **shared)` that returns `grads`, or `(grads, aux)` with `has_aux`.
+
+    Example:
+        >>> loop_grad(lambda w, x: w * x)(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
+        tensor([1., 3.])
+    """
+    both = loop_value_and_grad(fn, argnums, in_dims=in_dims, has_aux=has_aux)
+
+    def looped(*args: Tree, **shared: Any) -> Tree:
+        values, grads = both(*args, **shared)
+        return (grads, values[1]) if has_aux else grads
+
+    return looped
+
+
+class Batch:
+    """The arguments of a call, cut into samples."""
+
+    def __init__(self, args: tuple, positions: tuple[int, ...], in_dims: Any):
+        if in_dims is None:
+            in_dims = tuple(None if k in positions else 0 for k in range(len(args)))
+        elif not isinstance(in_dims, int):
+            in_dims = tuple(in_dims)
+        self.leaves, self.spec = optree.tree_flatten(list(args), none_is_leaf=True, namespace=NAMESPACE)
+        prefix = optree.broadcast_prefix(in_dims, args, none_is_leaf=True, namespace=NAMESPACE)
+        self.dims = [
+            dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, prefix, strict=True)
+        ]
+        sizes = {leaf.shape[dim] for leaf, dim in self.pairs() if dim is not None}
+        if len(sizes) != 1:
+            found = f"batch sizes disagree: {sorted(sizes)}" if sizes else "no argument is batched"
+            raise InputError(f"loop_grad: {found}; give the batched tensors one size along their in_dims")
+        self.n = sizes.pop()
+
+    def pairs(self) -> list[tuple[Any, int | None]]:
+        """Every leaf with its batch dimension, None where it is shared."""
+        return list(zip(self.leaves, self.dims, strict=True))
+
+    def sample(self, i: int) -> list:
+        """The arguments of sample i, every tensor of them a copy."""
+        parts = [leaf if dim is None else leaf.select(dim, i) for leaf, dim in self.pairs()]
+        # Contiguous: eager float64 convolutions give a wrong weight gradient for a batch of one that is a slice
+        # of a channels_last batch.
+        form = torch.contiguous_format
+        copies = [p.detach().clone(memory_format=form) if isinstance(p, Tensor) else p for p in parts]
+        return unflatten(self.spec, copies)
+
+    def empty(self) -> list:
+        """The arguments with [0, *shape] in place of every tensor: what no samples stack to."""
+
+        def none_of(leaf: Any, dim: int | None) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.new_zeros(0, *(leaf.shape if dim is None else leaf.movedim(dim, 0).shape[1:]))
+
+        return unflatten(self.spec, [none_of(leaf, dim) for leaf, dim in self.pairs()])
+
+
+def _grad(value: Tensor, targets: list[Tree]) -> list[Tree]:
+    leaves, spec = flatten(targets)
+    used = value.requires_grad and bool(leaves)
+    grads = torch.autograd.grad(value, leaves, allow_unused=True) if used else [None] * len(leaves)
+    dense = [torch.zeros_like(x) if grad is None else grad.to_dense() for x, grad in zip(leaves, grads, strict=True)]
+    return unflatten(spec, dense)
+
+
+def _stack(rows: Sequence[Tree]) -> Tree:
+    return tree_map(lambda *leaves: torch.stack(leaves), *rows)

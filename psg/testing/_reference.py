@@ -1,0 +1,95 @@
+"""Reductions of materialised per-sample gradients in plain torch: what the factored ones must equal."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg._trees import flatten
+from psg.testing._loop import tree_map
+
+Tree = Any
+
+
+def reference_flat(grads: Tree) -> Tensor:
+    """Per-sample gradients side by side, in float32 or wider; a complex entry is two real ones.
+
+    Args:
+        grads: tree of [n, *shape] tensors with at least one leaf.
+
+    Returns:
+        The [n, P] matrix.
+    """
+    leaves = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in flatten(grads)[0]]
+    leaves = [leaf.reshape(leaf.shape[0], leaf.shape[1:].numel()) for leaf in leaves]
+    return torch.cat([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves], 1)
+
+
+def reference_norm(grads: Tree) -> Tensor:
+    """The norm of each sample's gradient over all leaves: `|g[n]|`.
+
+    Args:
+        grads: tree of [n, *shape] tensors.
+
+    Returns:
+        [n], in float32 or wider.
+    """
+    return torch.linalg.vector_norm(reference_flat(grads), dim=1)
+
+
+def reference_gram(grads: Tree, other: Tree | None = None) -> Tensor:
+    """Inner products of all pairs of samples: `<g[n], h[m]>`.
+
+    Args:
+        grads: tree of [n, *shape] tensors.
+        other: tree of [m, *shape] tensors; None takes `grads`.
+
+    Returns:
+        [n, m], in float32 or wider.
+    """
+    return reference_flat(grads) @ reference_flat(grads if other is None else other).T
+
+
+def reference_dot(grads: Tree, direction: Tree) -> Tensor:
+    """Inner product of each sample's gradient with one direction: `<g[n], direction>`.
+
+    Args:
+        grads: tree of [n, *shape] tensors.
+        direction: tree of [*shape] tensors.
+
+    Returns:
+        [n], in float32 or wider.
+    """
+    return reference_gram(grads, tree_map(lambda leaf: leaf[None], direction))[:, 0]
+
+
+def reference_weighted_sum(grads: Tree, weights: Tensor) -> Tree:
+    """The weighted sum over samples: `sum_n weights[n] g[n]`.
+
+    Args:
+        grads: tree of [n, *shape] tensors.
+        weights: [n].
+
+    Returns:
+        Tree of [*shape] tensors in the dtypes of `grads`.
+    """
+    return tree_map(lambda leaf: torch.einsum("n,n...->...", weights.to(leaf.dtype), leaf), grads)
+
+
+def reference_clipped_sum(grads: Tree, clip_norm: float) -> Tree:
+    """The sum of gradients clipped by their norms: `sum_n min(1, clip_norm / |g[n]|) g[n]`.
+
+    A zero norm counts as coefficient 1, and a sample that is not finite contributes exactly zero.
+
+    Args:
+        grads: tree of [n, *shape] tensors.
+        clip_norm: the bound, infinity included.
+
+    Returns:
+        Tree of [*shape] tensors in the dtypes of `grads`.
+    """
+    norms = reference_norm(grads)
+    finite = norms.isfinite()
+    coef = torch.where(norms > clip_norm, clip_norm / norms, 1.0).masked_fill(~finite, 0)
+    kept = tree_map(lambda leaf: torch.where(finite.reshape(-1, *[1] * (leaf.dim() - 1)), leaf, 0), grads)
+    return reference_weighted_sum(kept, coef)

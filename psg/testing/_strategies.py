@@ -1,0 +1,102 @@
+"""Hypothesis strategies for shapes, tensors and batches; hypothesis itself is imported when one is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+
+def shapes(min_dims: int = 1, max_dims: int = 3, max_side: int = 4) -> SearchStrategy[tuple[int, ...]]:
+    """Strategy for shapes without empty sides.
+
+    Args:
+        min_dims: fewest dimensions.
+        max_dims: most dimensions.
+        max_side: largest side.
+
+    Returns:
+        A strategy of tuples of integers.
+    """
+    from hypothesis import strategies as st
+
+    return st.lists(st.integers(1, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def tensors(
+    shape: Sequence[int], dtype: torch.dtype | None = None, high: int | None = None
+) -> SearchStrategy[Tensor]:
+    """Strategy for tensors of one shape: normal values, or integers below `high`, from a drawn seed.
+
+    Args:
+        shape: the shape.
+        dtype: the dtype; None takes torch's default.
+        high: for class indices and token ids: draw integers in [0, high) instead.
+
+    Returns:
+        A strategy of CPU tensors.
+    """
+    from hypothesis import strategies as st
+
+    def make(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        if high is not None:
+            return torch.randint(high, tuple(shape), generator=generator, dtype=dtype or torch.int64)
+        return torch.randn(tuple(shape), generator=generator, dtype=dtype)
+
+    return st.integers(0, 2**16).map(make)
+
+
+def batches(
+    *fields: Sequence[int] | tuple[Sequence[int], int], max_samples: int = 4, dtype: torch.dtype | None = None
+) -> SearchStrategy[tuple[Tensor, ...]]:
+    """Strategy for whole batches, the empty batch and the batch of one included.
+
+    For a classifier of 28 x 28 images: `@given(batch=psg.testing.batches((1, 28, 28), ((), 10)))`, then
+    `psg.check(loss)(params, *batch)`.
+
+    Args:
+        fields: for each batched argument the shape of one sample, or `(shape, high)` for integers below `high`.
+        max_samples: largest batch.
+        dtype: dtype of the fields that are not integers; None takes torch's default.
+
+    Returns:
+        A strategy of tuples of [n, *shape] tensors, one a field, with one n for all.
+    """
+    from hypothesis import strategies as st
+
+    def of(n: int) -> SearchStrategy[tuple[Tensor, ...]]:
+        specs = [field if len(field) == 2 and isinstance(field[0], Sequence) else (field, None) for field in fields]
+        drawn = [tensors((n, *shape), None if high else dtype, high) for shape, high in specs]
+        return st.tuples(*drawn)
+
+    return st.integers(0, max_samples).flatmap(of)
+
+
+def layouts(tensor: Tensor) -> SearchStrategy[Tensor]:
+    """Strategy for tensors of equal values in different memory: contiguous, permuted, strided, offset.
+
+    Args:
+        tensor: the values.
+
+    Returns:
+        A strategy of tensors equal to `tensor`.
+    """
+    from hypothesis import strategies as st
+
+    def permuted(x: Tensor) -> Tensor:
+        axes = tuple(reversed(range(x.dim())))
+        return x.permute(axes).contiguous().permute(axes)
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+    def offset(x: Tensor) -> Tensor:
+        return torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)
+
+    return st.sampled_from([torch.Tensor.contiguous, permuted, strided, offset]).map(lambda form: form(tensor))

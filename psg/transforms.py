@@ -1,0 +1,452 @@
+"""From a function of one sample to functions of a batch: the five transforms.
+
+Arguments that all five share:
+
+    argnums:    Which positional argument, or arguments, to differentiate: an integer or a tuple of them, as in torch.func.grad.
+    in_dims:    Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them,
+                as in torch.func.vmap. By default the argnums arguments are shared and every tensor of every other argument is batched
+                along dim 0; what is no tensor (a number, a string, a flag) is the same for every sample.
+    has_aux:    Whether fn returns (loss, aux). aux is a tree; its tensors come back with the samples in dim 0.
+    randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+    chunk_size: At most so many samples at a time. It changes memory and speed, and no result but through "different" random numbers.
+    method:     "auto" takes the highest rung of capture -> vmap(grad) -> loop that can run fn, and warns once (FallbackWarning) if it is
+                not the first; "capture", "vmap" or "loop" takes that one. All are right; `psg.explain` tells which runs and why.
+
+Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
+
+Every transform raises InputError if an argument does not fit, or if fn does not return a scalar; what fn itself raises is raised as it
+is. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. Inside torch.func transforms
+(grad, vmap, jvp, ...) and on inputs that require grad the results are differentiable. A batch of no samples gives leaves [0, *shape] and
+zero sums.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, _ladder, _primitive, _random, _trees, clipping
+from psg._call import Call, Options, prepare
+from psg._errors import InputError
+from psg._ladder import Result
+from psg.tree import concat, joint_norm
+
+
+class ClippedGrad(NamedTuple):
+    """What `clipped_grad` returns.
+
+    Attributes:
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
+        norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
+        clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
+            are masked or not finite.
+        values: The losses, [n]; 0 for masked samples.
+        aux: The auxiliary output with has_aux, else None.
+        nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
+        sensitivity: The most by which one sample can change `grads` in L2 norm: the clip norm, sqrt(sum C^2) over groups, inf for a
+            policy of the user's.
+    """
+
+    grads: Any
+    norms: Tensor
+    clip_coef: Any
+    values: Tensor
+    aux: Any
+    nonfinite: Tensor
+    sensitivity: float | Tensor
+
+
+def per_sample_grad(
+    fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    in_dims: Any = None,
+    has_aux: bool = False,
+    randomness: str = "different",
+    chunk_size: int | None = None,
+    method: str = "auto",
+) -> Callable[..., Any]:
+    """The function that gives every sample's gradient.
+
+    Args:
+        fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
+        argnums: Which positional argument, or tuple of them, to differentiate.
+        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different", "same" or "error".
+        chunk_size: At most so many samples at a time; None for all at once.
+        method: "auto", "capture", "vmap" or "loop".
+
+    Returns:
+        A function of the same arguments over a batch. It returns the tree of the differentiated argument with a tensor [n, *shape] at
+        every leaf, in the leaf's dtype (for a tuple of argnums, a tuple of trees); with has_aux `(grads, aux)`.
+
+    Raises:
+        InputError: An option is not one of those above.
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda w, x: (w * x).sum() ** 2
+        >>> psg.per_sample_grad(loss)(torch.tensor([1.0, 1.0]), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([[2., 0.],
+                [4., 4.]])
+    """
+
+    options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
+    run = _over_batches("per_sample_grad", fn, options, _materialize, _concat)
+
+    def finish(call: Call, result: _Reduced) -> Any:
+        grads = call.gradient_tree(result.reduced)
+        return (grads, result.aux) if has_aux else grads
+
+    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+
+
+def per_sample_value_and_grad(
+    fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    in_dims: Any = None,
+    has_aux: bool = False,
+    randomness: str = "different",
+    chunk_size: int | None = None,
+    method: str = "auto",
+) -> Callable[..., Any]:
+    """Like `per_sample_grad`, with the losses.
+
+    Args:
+        fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
+        argnums: Which positional argument, or tuple of them, to differentiate.
+        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different", "same" or "error".
+        chunk_size: At most so many samples at a time; None for all at once.
+        method: "auto", "capture", "vmap" or "loop".
+
+    Returns:
+        A function of the same arguments over a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
+
+    Raises:
+        InputError: An option is not one of those above.
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda w, x: (w * x).sum() ** 2
+        >>> psg.per_sample_value_and_grad(loss)(torch.tensor([1.0, 1.0]), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        (tensor([1., 4.]), tensor([[2., 0.],
+                [4., 4.]]))
+    """
+
+    options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
+    run = _over_batches("per_sample_value_and_grad", fn, options, _materialize, _concat)
+
+    def finish(call: Call, result: _Reduced) -> Any:
+        return ((result.values, result.aux) if has_aux else result.values), call.gradient_tree(result.reduced)
+
+    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+
+
+def per_sample_norm(
+    fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    in_dims: Any = None,
+    has_aux: bool = False,
+    randomness: str = "different",
+    chunk_size: int | None = None,
+    method: str = "auto",
+) -> Callable[..., Any]:
+    """The function that gives the norm of every sample's gradient, over all leaves together.
+
+    Args:
+        fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
+        argnums: Which positional argument, or tuple of them, to differentiate.
+        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different", "same" or "error".
+        chunk_size: At most so many samples at a time; None for all at once.
+        method: "auto", "capture", "vmap" or "loop".
+
+    Returns:
+        A function of the same arguments over a batch. It returns the norms, [n], real and at least float32; with has_aux
+        `(norms, aux)`. Per-sample gradients are held for one parameter and a few samples at a time, where that is cheapest.
+
+    Raises:
+        InputError: An option is not one of those above.
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda w, x: (w * x).sum()
+        >>> psg.per_sample_norm(loss)(torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        tensor([5., 0.])
+    """
+
+    options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
+    run = _over_batches("per_sample_norm", fn, options, _norm, _concat)
+
+    def finish(call: Call, result: _Reduced) -> Any:
+        (norms,) = result.reduced
+        return (norms, result.aux) if has_aux else norms
+
+    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+
+
+def factored_grad(
+    fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    in_dims: Any = None,
+    has_aux: bool = False,
+    randomness: str = "different",
+    chunk_size: int | None = None,
+    method: str = "auto",
+) -> Callable[..., Any]:
+    """The function that gives every sample's gradient as factors, from which `psg.tree` computes everything else.
+
+    On inputs that require grad, and inside torch.func transforms, the factors are Dense and computed by vmap(grad): pass detached
+    parameters to have them factored.
+
+    Args:
+        fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
+        argnums: Which positional argument, or tuple of them, to differentiate.
+        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different", "same" or "error".
+        chunk_size: At most so many samples at a time; None for all at once.
+        method: "auto", "capture", "vmap" or "loop".
+
+    Returns:
+        A function of the same arguments over a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor` at
+        every leaf that stands for [n, *shape]; with has_aux `(tree, aux)`.
+
+    Raises:
+        InputError: An option is not one of those above.
+
+    Example:
+        >>> import torch, psg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> loss, params = psg.stateless(model, torch.nn.functional.mse_loss)
+        >>> g = psg.factored_grad(loss)(params, torch.randn(5, 3), torch.randn(5, 2))
+        >>> g["weight"]
+        Outer(n=5, shape=(2, 3), dtype=torch.float32)
+        >>> psg.tree.gram(g).shape
+        torch.Size([5, 5])
+    """
+
+    options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
+    run = _over_batches("factored_grad", fn, options, lambda result, start: result.factors, concat, factored=True)
+
+    def finish(call: Call, result: _Reduced) -> Any:
+        grads = call.gradient_tree(result.reduced)
+        return (grads, result.aux) if has_aux else grads
+
+    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+
+
+def clipped_grad(
+    fn: Callable[..., Any],
+    clip_norm: Any,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    policy: str | clipping.Policy = "clip",
+    in_dims: Any = None,
+    has_aux: bool = False,
+    randomness: str = "different",
+    chunk_size: int | None = None,
+    method: str = "auto",
+) -> Callable[..., ClippedGrad]:
+    """The function that gives the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
+
+    Formal guarantee: with the built-in policies each sample's term has L2 norm at most `sensitivity`, up to rounding in the dtype of the
+    norms; a sample whose norm is not finite, and a masked one, adds exactly zero.
+
+    Args:
+        fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
+        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
+            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum, inf the plain sum.
+        argnums: Which positional argument, or tuple of them, to differentiate.
+        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`.
+        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different", "same" or "error".
+        chunk_size: At most so many samples at a time; None for all at once.
+        method: "auto", "capture", "vmap" or "loop".
+
+    Returns:
+        A function of the same arguments over a batch, and of the keyword `mask`, booleans [n]: samples where it is False contribute
+        exactly zero. It returns a `ClippedGrad`. [n, P] is never held, unless materialising one parameter's gradients and keeping them
+        for the sum is the cheapest way and small.
+
+    Raises:
+        InputError: A clip norm is negative or NaN, or an option is not one of those above.
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda w, x: (w * x).sum()
+        >>> out = psg.clipped_grad(loss, clip_norm=1.0)(torch.zeros(2), torch.tensor([[3.0, 4.0], [0.5, 0.0]]))
+        >>> out.grads, out.norms
+        (tensor([1.1000, 0.8000]), tensor([5.0000, 0.5000]))
+
+    Source: Abadi et al., "Deep Learning with Differential Privacy", 2016, Algorithm 1; Bu et al., "Differentially Private Optimization
+    on Large Model at Small Cost", 2023 (one backward pass, weighted sums from its factors).
+    """
+    scale = clipping.policy_of(policy)
+    if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
+        clipping.check_clip_norm(clip_norm)
+    options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
+
+    def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
+        mask = kwargs.pop("mask", None)
+        groups: list[clipping.Group] = []
+
+        def reduce(result: Result, start: int) -> _Clipped:
+            return _clip(result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
+
+        def check(call: Call) -> None:
+            groups.extend(clipping.groups_of(clip_norm, call.gradient_tree([call.leaves[i] for i in call.params])))
+            if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (call.n,)):
+                got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+                raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
+
+        run = _over_batches("clipped_grad", fn, options, reduce, _add, check=check)
+        call, (reduced, _, aux) = run(args, kwargs)
+        grads, coefs = call.gradient_tree(reduced.sums), call.gradient_tree(reduced.coefs)
+        bound = clipping.sensitivity(groups, scale)
+        return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound)
+
+    return _wrap(fn, clipped)
+
+
+# What the five have in common
+
+
+class _Reduced(NamedTuple):
+    """What is left of a whole batch: the reduction, the losses, the auxiliary output."""
+
+    reduced: Any
+    values: Tensor
+    aux: Any
+
+
+class _Clipped(NamedTuple):
+    """What is left of a chunk in clipped_grad; sums and coefs are lists in the order of the leaves."""
+
+    sums: list[Tensor]
+    norms: Tensor
+    coefs: list[Tensor]
+    values: Tensor
+    nonfinite: Tensor
+
+
+def _wrap(fn: Callable[..., Any], call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
+    # The result has fn's name and docstring, but not its signature: it takes a batch.
+    @functools.wraps(fn, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        return call(args, kwargs)
+
+    del transformed.__wrapped__
+    return transformed
+
+
+def _over_batches(
+    name: str,
+    fn: Callable[..., Any],
+    options: Options,
+    reduce: Callable[[Result, int], Any],
+    combine: Callable[[list[Any]], Any],
+    check: Callable[[Call], None] = lambda call: None,
+    factored: bool = False,
+) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, _Reduced]]:
+    """Prepare a call, run it chunk by chunk, reduce each chunk and combine what is left."""
+    label = f"{name}({getattr(fn, '__name__', type(fn).__name__)})"
+
+    def compute(call: Call, method: str) -> _Reduced:
+        parts = []
+        for start, result in _chunks(call, method, options.chunk_size):
+            parts.append(_Reduced(reduce(result, start), result.values, result.aux))
+        if len(parts) == 1:
+            return parts[0]
+        reduced, values, aux = zip(*parts, strict=True)
+        return _Reduced(combine(list(reduced)), torch.cat(values), _concat_aux(aux))
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Reduced]:
+        call = prepare(label, fn, options, args, kwargs)
+        check(call)
+        if factored and options.method == "auto" and _primitive.needs_derivative(call):
+            return call, compute(call, "vmap")
+        return call, _primitive.differentiable(compute, call, options.method)
+
+    return run
+
+
+def _chunks(call: Call, method: str, size: int | None) -> Iterator[tuple[int, Result]]:
+    if call.n == 0:
+        yield 0, _ladder.empty(call)
+        return
+    state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
+    for start in range(0, call.n, size or call.n):
+        if state is not None:
+            _random.set_state(state)
+        yield start, _ladder.run(call.chunk(start, size or call.n), method)
+
+
+def _concat_aux(parts: tuple[Any, ...]) -> Any:
+    """Tensors joined along the samples; what is no tensor is that of the first chunk."""
+    columns, specs = zip(*(_trees.flatten(part) for part in parts), strict=True)
+    joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*columns, strict=True)]
+    return _trees.unflatten(specs[0], joined)
+
+
+# One reduction a transform
+
+
+def _materialize(result: Result, start: int) -> list[Tensor]:
+    return [factor.materialize() for factor in result.factors]
+
+
+def _norm(result: Result, start: int) -> list[Tensor]:
+    return [joint_norm([factor.norm() for factor in result.factors])]
+
+
+def _concat(parts: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
+    factors = [factor.settle() for factor in result.factors]
+    leaf_norms = [factor.norm() for factor in factors]
+    norms, values = joint_norm(leaf_norms), result.values
+    finite = norms.isfinite()
+    keep = finite if mask is None else finite & mask
+    nonfinite = (~finite if mask is None else ~finite & mask).sum()
+    if mask is not None:
+        norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
+
+    coefs: dict[int, Tensor] = {}
+    for group in groups:
+        group_norm = norms if len(groups) == 1 else joint_norm([leaf_norms[i] for i in group.leaves])
+        coef = torch.where(keep, scale(group_norm, group.clip_norm), 0)
+        coefs.update(dict.fromkeys(group.leaves, coef))
+    if not _all_known(keep):
+        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
+        factors = [factor.zero(keep) for factor in factors]
+    sums = [factor.weighted_sum(coefs[i]) for i, factor in enumerate(factors)]
+    return _Clipped(sums, norms, [coefs[i] for i in range(len(factors))], values, nonfinite)
+
+
+def _all_known(keep: Tensor) -> bool:
+    """Whether all are True, where asking costs nothing: on other devices it would wait, so there the answer is no."""
+    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and bool(keep.all())
+
+
+def _add(parts: list[_Clipped]) -> _Clipped:
+    sums, norms, coefs, values, nonfinite = zip(*parts, strict=True)
+    return _Clipped(
+        [torch.stack(column).sum(0) for column in zip(*sums, strict=True)],
+        torch.cat(norms),
+        [torch.cat(column) for column in zip(*coefs, strict=True)],
+        torch.cat(values),
+        torch.stack(nonfinite).sum(),
+    )

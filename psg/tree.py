@@ -1,0 +1,379 @@
+"""Reductions of trees of per-sample gradients. Every function takes dense, factored and mixed trees alike.
+
+A leaf is a tensor [n, *shape] or a `psg.factors.Factor` that stands for one. Nothing is materialised unless that is the cheapest way.
+Complex leaves count as pairs of real numbers. Reductions accumulate in float32 or better.
+"""
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from psg import _trees
+from psg._errors import InputError
+from psg.factors import Dense, Factor
+
+
+def _factors(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
+    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    if not leaves:
+        raise InputError(f"psg.tree.{name}: the tree has no leaves.")
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, Factor)) or isinstance(leaf, Tensor) and leaf.ndim == 0:
+            got = "a scalar tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors, got {got}.")
+    factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves]
+    sizes = sorted({factor.n for factor in factors})
+    if len(sizes) > 1:
+        raise InputError(f"psg.tree.{name}: the leaves disagree on the number of samples: {sizes}.")
+    return factors, spec
+
+
+def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
+    (factors, spec), (others, other_spec) = _factors(tree, name), _factors(other, name)
+    if spec != other_spec:
+        raise InputError(f"psg.tree.{name}: the trees differ in structure: {spec} and {other_spec}.")
+    return list(zip(factors, others, strict=True))
+
+
+def _total(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def squared_norm(tree: Any) -> Tensor:
+    """|g_n|^2, over all leaves together.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        [n], real.
+
+    Raises:
+        InputError: The tree holds no per-sample gradients, or its leaves disagree on n. So do all functions of this module.
+
+    Example:
+        >>> import torch
+        >>> squared_norm({"w": torch.tensor([[3.0, 0.0], [1.0, 1.0]]), "b": torch.tensor([4.0, 1.0])})
+        tensor([25.,  3.])
+    """
+    return _total([factor.squared_norm() for factor in _factors(tree, "squared_norm")[0]])
+
+
+def norm(tree: Any) -> Tensor:
+    """|g_n|, over all leaves together.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        [n], real. Differentiable; the subgradient at zero is zero.
+
+    Example:
+        >>> import torch
+        >>> norm([torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])])
+        tensor([5.])
+    """
+    return joint_norm([factor.norm() for factor in _factors(tree, "norm")[0]])
+
+
+def joint_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of the whole from the norms of its parts: [n] each -> [n]."""
+    dtype = norms[0].dtype
+    for part in norms[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in norms]), dim=0)
+
+
+def materialize(tree: Any) -> Any:
+    """The gradients themselves.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The same tree with a tensor [n, *shape] at every leaf.
+
+    Example:
+        >>> import torch
+        >>> from psg.factors import Outer
+        >>> materialize({"w": Outer(torch.ones(1, 1, 2), torch.tensor([[[1.0, 2.0]]]))})
+        {'w': tensor([[[1., 2.],
+                 [1., 2.]]])}
+    """
+    factors, spec = _factors(tree, "materialize")
+    return _trees.unflatten(spec, [factor.materialize() for factor in factors])
+
+
+def weighted_sum(tree: Any, weights: Tensor) -> Any:
+    """sum_n weights[n] g_n.
+
+    Args:
+        tree: Per-sample gradients.
+        weights: [n], real.
+
+    Returns:
+        The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
+
+    Raises:
+        InputError: `weights` is not [n].
+
+    Example:
+        >>> import torch
+        >>> weighted_sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 0.5]))
+        tensor([2.5000, 4.0000])
+    """
+    factors, spec = _factors(tree, "weighted_sum")
+    if weights.shape != (factors[0].n,):
+        raise InputError(f"psg.tree.weighted_sum: expected weights of shape ({factors[0].n},), got {tuple(weights.shape)}.")
+    return _trees.unflatten(spec, [factor.weighted_sum(weights) for factor in factors])
+
+
+def sum(tree: Any) -> Any:  # noqa: A001
+    """sum_n g_n: the gradient of the summed loss.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The same tree with a tensor [*shape] at every leaf.
+
+    Example:
+        >>> import torch
+        >>> sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([4., 6.])
+    """
+    factors, _ = _factors(tree, "sum")
+    return weighted_sum(tree, torch.ones(factors[0].n, device=factors[0].device))
+
+
+def mean(tree: Any) -> Any:
+    """1/n sum_n g_n: the gradient of the mean loss; NaN for n = 0, as torch.mean.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The same tree with a tensor [*shape] at every leaf.
+
+    Example:
+        >>> import torch
+        >>> mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([2., 3.])
+    """
+    n = _factors(tree, "mean")[0][0].n
+    total, spec = _trees.flatten(sum(tree))
+    return _trees.unflatten(spec, [leaf / n for leaf in total])
+
+
+def dot(tree: Any, direction: Any) -> Tensor:
+    """<g_n, v>: how each sample's gradient lies to one direction.
+
+    Args:
+        tree: Per-sample gradients.
+        direction: The tree of the parameters, with tensors [*shape].
+
+    Returns:
+        [n], real.
+
+    Raises:
+        InputError: The direction's tree or shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> dot(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, -1.0]))
+        tensor([-1., -1.])
+    """
+    factors, spec = _factors(tree, "dot")
+    leaves, other = _trees.flatten(direction)
+    if spec != other:
+        raise InputError(f"psg.tree.dot: the direction has the structure {other}, the gradients have {spec}.")
+    for factor, leaf in zip(factors, leaves, strict=True):
+        if factor.shape != leaf.shape:
+            raise InputError(f"psg.tree.dot: a direction's leaf has shape {tuple(leaf.shape)}, expected {tuple(factor.shape)}.")
+    return _total([factor.dot(leaf) for factor, leaf in zip(factors, leaves, strict=True)])
+
+
+def inner(tree: Any, other: Any) -> Tensor:
+    """<g_n, h_n>, sample by sample.
+
+    Args:
+        tree: Per-sample gradients.
+        other: Per-sample gradients of as many samples, in the same tree.
+
+    Returns:
+        [n], real.
+
+    Raises:
+        InputError: The trees differ in structure or n.
+
+    Example:
+        >>> import torch
+        >>> inner(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+        tensor([11.])
+    """
+    pairs = _pairs(tree, other, "inner")
+    if pairs[0][0].n != pairs[0][1].n:
+        raise InputError(f"psg.tree.inner: the trees have {pairs[0][0].n} and {pairs[0][1].n} samples; psg.tree.gram takes both.")
+    return _total([x.inner(y) for x, y in pairs])
+
+
+def gram(tree: Any, other: Any = None) -> Tensor:
+    """<g_n, h_m> of every pair: the empirical neural tangent kernel of the loss.
+
+    Args:
+        tree: Per-sample gradients of n samples.
+        other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
+
+    Returns:
+        [n, m], real.
+
+    Raises:
+        InputError: The trees differ in structure.
+
+    Example:
+        >>> import torch
+        >>> gram(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([[1., 1.],
+                [1., 2.]])
+    """
+    return _total([x.gram(y) for x, y in _pairs(tree, tree if other is None else other, "gram")])
+
+
+def cosine(tree: Any, other: Any = None) -> Tensor:
+    """<g_n, h_m> / (|g_n| |h_m|) of every pair; 0 where a norm is zero.
+
+    Args:
+        tree: Per-sample gradients of n samples.
+        other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
+
+    Returns:
+        [n, m], real, in [-1, 1] up to rounding.
+
+    Example:
+        >>> import torch
+        >>> cosine(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
+        tensor([[1., 0.],
+                [0., 0.]])
+    """
+    rows = norm(tree)
+    columns = rows if other is None else norm(other)
+    scale = rows[:, None] * columns[None, :]
+    return torch.where(scale > 0, gram(tree, other) / scale, 0)
+
+
+def flatten(tree: Any) -> Tensor:
+    """All leaves side by side, in the order of the tree.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        [n, P], in the leaves' common dtype.
+
+    Example:
+        >>> import torch
+        >>> flatten({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
+        tensor([[1., 2., 3.]])
+    """
+    return torch.cat([factor.materialize().reshape(factor.n, factor.shape.numel()) for factor in _factors(tree, "flatten")[0]], dim=1)
+
+
+def unflatten(flat: Tensor, like: Any) -> Any:
+    """The inverse of `flatten`.
+
+    Args:
+        flat: [..., P].
+        like: The tree of the parameters, with tensors [*shape].
+
+    Returns:
+        The tree of `like` with a tensor [..., *shape] at every leaf.
+
+    Raises:
+        InputError: P is not the number of entries of `like`.
+
+    Example:
+        >>> import torch
+        >>> unflatten(torch.tensor([[1.0, 2.0, 3.0]]), {"a": torch.zeros(2), "b": torch.zeros(())})
+        {'a': tensor([[1., 2.]]), 'b': tensor([3.])}
+    """
+    leaves, spec = _trees.flatten(like)
+    sizes = [leaf.numel() for leaf in leaves]
+    total = builtins.sum(sizes)
+    if flat.shape[-1] != total:
+        raise InputError(f"psg.tree.unflatten: expected {total} entries along the last dimension, got {flat.shape[-1]}.")
+    parts = flat.split(sizes, dim=-1)
+    return _trees.unflatten(spec, [part.reshape(*flat.shape[:-1], *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+
+
+def take(tree: Any, index: Any) -> Any:
+    """The gradients of some samples.
+
+    Args:
+        tree: Per-sample gradients.
+        index: Integers [m], a mask [n], or a slice.
+
+    Returns:
+        The same tree, of the same kinds, for those samples.
+
+    Example:
+        >>> import torch
+        >>> take(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0]))
+        tensor([[3.],
+                [1.]])
+    """
+    if isinstance(index, int):
+        raise InputError(f"psg.tree.take: got the integer {index}; to keep the dimension of samples, pass slice({index}, {index + 1}).")
+    return _map(tree, lambda factor: factor.take(index), "take")
+
+
+def concat(trees: Sequence[Any]) -> Any:
+    """The samples of several trees, one after the other.
+
+    Args:
+        trees: Per-sample gradients in trees of the same structure; at least one.
+
+    Returns:
+        One tree. A leaf stays factored where its kind and shapes agree in all trees, and is materialised where they do not.
+
+    Raises:
+        InputError: No tree is given, or structures differ.
+
+    Example:
+        >>> import torch
+        >>> concat([torch.tensor([[1.0]]), torch.tensor([[2.0]])])
+        tensor([[1.],
+                [2.]])
+    """
+    if not trees:
+        raise InputError("psg.tree.concat: expected at least one tree.")
+    columns, specs = zip(*(_factors(tree, "concat") for tree in trees), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
+    dense = [isinstance(leaf, Tensor) for leaf in _trees.flatten(trees[0], is_leaf=lambda node: isinstance(node, Factor))[0]]
+    joined = [_join(column) for column in zip(*columns, strict=True)]
+    return _trees.unflatten(specs[0], [f.materialize() if plain else f for f, plain in zip(joined, dense, strict=True)])
+
+
+def _join(column: Sequence[Factor]) -> Factor:
+    parts, specs = zip(*(optree.tree_flatten(factor) for factor in column), strict=True)
+    same = all(spec == specs[0] for spec in specs)
+    if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):
+        return optree.tree_unflatten(specs[0], [torch.cat(fields) for fields in zip(*parts, strict=True)])
+    return Dense(torch.cat([factor.materialize() for factor in column]))
+
+
+def _map(tree: Any, function: Callable[[Factor], Factor], name: str) -> Any:
+    """Apply a function to every leaf as a factor; a leaf that was a tensor stays one."""
+    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    factors, _ = _factors(tree, name)
+    mapped = [function(factor) for factor in factors]
+    return _trees.unflatten(
+        spec, [new.materialize() if isinstance(leaf, Tensor) else new for new, leaf in zip(mapped, leaves, strict=True)]
+    )
