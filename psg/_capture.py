@@ -241,15 +241,15 @@ class _Mode(TorchFunctionMode):
         args, kwargs = _substitute((args, kwargs), lambda leaf: self._history(leaf))
         with _functorch.below():
             output = func(*args, **kwargs)
-        several = isinstance(output, (tuple, list))
-        parts = list(output) if several else [output]
-        if not all(isinstance(part, Tensor) and part.requires_grad for part in parts):
-            return NotImplemented
+            several = isinstance(output, (tuple, list))
+            parts = list(output) if several else [output]
+            if not all(isinstance(part, Tensor) and part.requires_grad for part in parts):
+                return NotImplemented
+            derivations = [Lifted.derivation(part, self.n) for part in parts]
         carry = _CARRIES.get(name)
         for value in met:
             value.uses.append(f"{name}: derived")
-        for i, part in enumerate(parts):
-            lifted = Lifted.derivation(part, self.n)
+        for i, lifted in enumerate(derivations):
             lifted.uses = met[0].uses
             if carry is not None and met[0].value is not None:
                 lifted.carry = (met[0], carry(met[0].value, lifted.value))

@@ -1,13 +1,14 @@
 """Attention has no parameters of its own; its rule folds the samples into the batch that the native fused kernels know."""
 
 import math
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.rules._registry import rule
+from psg.rules._registry import decomposition, rule
 
 
 @rule(F.scaled_dot_product_attention, params=())
@@ -45,3 +46,21 @@ def _fold_mask(mask: Tensor, query_shape: torch.Size, lead: int, targets: int, s
     mask = mask.reshape(mask.shape[0], *(1,) * (len(query_shape) - 1 - len(own)), *own)
     mask = mask.expand(*query_shape[:lead], mask.shape[lead], targets, sources)
     return mask.reshape(math.prod(query_shape[:lead]), *mask.shape[lead:])
+
+
+def _opened(function: FunctionType) -> FunctionType:
+    """The body of a composite of torch.nn.functional, without the check that hands the whole call to a function mode.
+
+    Its inner calls then meet the mode one by one, and those that have rules run by them.
+    """
+    no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *args: False)
+    return FunctionType(function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__, function.__closure__)
+
+
+_multi_head_attention_forward = _opened(F.multi_head_attention_forward)
+
+
+@decomposition(F.multi_head_attention_forward)
+def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
+    """torch's own code, whose projections are linear ops."""
+    return _multi_head_attention_forward(*args, **kwargs)
