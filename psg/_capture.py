@@ -73,7 +73,7 @@ def capture(
     for position, value in zip(params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = _Mode(n, lifted)
+    mode = _Mode(n, lifted, tensors)
 
     def watched(*samples: Tensor) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
@@ -140,7 +140,7 @@ class Lifted:
         """The terms as one factor of the parameter's dtype."""
         if not self.terms:
             return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
-        return merge([term if term.dtype == self.leaf.dtype else term.to(self.leaf.dtype) for term in self.terms])
+        return merge(self.terms)
 
 
 class _Tap(NamedTuple):
@@ -172,9 +172,10 @@ class _Anchor(torch.autograd.Function):
 class _Mode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
-    def __init__(self, n: int, params: Sequence[Lifted]) -> None:
+    def __init__(self, n: int, params: Sequence[Lifted], tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.n = n
+        self.owned = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
         self.level = -1
         self.params = params
         self.values = list(params)  # and, as they appear, the derived ones
@@ -191,7 +192,12 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA or _functorch.current_level() != self.level:
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        target = args[0] if _writes(func) else kwargs.get("out")
+        if target is not None:
+            self._protect(_name(func), target)
+        if _functorch.current_level() != self.level:
             return func(*args, **kwargs)
         if func == _REQUIRES_GRAD:
             # vmap's wrapper says no for what is differentiated beneath it.
@@ -212,6 +218,13 @@ class _Mode(TorchFunctionMode):
         self._avoid_leak(func)
         return func(*args, **kwargs)
 
+    def _protect(self, op: str, target: Any) -> None:
+        """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
+        while isinstance(target, Tensor) and _functorch.is_wrapped(target):
+            target = _functorch.value_of(target)
+        if isinstance(target, Tensor) and target.untyped_storage().data_ptr() in self.owned:
+            raise Unsupported(f"{op} writes into a parameter or an input, or a view of one")
+
     def _avoid_leak(self, func: Any) -> None:
         reason = _registry.find_leak(func)
         if reason is not None:
@@ -222,8 +235,6 @@ class _Mode(TorchFunctionMode):
     def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
         name = _name(func)
-        if _changes(name, args, kwargs, self.by_handle):
-            raise Unsupported(f"{name} changes a parameter, or a view of one, in place")
         if _derives(func) and torch.is_grad_enabled():
             output = self._derive(func, name, met, args, kwargs)
             if output is not NotImplemented:
@@ -351,7 +362,8 @@ class _Mode(TorchFunctionMode):
         else:
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
         for value, build in tap.builders:
-            value.terms.append(build(cotangent).detach())
+            # Under autocast the two sides of a factor may come in different dtypes; the parameter's is what autograd would give.
+            value.terms.append(build(cotangent).detach().to(value.leaf.dtype))
 
     def pull_back(self) -> None:
         """Turn the terms of derived values into terms of the parameters they were computed from."""
@@ -430,10 +442,12 @@ def _derives(func: Any) -> bool:
     return _name(func) in _DERIVING and (builtin or getattr(func, "__module__", "").split(".")[0] == "torch")
 
 
-def _changes(name: str, args: Any, kwargs: Any, by_handle: dict[int, Lifted]) -> bool:
-    """Whether the call writes into a lifted value."""
-    inplace = name in ("__setitem__", "__set__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return (inplace and bool(args) and id(args[0]) in by_handle) or id(kwargs.get("out")) in by_handle
+@cache
+def _writes(func: Any) -> bool:
+    name = _name(func)
+    if name in ("requires_grad_", "detach_"):
+        return False  # change what is recorded, not what is stored
+    return name in ("__setitem__", "__set__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

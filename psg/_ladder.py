@@ -4,12 +4,16 @@ Each rung is right wherever the one above cannot run. A rung that raises hands o
 own error and is raised as it is.
 """
 
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _random, _trees
 from psg._call import Call
@@ -89,8 +93,16 @@ def _warn_once(call: Call, rung: str, reasons: list[tuple[str, str]]) -> None:
         f"{call.name}: {why}. The result comes from method={rung!r} and is right; the cost is {_COST[rung]}. "
         f"Pass method={rung!r} to choose it without this warning.",
         FallbackWarning,
-        stacklevel=5,
+        stacklevel=_stack_level(),
     )
+
+
+def _stack_level() -> int:
+    """How many frames up the user's own call is: the first outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("psg", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 # The rungs
@@ -144,7 +156,8 @@ def _run_vmap(call: Call) -> Result:
 
     gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
     batched = torch.func.vmap(gradient, in_dims=tuple(call.dims[i] for i in order), randomness=call.randomness)
-    gradients, (values, *extra) = batched(*(call.leaves[i] for i in order))
+    # Clones: a function that writes into its arguments must not write into the caller's.
+    gradients, (values, *extra) = batched(*(call.leaves[i].clone() for i in order))
     return Result(values, aux.join(extra), [Dense(g) for g in gradients], "vmap", (), [[] for _ in gradients])
 
 
@@ -160,7 +173,7 @@ def _run_loop(call: Call) -> Result:
             # A copy: a function that writes into its parameter must not write into the caller's.
             leaves[position] = leaves[position].detach().clone().requires_grad_()
         own = [leaves[position] for position in call.params]
-        with torch.enable_grad():
+        with torch.enable_grad(), _Guard(call.name):
             loss, extra = call.evaluate(leaves)
         gradients = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
         gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(own, gradients, strict=True)]
@@ -174,6 +187,29 @@ def _run_loop(call: Call) -> Result:
 
 
 _RUNGS: dict[str, Callable[[Call], Result]] = {"capture": _run_capture, "vmap": _run_vmap, "loop": _run_loop}
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses what the loop alone would let through: a batch normalisation that updates its running statistics."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _UPDATING:
+            options = inspect.signature(func).bind(*args, **kwargs)
+            options.apply_defaults()
+            if options.arguments["running_mean"] is not None and options.arguments[_UPDATING[func]]:
+                raise StateError(
+                    f"{self.name}: a {func.__name__} in training mode updates its running statistics, so that one sample's gradient would "
+                    "depend on the others. Put the module in eval mode, or use GroupNorm, LayerNorm or an InstanceNorm without them."
+                )
+        return func(*args, **kwargs)
+
+
+_UPDATING = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
 def empty(call: Call) -> Result:

@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from psg import _functorch, _ladder
+from psg import _autocast, _functorch, _ladder
 from psg._call import Options, prepare
 from psg._errors import InputError
 from psg.factors import Factor
@@ -102,11 +102,12 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         name = getattr(fn, "__name__", type(fn).__name__)
-        call = prepare(f"explain({name})", fn, options, args, kwargs)
+        call = prepare(f"explain({name})", _autocast.keep(fn), options, args, kwargs)
         if call.n == 0:
             raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")
         inside = _functorch.transform_active() and method == "auto"
-        result = _ladder.run(call, "vmap" if inside else method)
+        with _autocast.off():
+            result = _ladder.run(call, "vmap" if inside else method)
         leaves = tuple(
             _leaf(call.paths[position], factor, uses)
             for position, factor, uses in zip(call.params, result.factors, result.uses, strict=True)

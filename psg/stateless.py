@@ -55,10 +55,10 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
                     "and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
                     "GroupNorm, LayerNorm or InstanceNorm."
                 )
+        if criterion is not None and not sample:
+            raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
         batch = [optree.tree_map(_add_batch_dim, argument) for argument in sample]
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
-        if criterion is not None and not batch:
-            raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
         positional = [argument for argument in inputs if not isinstance(argument, dict)]
         keyword = {key: value for argument in inputs if isinstance(argument, dict) for key, value in argument.items()}
         output = _call(module, params, positional, keyword)

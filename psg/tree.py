@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees
+from psg._autocast import never
 from psg._errors import InputError
 from psg.factors import Dense, Factor
 
@@ -46,6 +47,7 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
+@never
 def squared_norm(tree: Any) -> Tensor:
     """|g_n|^2, over all leaves together.
 
@@ -66,6 +68,7 @@ def squared_norm(tree: Any) -> Tensor:
     return _total([factor.squared_norm() for factor in _factors(tree, "squared_norm")[0]])
 
 
+@never
 def norm(tree: Any) -> Tensor:
     """|g_n|, over all leaves together.
 
@@ -83,6 +86,7 @@ def norm(tree: Any) -> Tensor:
     return joint_norm([factor.norm() for factor in _factors(tree, "norm")[0]])
 
 
+@never
 def joint_norm(norms: Sequence[Tensor]) -> Tensor:
     """The norm of the whole from the norms of its parts: [n] each -> [n]."""
     dtype = norms[0].dtype
@@ -91,6 +95,7 @@ def joint_norm(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in norms]), dim=0)
 
 
+@never
 def materialize(tree: Any) -> Any:
     """The gradients themselves.
 
@@ -111,6 +116,7 @@ def materialize(tree: Any) -> Any:
     return _trees.unflatten(spec, [factor.materialize() for factor in factors])
 
 
+@never
 def weighted_sum(tree: Any, weights: Tensor) -> Any:
     """sum_n weights[n] g_n.
 
@@ -135,6 +141,7 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
     return _trees.unflatten(spec, [factor.weighted_sum(weights) for factor in factors])
 
 
+@never
 def sum(tree: Any) -> Any:  # noqa: A001
     """sum_n g_n: the gradient of the summed loss.
 
@@ -153,6 +160,7 @@ def sum(tree: Any) -> Any:  # noqa: A001
     return weighted_sum(tree, torch.ones(factors[0].n, device=factors[0].device))
 
 
+@never
 def mean(tree: Any) -> Any:
     """1/n sum_n g_n: the gradient of the mean loss; NaN for n = 0, as torch.mean.
 
@@ -172,6 +180,7 @@ def mean(tree: Any) -> Any:
     return _trees.unflatten(spec, [leaf / n for leaf in total])
 
 
+@never
 def dot(tree: Any, direction: Any) -> Tensor:
     """<g_n, v>: how each sample's gradient lies to one direction.
 
@@ -200,6 +209,7 @@ def dot(tree: Any, direction: Any) -> Tensor:
     return _total([factor.dot(leaf) for factor, leaf in zip(factors, leaves, strict=True)])
 
 
+@never
 def inner(tree: Any, other: Any) -> Tensor:
     """<g_n, h_n>, sample by sample.
 
@@ -224,6 +234,7 @@ def inner(tree: Any, other: Any) -> Tensor:
     return _total([x.inner(y) for x, y in pairs])
 
 
+@never
 def gram(tree: Any, other: Any = None) -> Tensor:
     """<g_n, h_m> of every pair: the empirical neural tangent kernel of the loss.
 
@@ -246,6 +257,7 @@ def gram(tree: Any, other: Any = None) -> Tensor:
     return _total([x.gram(y) for x, y in _pairs(tree, tree if other is None else other, "gram")])
 
 
+@never
 def cosine(tree: Any, other: Any = None) -> Tensor:
     """<g_n, h_m> / (|g_n| |h_m|) of every pair; 0 where a norm is zero.
 
@@ -268,6 +280,7 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
     return torch.where(scale > 0, gram(tree, other) / scale, 0)
 
 
+@never
 def flatten(tree: Any) -> Tensor:
     """All leaves side by side, in the order of the tree.
 

@@ -10,10 +10,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# Arithmetic that one byte of memory traffic is worth, and the most memory kept for materialised gradients of one parameter.
-# Measured on CPUs with torch 2.13 (benchmarks/micro.py); they decide only speed, never a result.
+# How costs are compared: arithmetic that one byte of memory traffic is worth; the size from which an allocator hands out fresh pages,
+# which cost several times their use; the most memory kept for materialised gradients of one parameter. Measured on CPUs
+# (benchmarks/micro.py). They decide only speed, never a result.
 FLOPS_PER_BYTE = 8
+FRESH_BYTES = 32 << 20
 KEEP_BYTES = 512 << 20
+
+
+def keep_cost(n: int, sample_bytes: int) -> int:
+    """What it costs a sample to write its gradient, read it for the norm and read it again for the weighted sum, in operations."""
+    passes = 3 if n * sample_bytes < FRESH_BYTES else 6
+    return FLOPS_PER_BYTE * passes * sample_bytes
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -27,8 +35,9 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
-    """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`."""
-    return tensor * weights.to(tensor.dtype).reshape(-1, *(1,) * (tensor.ndim - 1))
+    """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
+    weights = weights.to(wide(tensor.dtype)).reshape(-1, *(1,) * (tensor.ndim - 1))
+    return (tensor * weights).to(tensor.dtype)
 
 
 def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors._base import FLOPS_PER_BYTE, KEEP_BYTES, Factor, scale_rows, widen
+from psg.factors._base import FLOPS_PER_BYTE, KEEP_BYTES, Factor, keep_cost, scale_rows, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 
@@ -66,14 +66,44 @@ class Conv(Factor):
         return self.cotangent.device
 
     def materialize(self) -> Tensor:
-        if self.n == 0 or self._narrow():
+        if self.n == 0 or self.positions == 0:
+            return self.cotangent.new_zeros(self.n, *self.shape)
+        if self._convolves():
             return self._grouped_convolution()
-        return self._by_group().materialize().reshape(self.n, *self.shape)
+        return self._patch_products()
 
-    def _narrow(self) -> bool:
-        # A grouped convolution runs on planes, without patches; its kernels lose to a matrix product once channels are many.
-        out_channels, in_channels, *_ = self.shape
-        return self.geometry.groups > 1 or in_channels * out_channels < 1024 or self.positions > 16 * out_channels
+    def _convolves(self) -> bool:
+        """Whether a grouped convolution beats patches and matrix products. Measured: benchmarks/micro.py, conv shapes."""
+        entries, patches = self.shape.numel(), self.positions * self.shape[1:].numel()
+        if self.geometry.groups > 1:
+            return True
+        if self.shape[1] < 4 or patches == self.positions * self.shape[1]:
+            return False  # few channels in, or 1 x 1: patches cost little or nothing
+        # The convolution writes each entry with a stride; once a sample's gradient outgrows the cache that costs five times as much.
+        return entries * (1 if entries < 100_000 else 5) < patches + 0.4 * entries
+
+    def _patch_products(self) -> Tensor:
+        """gradient[n] = left[n]^T patches[n], a few samples at a time so that the patches stay in cache. One group only."""
+        out_channels, in_channels, *kernel = self.shape
+        left = self.cotangent.reshape(self.n, self.cotangent.shape[1], out_channels, -1).transpose(1, 2).flatten(2)
+        windows = self._windows().squeeze(2)  # [n, images, i, *out, *kernel]
+        dims = len(kernel)
+        out, taps = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+        # Channels innermost where there are many (one long run a tap), positions innermost where there are few.
+        channels_last = in_channels >= 16 and any(size > 1 for size in kernel)
+        order = (0, 1, *out, *taps, 2) if channels_last else (0, 2, *taps, 1, *out)
+        windows = windows.permute(order)
+        size = max(1, (4 << 20) // (self.positions * self.shape[1:].numel() * windows.element_size()))
+        gradient = left.new_empty(self.n, out_channels, self.shape[1:].numel())
+        for start in range(0, self.n, size):
+            chunk = windows[start : start + size]
+            matrix = (self.positions, -1) if channels_last else (-1, self.positions)
+            patches = chunk.reshape(len(chunk), *matrix)
+            right = patches if channels_last else patches.transpose(1, 2)
+            torch.bmm(left[start : start + size], right, out=gradient[start : start + size])
+        if channels_last:
+            return gradient.unflatten(2, (*kernel, in_channels)).movedim(-1, 2)
+        return gradient.unflatten(2, (in_channels, *kernel))
 
     def _grouped_convolution(self) -> Tensor:
         # The samples become groups of one convolution, whose weight gradient then keeps them apart.
@@ -95,14 +125,23 @@ class Conv(Factor):
 
     def _by_group(self) -> Outer:
         """The same as an Outer of n x g samples: left [(n g), t, o / g], right [(n g), t, (i / g) k]."""
+        groups, dims, (out_channels, *rest) = self.geometry.groups, len(self.geometry.kernel), self.shape
+        order = (0, 2, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
+        right = self._windows().permute(order).reshape(self.n * groups, self.positions, torch.Size(rest).numel())
+        left = self.cotangent.unflatten(2, (groups, out_channels // groups)).flatten(4)
+        left = left.permute(0, 2, 1, 4, 3).reshape(self.n * groups, self.positions, out_channels // groups)
+        return Outer(left, right)
+
+    def _windows(self) -> Tensor:
+        """The patches as a view of the padded input, [n, images, g, i / g, *out, *kernel]: nothing is copied."""
         kernel, stride, padding, dilation, groups = self.geometry
         n, images, channels, *_ = self.input.shape
-        out = self.cotangent.shape[3:]
-        padded = F.pad(self.input, [amount for p in reversed(padding) for amount in (p, p)]).contiguous()
+        padded = self.input
+        if any(padding):
+            padded = F.pad(padded.flatten(0, 1), [amount for p in reversed(padding) for amount in (p, p)]).unflatten(0, (n, images))
         spatial = padded.stride()[3:]
-        # Windows as a view [n, images, g, i / g, *out, *kernel]: nothing is copied before the one reshape.
-        windows = padded.as_strided(
-            (n, images, groups, channels // groups, *out, *kernel),
+        return padded.as_strided(
+            (n, images, groups, channels // groups, *self.cotangent.shape[3:], *kernel),
             (
                 *padded.stride()[:2],
                 padded.stride(2) * (channels // groups),
@@ -112,14 +151,10 @@ class Conv(Factor):
             ),
             padded.storage_offset(),
         )
-        dims = len(kernel)
-        order = (0, 2, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
-        right = windows.permute(order).reshape(n * groups, self.positions, -1 if windows.numel() else self.shape[1:].numel())
-        left = self.cotangent.reshape(n, images, groups, self.shape[0] // groups, -1 if self.positions else 0)
-        left = left.permute(0, 2, 1, 4, 3).reshape(n * groups, self.positions, self.shape[0] // groups)
-        return Outer(left, right)
 
     def squared_norm(self) -> Tensor:
+        if self.n == 0 or self.positions == 0:
+            return widen(self.cotangent).new_zeros(self.n)
         if self._prefers_gram():
             return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
         size = max(1, (16 << 20) // max(1, self._bytes()))
@@ -152,7 +187,7 @@ class Conv(Factor):
         return f"{'Gram' if self._prefers_gram() else 'materialised in chunks'}, native weight gradient"
 
     def _keeps(self) -> bool:
-        return self.n * self._bytes() <= KEEP_BYTES and FLOPS_PER_BYTE * 3 * self._bytes() < self._gram_flops()
+        return self.n * self._bytes() <= KEEP_BYTES and keep_cost(self.n, self._bytes()) < self._gram_flops()
 
     def _prefers_gram(self) -> bool:
         return self._gram_flops() < self._materialize_flops()

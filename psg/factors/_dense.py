@@ -44,18 +44,25 @@ class Dense(Factor):
         return self.norm().square()
 
     def norm(self) -> Tensor:
-        rows = real_rows(self.values)
+        rows = real_rows(self.values.permute(0, *_memory_order(self.values)))
         return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        rows = rows_of(self.values)
-        return (weights.to(rows.dtype) @ rows).reshape(self.shape)
+        order = _memory_order(self.values)
+        values = widen(self.values.permute(0, *order))
+        total = (weights.to(values.dtype) @ rows_of(values)).reshape(values.shape[1:]).to(self.dtype)
+        return total.permute([order.index(dim) for dim in range(1, self.values.ndim)]).contiguous()
 
     def dot(self, direction: Tensor) -> Tensor:
         return widen(real_rows(self.values)) @ widen(real_rows(direction[None])[0])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.values))
+
+
+def _memory_order(values: Tensor) -> list[int]:
+    # The dimensions after the first, slowest first: in this order a reduction over them reads straight through and copies nothing.
+    return sorted(range(1, values.ndim), key=lambda dim: -values.stride(dim))
 
 
 def rows_of(values: Tensor) -> Tensor:

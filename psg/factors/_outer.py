@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import FLOPS_PER_BYTE, KEEP_BYTES, Factor, scale_rows, widen
+from psg.factors._base import FLOPS_PER_BYTE, KEEP_BYTES, Factor, keep_cost, scale_rows, widen
 from psg.factors._dense import Dense
 
 
@@ -113,7 +113,7 @@ class Outer(Factor):
         # takes as many operations). Not kept: the Gram norm, and one matrix product for the sum.
         if self.positions == 1 or self.n * self._bytes() > KEEP_BYTES:
             return False
-        return FLOPS_PER_BYTE * 3 * self._bytes() < self._gram_flops()
+        return keep_cost(self.n, self._bytes()) < self._gram_flops()
 
     def _prefers_gram(self) -> bool:
         return self._gram_flops() <= self._materialize_flops() + FLOPS_PER_BYTE * 2 * self._bytes()

@@ -20,7 +20,8 @@ def positions(tensor: Tensor) -> Tensor:
 
 def sum_positions(cotangent: Tensor) -> Dense:
     """[n, *positions, d] -> the Dense gradient [n, d] of something added at every position."""
-    return Dense(cotangent if cotangent.ndim == 2 else positions(cotangent).sum(1))
+    flat = positions(cotangent)
+    return Dense(flat[:, 0] if flat.shape[1] == 1 else flat.sum(1))
 
 
 @rule(F.linear)

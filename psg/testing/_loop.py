@@ -50,9 +50,6 @@ def loop_value_and_grad(
             arguments = batch.sample(i)
             targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
             with torch.enable_grad():
-                # fn gets copies of the leaves: it may write into them in place, as it may under torch.func
-                for k, target in zip(positions, targets, strict=True):
-                    arguments[k] = tree_map(Tensor.clone, target)
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
             if not isinstance(value, Tensor) or value.dim() != 0:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
