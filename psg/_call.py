@@ -206,7 +206,8 @@ def _in_dims(name: str, in_dims: Any, numbers: list[int], count: int) -> list[An
         return [in_dims] * count
     if not isinstance(in_dims, (tuple, list)) or len(in_dims) != count:
         raise InputError(
-            f"{name}: in_dims={in_dims!r}: expected None, an integer, or a tuple with one entry for each of the {count} positional arguments."
+            f"{name}: in_dims={in_dims!r}: expected None, an integer, or a tuple with one entry for each of the {count} positional "
+            "arguments."
         )
     return list(in_dims)
 
@@ -256,9 +257,7 @@ def _check_dim(name: str, leaf: Any, dim: Any, path: str, default: bool) -> int 
         return None  # a number, a string, a flag: the same for every sample
     if not -leaf.ndim <= dim < leaf.ndim:
         hint = " If it is the same for every sample, say so with in_dims (None for it) or pass it by keyword." if default else ""
-        raise InputError(
-            f"{name}: {path} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}"
-        )
+        raise InputError(f"{name}: {path} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}")
     return dim % leaf.ndim
 
 
@@ -268,5 +267,7 @@ def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: lis
         raise InputError(f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims.")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
-        raise InputError(f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it).")
+        raise InputError(
+            f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it)."
+        )
     return next(iter(sizes.values()))

@@ -149,7 +149,7 @@ class _Tap(NamedTuple):
     op: str
     edges: tuple[GradientEdge, ...]
     shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
-    builders: list[tuple[Lifted, Callable[[Any], Factor]]]
+    builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
     inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
 
 
@@ -260,10 +260,10 @@ class _Mode(TorchFunctionMode):
         carry = _CARRIES.get(name)
         for value in met:
             value.uses.append(f"{name}: derived")
-        for i, lifted in enumerate(derivations):
+        for i, (part, lifted) in enumerate(zip(list(parts), derivations, strict=True)):
             lifted.uses = met[0].uses
             if carry is not None and met[0].value is not None:
-                lifted.carry = (met[0], carry(met[0].value, lifted.value))
+                lifted.carry = (met[0], carry(met[0].value, part))
             lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
             self.by_handle[id(lifted.handle)] = lifted
             self.values.append(lifted)
@@ -314,7 +314,7 @@ class _Mode(TorchFunctionMode):
             single = isinstance(output, Tensor)
             outputs = (output,) if single else tuple(output)
             if own and torch.is_grad_enabled():
-                outputs = self._tap(op, outputs, single, [(own[name], builders[name]) for name in own], values)
+                outputs = self._tap(op, outputs, single, [(name, own[name], builders[name]) for name in own], values)
             return outputs
 
         outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
@@ -341,7 +341,7 @@ class _Mode(TorchFunctionMode):
         """One backward for all taps and leaves; what arrives is added to the terms of the lifted values."""
         if not losses.requires_grad:
             return  # no parameter was used
-        targets = [edge for tap in self.taps for edge in tap.edges] + [value.leaf for value in self.values]
+        targets: Any = [edge for tap in self.taps for edge in tap.edges] + [value.leaf for value in self.values]
         cotangents = iter(torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True))
         with torch.no_grad():
             for tap in self.taps:
@@ -361,9 +361,16 @@ class _Mode(TorchFunctionMode):
             cotangent: Any = arrived[0]
         else:
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
-        for value, build in tap.builders:
+        for name, value, build in tap.builders:
+            factor = build(cotangent)
+            got, expected = (factor.n, tuple(factor.shape)), (self.n, tuple(value.leaf.shape[1:]))
+            if got != expected:
+                raise PsgError(
+                    f"the rule of {tap.op} is broken: its factor for {name} has {got[0]} samples of shape {got[1]}, "
+                    f"the parameter has {expected[0]} samples of shape {expected[1]}"
+                )
             # Under autocast the two sides of a factor may come in different dtypes; the parameter's is what autograd would give.
-            value.terms.append(build(cotangent).detach().to(value.leaf.dtype))
+            value.terms.append(factor.detach().to(value.leaf.dtype))
 
     def pull_back(self) -> None:
         """Turn the terms of derived values into terms of the parameters they were computed from."""
@@ -374,10 +381,10 @@ class _Mode(TorchFunctionMode):
         roots = [value for value in self.params if value.root is not None]
         if not derived:
             return
+        outputs: Any = [value.derived for value in derived]
+        inputs: Any = [value.root for value in roots]
         cotangents = [value.factor(self.n).materialize() for value in derived]
-        pulled = torch.autograd.grad(
-            [value.derived for value in derived], [value.root for value in roots], cotangents, is_grads_batched=True, allow_unused=True
-        )
+        pulled = torch.autograd.grad(outputs, inputs, cotangents, is_grads_batched=True, allow_unused=True)
         for value, gradient in zip(roots, pulled, strict=True):
             if gradient is not None:
                 value.terms.append(Dense(gradient))
@@ -385,7 +392,7 @@ class _Mode(TorchFunctionMode):
 
 # What the mode knows of torch's functions
 
-_REQUIRES_GRAD = Tensor.requires_grad.__get__
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _METADATA = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "grad_fn")

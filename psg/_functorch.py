@@ -1,21 +1,16 @@
 """Everything psg asks of functorch's internals, behind a few functions; no other file touches them.
 
-A rule wants to see the *physical* batch: the tensors under vmap's wrappers, with the samples in dim 0. There are two ways there.
-
-- The public one is an `autograd.Function` whose `vmap` static method is the rule (`run_below_public`).
-- The light one reads the wrapped value, pops vmap off the interpreter stack for the call, and wraps the result again (`run_below`).
-
-Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal. The light one is used
-because a call through `autograd.Function` costs some 200 microseconds, thirty times the price of the op it wraps.
+A rule wants to see the *physical* batch: the tensors under vmap's wrappers, with the samples in dim 0. The public way there is an
+`autograd.Function` whose `vmap` static method is the rule; it costs some 200 microseconds a call, thirty times the price of the op it
+wraps. The light way, taken here, reads the wrapped value, pops vmap off the interpreter stack for the call, and wraps the result again.
+Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C import _functorch as _C
+from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 
@@ -67,28 +62,3 @@ def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor],
     with below():
         outputs = run(*(physical(tensor, level, n) for tensor in tensors))
     return tuple(wrap(output, level) for output in outputs)
-
-
-class _Below(torch.autograd.Function):
-    @staticmethod
-    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError("psg calls this under vmap only")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Any:
-        n = info.batch_size
-        values = [
-            tensor.unsqueeze(0).expand(n, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        ]
-        outputs = run(*values)
-        return outputs, (0,) * len(outputs)
-
-
-def run_below_public(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], level: int, n: int) -> tuple[Tensor, ...]:
-    """`run_below` by public means alone: a custom vmap rule of an `autograd.Function`."""
-    return _Below.apply(run, *tensors)

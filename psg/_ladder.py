@@ -22,6 +22,7 @@ from psg._errors import FallbackWarning, InputError, PsgError, StateError
 from psg.factors import Dense, Factor, Sum
 from psg.rules._registry import are_disabled
 
+
 class Result(NamedTuple):
     """What every rung gives.
 
@@ -43,7 +44,7 @@ class Result(NamedTuple):
 
 
 def run(call: Call, method: str) -> Result:
-    """Run a call on the highest rung that can.
+    """Run a call on the highest rung that can run it.
 
     Args:
         call: What to run, on at least one sample.
@@ -51,26 +52,29 @@ def run(call: Call, method: str) -> Result:
 
     Returns:
         The result, without autograd history unless the rung is "vmap".
+
+    Raises:
+        InputError: fn does not return a scalar.
+        StateError: fn changes state.
     """
     if method == "auto":
         rungs = ["vmap", "loop"] if are_disabled() else ["capture", "vmap", "loop"]
     else:
         rungs = [method]
     reasons: list[tuple[str, str]] = []
-    for rung in rungs:
+    for rung in rungs[:-1]:
         try:
             result = _RUNGS[rung](call)
+            break
         except (InputError, StateError):
             raise
         except Exception as error:
-            if rung == rungs[-1]:
-                raise
             reasons.append((rung, _reason(error)))
-            continue
-        if reasons:
-            _warn_once(call, rung, reasons)
-        return result._replace(reasons=tuple(reasons))
-    raise AssertionError("unreachable: the last rung returns or raises")
+    else:
+        result = _RUNGS[rungs[-1]](call)
+    if reasons:
+        _warn_once(call, result.rung, reasons)
+    return result._replace(reasons=tuple(reasons))
 
 
 def _reason(error: Exception) -> str:

@@ -79,7 +79,7 @@ class _Primitive(torch.autograd.Function):
             return tuple(output for output in ctx.run(tuple(full), "vmap") if _differentiable(output))
 
         with _random.replay(ctx.state):
-            outputs, pull_back = torch.func.vjp(reference, *(tensors[i] for i in wanted))
+            _, pull_back, *_ = torch.func.vjp(reference, *(tensors[i] for i in wanted))
         cotangents = tuple(c for c in cotangents if c is not None and _differentiable(c))
         gradients = dict(zip(wanted, pull_back(cotangents), strict=True))
         return (None, None, *(gradients.get(i) for i in range(len(tensors))))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
+
 from psg._errors import InputError
 
 NAMESPACE = "psg"

@@ -176,6 +176,12 @@ def check_clip_norm(clip_norm: Any) -> None:
 def policy_of(policy: str | Policy) -> Policy:
     """The policy of that name, or the function itself.
 
+    Args:
+        policy: A name or a function.
+
+    Returns:
+        The function (norms, clip_norm) -> clip_coef.
+
     Raises:
         InputError: There is none of that name.
     """
@@ -187,7 +193,15 @@ def policy_of(policy: str | Policy) -> Policy:
 
 
 def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
-    """The most that one sample can add to the L2 norm of the clipped sum: sqrt(sum over groups of C^2); inf for a policy of the user's."""
+    """The most that one sample can add to the L2 norm of the clipped sum.
+
+    Args:
+        groups: The groups and their clip norms C.
+        policy: The policy.
+
+    Returns:
+        sqrt(sum over groups of C^2), in the units of the gradient; inf for a policy of the user's, whose bound is not known.
+    """
     if policy not in POLICIES.values() and not getattr(policy, "_bounded", False):
         return math.inf
     if len(groups) == 1:

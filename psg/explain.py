@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
-
-from psg import _autocast, _functorch, _ladder
+from psg import _autocast, _functorch, _ladder, _trees
 from psg._call import Options, prepare
 from psg._errors import InputError
 from psg.factors import Factor
@@ -118,7 +116,7 @@ def explain(
 
 
 def _leaf(path: str, factor: Factor, uses: list[str]) -> Leaf:
-    held = sum(tensor.numel() * tensor.element_size() for tensor in optree.tree_leaves(factor))
+    held = sum(tensor.numel() * tensor.element_size() for tensor in _trees.flatten(factor)[0])
     dense = factor.n * factor.shape.numel() * factor.dtype.itemsize
     return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), held, dense)
 

@@ -51,8 +51,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         for name, child in batch_norms.items():
             if child.training:
                 raise StateError(
-                    f"stateless: {name or 'the module'} ({type(child).__name__}) is in training mode, where it mixes the samples of a batch "
-                    "and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
+                    f"stateless: {name or 'the module'} ({type(child).__name__}) is in training mode, where it mixes the samples of a "
+                    "batch and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
                     "GroupNorm, LayerNorm or InstanceNorm."
                 )
         if criterion is not None and not sample:
@@ -79,8 +79,8 @@ def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], k
         owner = changed[0].rpartition(".")[0]
         kind = type(module.get_submodule(owner)).__name__
         raise StateError(
-            f"stateless: the forward pass of {owner or 'the module'} ({kind}) changes its buffer {changed[0]!r}, so that one sample's gradient "
-            "would depend on the samples before it. Put the module in eval mode, or take the update out of forward."
+            f"stateless: the forward pass of {owner or 'the module'} ({kind}) changes its buffer {changed[0]!r}, so that one sample's "
+            "gradient would depend on the samples before it. Put the module in eval mode, or take the update out of forward."
         )
     return output
 

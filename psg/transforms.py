@@ -31,7 +31,8 @@ from psg import _autocast, _functorch, _ladder, _primitive, _random, _trees, cli
 from psg._call import Call, Options, prepare
 from psg._errors import InputError
 from psg._ladder import Result
-from psg.tree import concat, joint_norm
+from psg.factors import joint_norm
+from psg.tree import concat
 
 
 class ClippedGrad(NamedTuple):
@@ -93,7 +94,6 @@ def per_sample_grad(
         tensor([[2., 0.],
                 [4., 4.]])
     """
-
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
     run = _over_batches("per_sample_grad", fn, options, _materialize, _concat)
 
@@ -138,7 +138,6 @@ def per_sample_value_and_grad(
         (tensor([1., 4.]), tensor([[2., 0.],
                 [4., 4.]]))
     """
-
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
     run = _over_batches("per_sample_value_and_grad", fn, options, _materialize, _concat)
 
@@ -182,7 +181,6 @@ def per_sample_norm(
         >>> psg.per_sample_norm(loss)(torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([5., 0.])
     """
-
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
     run = _over_batches("per_sample_norm", fn, options, _norm, _concat)
 
@@ -234,7 +232,6 @@ def factored_grad(
         >>> psg.tree.gram(g).shape
         torch.Size([5, 5])
     """
-
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
     run = _over_batches("factored_grad", fn, options, lambda result, start: result.factors, concat, factored=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from psg import _trees
 from psg._autocast import never
 from psg._errors import InputError
-from psg.factors import Dense, Factor
+from psg.factors import Dense, Factor, joint_norm
 
 
 def _factors(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
@@ -84,15 +84,6 @@ def norm(tree: Any) -> Tensor:
         tensor([5.])
     """
     return joint_norm([factor.norm() for factor in _factors(tree, "norm")[0]])
-
-
-@never
-def joint_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of the whole from the norms of its parts: [n] each -> [n]."""
-    dtype = norms[0].dtype
-    for part in norms[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in norms]), dim=0)
 
 
 @never
@@ -335,6 +326,9 @@ def take(tree: Any, index: Any) -> Any:
     Returns:
         The same tree, of the same kinds, for those samples.
 
+    Raises:
+        InputError: `index` is an integer, which would drop the dimension of samples.
+
     Example:
         >>> import torch
         >>> take(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0]))
@@ -375,10 +369,10 @@ def concat(trees: Sequence[Any]) -> Any:
 
 
 def _join(column: Sequence[Factor]) -> Factor:
-    parts, specs = zip(*(optree.tree_flatten(factor) for factor in column), strict=True)
+    parts, specs = zip(*(_trees.flatten(factor) for factor in column), strict=True)
     same = all(spec == specs[0] for spec in specs)
     if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):
-        return optree.tree_unflatten(specs[0], [torch.cat(fields) for fields in zip(*parts, strict=True)])
+        return _trees.unflatten(specs[0], [torch.cat(fields) for fields in zip(*parts, strict=True)])
     return Dense(torch.cat([factor.materialize() for factor in column]))
 
 

@@ -1,17 +1,19 @@
 """Factors: per-sample gradients held as what they are made of, each kind with the same few operations."""
 
-import optree
+from typing import Any
+
+import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
 
-from psg.factors._base import Factor
+from psg.factors._base import Factor, joint_norm
 from psg.factors._conv import Conv, Geometry
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._sum import Sum
 
-__all__ = ["Conv", "Dense", "Factor", "Geometry", "Outer", "Rows", "Sum", "merge"]
+__all__ = ["Conv", "Dense", "Factor", "Geometry", "Outer", "Rows", "Sum", "joint_norm", "merge"]
 
 
 def merge(terms: list[Factor]) -> Factor:
@@ -37,10 +39,10 @@ def merge(terms: list[Factor]) -> Factor:
 
 def _register(kind: type[Factor], static: tuple[str, ...]) -> None:
     # The tensors are children; what is no tensor (rows, geometry, shape) is the node's metadata.
-    def flatten(factor: Factor) -> tuple[tuple, tuple]:
-        return tuple(getattr(factor, name) for name in kind.fields), tuple(getattr(factor, name) for name in static)
+    def flatten(factor: Any) -> Any:
+        return [getattr(factor, name) for name in kind.fields], tuple(getattr(factor, name) for name in static)
 
-    def unflatten(metadata: tuple, children) -> Factor:
+    def unflatten(metadata: Any, children: Any) -> Any:
         factor = kind.__new__(kind)
         for name, value in (*zip(kind.fields, children, strict=True), *zip(static, metadata, strict=True)):
             setattr(factor, name, value)
@@ -48,7 +50,8 @@ def _register(kind: type[Factor], static: tuple[str, ...]) -> None:
 
     # In optree's global namespace: a user's plain `optree.tree_map` sees the tensors too.
     everywhere = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    optree.register_pytree_node(kind, lambda factor: (*flatten(factor), kind.fields), unflatten, namespace=everywhere)
+    register: Any = optree.register_pytree_node  # typed for collections; a factor is a node of another kind
+    register(kind, lambda factor: (*flatten(factor), kind.fields), unflatten, namespace=everywhere)
     torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
 
 

@@ -5,23 +5,20 @@ i in, o out; g group; k kernel.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-# How costs are compared: arithmetic that one byte of memory traffic is worth; the size from which an allocator hands out fresh pages,
-# which cost several times their use; the most memory kept for materialised gradients of one parameter. Measured on CPUs
-# (benchmarks/micro.py). They decide only speed, never a result.
-FLOPS_PER_BYTE = 8
-FRESH_BYTES = 32 << 20
+# How costs are compared, in arithmetic operations that one byte is worth: read or written in cache, and written into memory that the
+# process has not used yet, whose pages the kernel must first clear. And the most memory kept for one parameter's materialised
+# gradients. Measured on CPUs (benchmarks/micro.py); they decide only speed, never a result.
+CACHED, FRESH = 13, 60
 KEEP_BYTES = 512 << 20
 
-
-def keep_cost(n: int, sample_bytes: int) -> int:
-    """What it costs a sample to write its gradient, read it for the norm and read it again for the weighted sum, in operations."""
-    passes = 3 if n * sample_bytes < FRESH_BYTES else 6
-    return FLOPS_PER_BYTE * passes * sample_bytes
+# Written once, read for the norm, read again for the weighted sum.
+KEPT = FRESH + 2 * CACHED
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -43,6 +40,14 @@ def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
 def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:
     """Exactly zero where keep[n] is False, even where `tensor` is inf or NaN."""
     return torch.where(keep.reshape(-1, *(1,) * (tensor.ndim - 1)), tensor, 0)
+
+
+def joint_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of the whole from the norms of its parts: [n] each -> [n]."""
+    dtype = norms[0].dtype
+    for part in norms[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in norms]), dim=0)
 
 
 class Factor(ABC):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors._base import FLOPS_PER_BYTE, KEEP_BYTES, Factor, keep_cost, scale_rows, widen
+from psg.factors._base import CACHED, FRESH, KEEP_BYTES, KEPT, Factor, scale_rows, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 
@@ -119,9 +119,7 @@ class Conv(Factor):
         weight = cotangent.new_empty(1).expand(weight_shape)  # only its shape is read
         none = [0] * len(stride)
         mask = [False, True, False]
-        return torch.ops.aten.convolution_backward(
-            cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask
-        )[1]
+        return torch.ops.aten.convolution_backward(cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask)[1]
 
     def _by_group(self) -> Outer:
         """The same as an Outer of n x g samples: left [(n g), t, o / g], right [(n g), t, (i / g) k]."""
@@ -187,7 +185,7 @@ class Conv(Factor):
         return f"{'Gram' if self._prefers_gram() else 'materialised in chunks'}, native weight gradient"
 
     def _keeps(self) -> bool:
-        return self.n * self._bytes() <= KEEP_BYTES and keep_cost(self.n, self._bytes()) < self._gram_flops()
+        return self.n * self._bytes() <= KEEP_BYTES and KEPT * self._bytes() < min(self._gram_flops(), self._materialize_flops())
 
     def _prefers_gram(self) -> bool:
         return self._gram_flops() < self._materialize_flops()
@@ -198,10 +196,9 @@ class Conv(Factor):
         return self.shape.numel() * self.cotangent.element_size()
 
     def _gram_flops(self) -> int:
-        t, (out_channels, *rest) = self.positions, self.shape
-        patches = t * self.geometry.groups * torch.Size(rest).numel()
-        unfold = 2 * FLOPS_PER_BYTE * patches * self.cotangent.element_size()
-        return 2 * t * (t * out_channels + t * self.geometry.groups * torch.Size(rest).numel()) + unfold
+        t, groups, size = self.positions, self.geometry.groups, self.cotangent.element_size()
+        patch = groups * self.shape[1:].numel()
+        return t * t * (2 * (self.shape[0] + patch) + 3 * CACHED * groups * size) + FRESH * t * patch * size
 
     def _materialize_flops(self) -> int:
         return 2 * self.positions * self.shape.numel()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from psg.factors._base import FLOPS_PER_BYTE, Factor, widen
+from psg.factors._base import CACHED, FRESH, Factor, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
 from psg.factors._outer import Outer
@@ -30,7 +30,7 @@ def gram(x: Factor, y: Factor) -> Tensor:
     return _look_up(_gram, x, y, lambda product, x, y: product.T, _gram_dense_dense)
 
 
-def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Product) -> Tensor:
+def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[[Dense, Dense], Tensor]) -> Tensor:
     for kind, expand in ((x, lambda term: _look_up(table, term, y, swap, dense)), (y, lambda term: _look_up(table, x, term, swap, dense))):
         if isinstance(kind, Sum):
             shape = (x.n,) if table is _inner else (x.n, y.n)
@@ -95,8 +95,8 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 @_pair(_gram, Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
     (n, t, _), (m, s, _) = x.left.shape, y.left.shape
-    factored = n * m * t * s * (2 * sum(x.shape) + 12 * FLOPS_PER_BYTE)
-    dense = 2 * x.shape.numel() * (n * t + m * s + n * m) + 8 * FLOPS_PER_BYTE * (n + m) * x.shape.numel()
+    factored = n * m * t * s * (2 * sum(x.shape) + 3 * FRESH * x.left.element_size())
+    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (FRESH + CACHED) * x.left.element_size())
     if factored > dense or n * m * t * s > 1 << 28:
         return None
     left = widen(x.left).flatten(0, 1) @ widen(y.left).flatten(0, 1).T
@@ -138,9 +138,7 @@ def _(x: Rows, y: Outer) -> Tensor:
 @_pair(_gram, Rows, Outer)
 def _(x: Rows, y: Outer) -> Tensor:
     left, right = widen(y.left), widen(y.right)
-    rows = [
-        (left[:, :, own] * (right @ cotangent.T)).sum((1, 2)) for own, cotangent in zip(x.index, widen(x.cotangent), strict=True)
-    ]
+    rows = [(left[:, :, own] * (right @ cotangent.T)).sum((1, 2)) for own, cotangent in zip(x.index, widen(x.cotangent), strict=True)]
     return torch.stack(rows) if rows else left.new_zeros(0, y.n)
 
 

@@ -177,4 +177,3 @@ def disabled() -> Iterator[None]:
 def are_disabled() -> bool:
     """Whether the caller is inside `disabled()`."""
     return _disabled.get()
-

@@ -35,8 +35,8 @@ def scaled_dot_product_attention(
         if attn_mask.requires_grad:
             return NotImplemented
         attn_mask = _fold_mask(attn_mask, query.shape, lead, query.shape[-2], key.shape[-2])
-    folded = [tensor.flatten(0, lead - 1) for tensor in (query, key, value)]
-    output = F.scaled_dot_product_attention(*folded, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    q, k, v = (tensor.flatten(0, lead - 1) for tensor in (query, key, value))
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     return output.unflatten(0, query.shape[:lead]), {}
 
 

@@ -1,4 +1,7 @@
-"""Convolutions. With C the cotangent: grad W[n,o,i,k] = sum_t C[n,o,t] x[n,i, stride t + dilation k - padding], grad b[n,o] = sum_t C[n,o,t]."""
+"""Convolutions.
+
+With C the cotangent: grad W[n,o,i,k] = sum_t C[n,o,t] x[n,i, stride t + dilation k - padding] and grad b[n,o] = sum_t C[n,o,t].
+"""
 
 from typing import Any
 

@@ -27,9 +27,7 @@ def _sum_channels(tensor: Tensor) -> Dense:
 
 
 @rule(F.layer_norm)
-def layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Any:
+def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
     """Over the last dimensions of each position: ([n,*,*shape], [*shape], [*shape]) -> [n,*,*shape]."""
     if _any_complex(input, weight, bias):
         return NotImplemented

@@ -9,7 +9,7 @@ when it is called.
     psg.check(loss)(params, x, y)                                                   # both lines, and the reductions
 """
 
-from psg.testing._check import Checked, check
+from psg.testing._check import Checked, assert_reductions_close, check
 from psg.testing._compare import Mismatch, assert_trees_close, default_rtol
 from psg.testing._loop import loop_grad, loop_value_and_grad
 from psg.testing._reference import (
@@ -25,6 +25,7 @@ from psg.testing._strategies import batches, layouts, shapes, tensors
 __all__ = [
     "Checked",
     "Mismatch",
+    "assert_reductions_close",
     "assert_trees_close",
     "batches",
     "check",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from psg import transforms, tree
 from psg._errors import InputError
@@ -38,6 +39,7 @@ def check(
     chunk_size: int | None = None,
     method: str = "auto",
     rtol: float | None = None,
+    atol: float = 0.0,
 ) -> Callable:
     """Compare psg with a loop over samples, on your function and your data.
 
@@ -53,6 +55,7 @@ def check(
         chunk_size: as in `psg.per_sample_grad`.
         method: as in `psg.per_sample_grad`.
         rtol: as in `assert_trees_close`.
+        atol: as in `assert_trees_close`.
 
     Returns:
         A function of `(*args, **shared)` that returns `Checked`, and raises `Mismatch` where anything differs.
@@ -70,8 +73,8 @@ def check(
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
         (values, grads), (found_values, found) = loop(*args, **shared), both(*args, **shared)
         try:
-            assert_trees_close(found_values, values, rtol, name="values")
-            error = assert_trees_close(found, grads, rtol, name="grads")
+            assert_trees_close(found_values, values, rtol, atol, name="values")
+            error = assert_trees_close(found, grads, rtol, atol, name="grads")
         except Mismatch as mismatch:
             if not _repeatable(loop(*args, **shared), (values, grads)):
                 raise InputError(
@@ -81,21 +84,50 @@ def check(
             verdict = _arbitrate(scalar, argnums, in_dims, args, shared, found, grads, mismatch.sample)
             raise Mismatch(f"{mismatch}{verdict}", mismatch.path, mismatch.sample, mismatch.error) from None
         factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
-        flat = reference_flat(grads)
-        weights = torch.linspace(0.5, 1.5, len(flat), dtype=flat.dtype, device=flat.device)
-        direction = tree_map(torch.ones_like, reference_weighted_sum(grads, weights))
-        pairs = {
-            "norm": (tree.norm(factored), reference_norm(grads)),
-            "gram": (tree.gram(factored), reference_gram(grads)),
-            "dot": (tree.dot(factored, direction), reference_dot(grads, direction)),
-        }
-        for name, (actual, expected) in pairs.items():
-            assert_trees_close(actual, expected, rtol, name=name)
-        summed = tree.weighted_sum(factored, weights), reference_weighted_sum(grads, weights)
-        assert_trees_close(*summed, rtol, name="weighted_sum", per_sample=False)
-        return Checked(len(flat), len(flatten(grads)[0]), error)
+        assert_reductions_close(factored, grads, rtol, atol)
+        return Checked(len(values), len(flatten(grads)[0]), error)
 
     return checked
+
+
+def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = None, atol: float = 0.0) -> None:
+    """Raise `Mismatch` unless the reductions of a factored tree equal those of the gradients that it stands for.
+
+    `psg.tree.norm`, `gram`, `dot` (along one fixed direction) and `weighted_sum` (with fixed weights of both signs). What
+    a reduction adds up may cancel, so its error is also measured against the size of the terms: a thousand roundings
+    of them are allowed beside `rtol`.
+
+    Args:
+        factored: tree of factors or of [n, *shape] tensors.
+        grads: tree of [n, *shape] tensors.
+        rtol: as in `assert_trees_close`.
+        atol: as in `assert_trees_close`.
+
+    Raises:
+        Mismatch: if a reduction differs; the message begins with its name.
+    """
+    flat = reference_flat(grads)
+    weights = torch.linspace(-1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+    direction = tree_map(_waves, tree_map(lambda leaf: leaf.new_empty(leaf.shape[1:]), grads))
+    sizes = reference_norm(grads)
+    size = sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0
+    length = reference_norm(tree_map(lambda leaf: leaf[None], direction)).item()
+    rounding = 1000 * torch.finfo(flat.dtype).eps
+
+    def close(name: str, actual: Tree, expected: Tree, terms: float, per_sample: bool = True) -> None:
+        assert_trees_close(actual, expected, rtol, atol + rounding * terms, name=name, per_sample=per_sample)
+
+    close("norm", tree.norm(factored), reference_norm(grads), size)
+    close("gram", tree.gram(factored), reference_gram(grads), size * size)
+    close("dot", tree.dot(factored, direction), reference_dot(grads, direction), size * length)
+    summed = tree.weighted_sum(factored, weights), reference_weighted_sum(grads, weights)
+    close("weighted_sum", *summed, terms=2 * size * len(flat), per_sample=False)
+
+
+def _waves(leaf: Tensor) -> Tensor:
+    """A fixed tensor of this shape whose entries differ."""
+    steps = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
+    return steps.cos().reshape(leaf.shape).to(leaf.dtype)
 
 
 def _repeatable(again: Tree, before: Tree) -> bool:
@@ -106,9 +138,7 @@ def _repeatable(again: Tree, before: Tree) -> bool:
     return True
 
 
-def _arbitrate(
-    fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int | None
-) -> str:
+def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int | None) -> str:
     """Which of two gradients of sample i the function itself agrees with, along the line they differ on."""
     if i is None:
         return ""

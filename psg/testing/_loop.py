@@ -15,9 +15,7 @@ Tree = Any
 tree_map = partial(optree.tree_map, namespace=NAMESPACE)
 
 
-def loop_value_and_grad(
-    fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False
-) -> Callable:
+def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False) -> Callable:
     """Values and per-sample gradients, by one call of autograd for each sample.
 
     `grads[n] = d fn(params, *batch[n]) / d params`, sample after sample. Not differentiable itself.
@@ -68,9 +66,7 @@ def loop_value_and_grad(
     return looped
 
 
-def loop_grad(
-    fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False
-) -> Callable:
+def loop_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False) -> Callable:
     """Per-sample gradients, by one call of autograd for each sample.
 
     `grads[n] = d fn(params, *batch[n]) / d params`.
@@ -107,9 +103,7 @@ class Batch:
             in_dims = tuple(in_dims)
         self.leaves, self.spec = optree.tree_flatten(list(args), none_is_leaf=True, namespace=NAMESPACE)
         prefix = optree.broadcast_prefix(in_dims, args, none_is_leaf=True, namespace=NAMESPACE)
-        self.dims = [
-            dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, prefix, strict=True)
-        ]
+        self.dims = [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, prefix, strict=True)]
         sizes = {leaf.shape[dim] for leaf, dim in self.pairs() if dim is not None}
         if len(sizes) != 1:
             found = f"batch sizes disagree: {sorted(sizes)}" if sizes else "no argument is batched"

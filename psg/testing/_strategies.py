@@ -28,9 +28,7 @@ def shapes(min_dims: int = 1, max_dims: int = 3, max_side: int = 4) -> SearchStr
     return st.lists(st.integers(1, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
-def tensors(
-    shape: Sequence[int], dtype: torch.dtype | None = None, high: int | None = None
-) -> SearchStrategy[Tensor]:
+def tensors(shape: Sequence[int], dtype: torch.dtype | None = None, high: int | None = None) -> SearchStrategy[Tensor]:
     """Strategy for tensors of one shape: normal values, or integers below `high`, from a drawn seed.
 
     Args:
