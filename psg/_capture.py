@@ -10,9 +10,7 @@
 6. What arrives at a tap is a factor; at a leaf it is dense. What belongs to a derived value is pulled back to the parameters.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from types import FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,22 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
 from psg._errors import PsgError
-from psg.factors import Dense, Factor, Outer, Sum, merge
+from psg._ops import (
+    CARRIES,
+    METADATA,
+    REQUIRES_GRAD,
+    Place,
+    builder_at,
+    derives,
+    leaves_of,
+    name_of,
+    place_name,
+    places_of,
+    replace_at,
+    substitute,
+    writes,
+)
+from psg.factors import Dense, Factor, Sum, merge
 from psg.rules import _registry
 
 
@@ -192,27 +205,27 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             return func(*args, **kwargs)
-        target = args[0] if _writes(func) else kwargs.get("out")
+        target = args[0] if writes(func) else kwargs.get("out")
         if target is not None:
-            self._protect(_name(func), target)
+            self._protect(name_of(func), target)
         if _functorch.current_level() != self.level:
             return func(*args, **kwargs)
-        if func == _REQUIRES_GRAD:
+        if func == REQUIRES_GRAD:
             # vmap's wrapper says no for what is differentiated beneath it.
             tensor = args[0]
             return (_functorch.value_of(tensor) if _functorch.is_batched(tensor, self.level) else tensor).requires_grad
         rule = _registry.find_rule(func)
         if rule is not None:
-            output = self._run_rule(_name(func), rule, args, kwargs)
+            output = self._run_rule(name_of(func), rule, args, kwargs)
             if output is not NotImplemented:
                 return output
         decompose = _registry.find_decomposition(func)
         if decompose is not None:
             with self:
                 return decompose(*args, **kwargs)
-        met = [self.by_handle[id(leaf)] for leaf in _leaves((args, kwargs)) if id(leaf) in self.by_handle]
+        met = [self.by_handle[id(leaf)] for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
         if met:
             return self._run_lifted(func, met, args, kwargs)
         self._avoid_leak(func)
@@ -234,8 +247,8 @@ class _Mode(TorchFunctionMode):
 
     def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
-        name = _name(func)
-        if _derives(func) and torch.is_grad_enabled():
+        name = name_of(func)
+        if derives(func) and torch.is_grad_enabled():
             output = self._derive(func, name, met, args, kwargs)
             if output is not NotImplemented:
                 return output
@@ -246,10 +259,10 @@ class _Mode(TorchFunctionMode):
 
     def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out."""
-        for leaf in _leaves((args, kwargs)):
+        for leaf in leaves_of((args, kwargs)):
             if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle and _functorch.is_wrapped(leaf):
                 return NotImplemented  # depends on the sample
-        args, kwargs = _substitute((args, kwargs), lambda leaf: self._history(leaf))
+        args, kwargs = substitute((args, kwargs), lambda leaf: self._history(leaf))
         with _functorch.below():
             output = func(*args, **kwargs)
             several = isinstance(output, (tuple, list))
@@ -257,7 +270,7 @@ class _Mode(TorchFunctionMode):
             if not all(isinstance(part, Tensor) and part.requires_grad for part in parts):
                 return NotImplemented
             derivations = [Lifted.derivation(part, self.n) for part in parts]
-        carry = _CARRIES.get(name)
+        carry = CARRIES.get(name)
         for value in met:
             value.uses.append(f"{name}: derived")
         for i, (part, lifted) in enumerate(zip(list(parts), derivations, strict=True)):
@@ -267,6 +280,7 @@ class _Mode(TorchFunctionMode):
             lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
             self.by_handle[id(lifted.handle)] = lifted
             self.values.append(lifted)
+            self.owned.add(part.untyped_storage().data_ptr())
         return tuple(parts) if several else parts[0]
 
     def _history(self, leaf: Any) -> Any:
@@ -281,23 +295,22 @@ class _Mode(TorchFunctionMode):
             bound = rule.signature.bind(*args, **kwargs)
         except TypeError:
             return NotImplemented
-        own: dict[str, Lifted] = {}
-        data: dict[str, Tensor] = {}
-        for name, argument in bound.arguments.items():
-            if not isinstance(argument, Tensor):
-                continue
+        own: dict[Place, Lifted] = {}
+        data: dict[Place, Tensor] = {}
+        for place, argument in places_of(bound.arguments):
             value = self.by_handle.get(id(argument))
-            if name in rule.params and value is not None and value.value is not None:
-                own[name] = value
-                bound.arguments[name] = value.value
-            elif name in rule.params and not _functorch.is_wrapped(argument):
-                continue  # a frozen parameter goes in as it is
-            elif name in rule.params or value is not None:
-                return NotImplemented  # a weight of each sample's own, or a parameter where the rule expects data
-            else:
-                data[name] = argument
-        follows = own if rule.params else any(_functorch.is_batched(tensor, self.level) for tensor in data.values())
-        if not follows or not data:
+            if place[0] not in rule.params:
+                data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
+            elif value is not None and value.value is not None:
+                own[place] = value
+            elif _functorch.is_wrapped(argument):
+                return NotImplemented  # every sample has a weight of its own
+            # What is left is a frozen parameter: it goes in as it is.
+        if rule.params:
+            fits = own and any(id(tensor) not in self.by_handle for tensor in data.values())
+        else:
+            fits = any(_functorch.is_batched(tensor, self.level) for tensor in data.values())
+        if not fits or any(_functorch.is_wrapped(t) and not _functorch.is_batched(t, self.level) for t in data.values()):
             return NotImplemented
 
         declined = False
@@ -305,7 +318,8 @@ class _Mode(TorchFunctionMode):
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal declined, single
-            bound.arguments.update(zip(data, values, strict=True))
+            replaced = dict(zip(data, values, strict=True)) | {place: value.value for place, value in own.items()}
+            bound.arguments.update(replace_at(bound.arguments, replaced))
             result = rule.run(*bound.args, **bound.kwargs)
             if result is NotImplemented:
                 declined = True
@@ -314,7 +328,8 @@ class _Mode(TorchFunctionMode):
             single = isinstance(output, Tensor)
             outputs = (output,) if single else tuple(output)
             if own and torch.is_grad_enabled():
-                outputs = self._tap(op, outputs, single, [(name, own[name], builders[name]) for name in own], values)
+                targets = [(place_name(place), value, builder_at(builders, place)) for place, value in own.items()]
+                outputs = self._tap(op, outputs, single, targets, values)
             return outputs
 
         outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
@@ -322,6 +337,9 @@ class _Mode(TorchFunctionMode):
             return NotImplemented
         for value in own.values():
             value.uses.append(f"{op}: rule")
+        for tensor in data.values():
+            if id(tensor) in self.by_handle:
+                self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
 
     def _tap(self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -388,89 +406,3 @@ class _Mode(TorchFunctionMode):
         for value, gradient in zip(roots, pulled, strict=True):
             if gradient is not None:
                 value.terms.append(Dense(gradient))
-
-
-# What the mode knows of torch's functions
-
-_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
-_METADATA = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "grad_fn")
-} | {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.__len__}
-
-# Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
-# is lifted, which is right too; an op that draws random numbers must not be named.
-_DERIVING = frozenset(
-    """
-    add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid logsigmoid tanh softplus softmax
-    log_softmax relu silu gelu elu clamp clamp_min clamp_max clip where maximum minimum sum mean var std norm vector_norm matrix_norm
-    linalg_norm linalg_vector_norm cumsum cumprod prod amax amin logsumexp normalize lerp
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ __rmatmul__
-    __getitem__ matmul mm mv bmm addmm einsum linear outer dot kron tensordot
-    t T mT transpose swapaxes swapdims permute movedim reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand expand_as
-    broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather
-    diagonal diag tril triu cat concat concatenate stack hstack vstack flip roll pad as_strided
-    to type type_as float double half bfloat16 contiguous clone _weight_norm
-    """.split()
-)
-
-
-def _carry_transpose(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
-    swapped = parent.ndim == 2 and derived.shape == parent.T.shape and derived.stride() == parent.T.stride()
-
-    def carry(factor: Factor) -> Factor | None:
-        if not swapped or parent.shape[0] == parent.shape[1] and derived.stride() == parent.stride():
-            return None
-        return factor.transpose() if isinstance(factor, Outer) else None
-
-    return carry
-
-
-def _carry_dtype(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
-    real = (derived.shape, derived.device) == (parent.shape, parent.device) and parent.is_floating_point() and derived.is_floating_point()
-    return lambda factor: factor.to(parent.dtype) if real and not isinstance(factor, Dense) else None
-
-
-_CARRIES: dict[str, Callable[[Tensor, Tensor], Callable[[Factor], Factor | None]]] = {
-    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _carry_transpose),
-    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _carry_dtype),
-}
-
-
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
-
-
-@cache
-def _derives(func: Any) -> bool:
-    # By name, but of torch's own: a user's op may draw random numbers under any name.
-    builtin = not isinstance(func, FunctionType) and not hasattr(func, "_schema") and not hasattr(func, "_qualified_op_name")
-    return _name(func) in _DERIVING and (builtin or getattr(func, "__module__", "").split(".")[0] == "torch")
-
-
-@cache
-def _writes(func: Any) -> bool:
-    name = _name(func)
-    if name in ("requires_grad_", "detach_"):
-        return False  # change what is recorded, not what is stored
-    return name in ("__setitem__", "__set__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of an op's arguments, which nest in lists, tuples and dicts only."""
-    for item in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(item, (tuple, list, dict)):
-            yield from _leaves(item)
-        else:
-            yield item
-
-
-def _substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The same arguments with `function` applied to every leaf."""
-    if isinstance(tree, dict):
-        return {key: _substitute(item, function) for key, item in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        items = [_substitute(item, function) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    return function(tree)

@@ -1,0 +1,127 @@
+"""What the capture pass knows of torch's functions, and how it takes their arguments apart."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg.factors import Dense, Factor, Outer
+
+REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "grad_fn")
+} | {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.__len__}
+
+# Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
+# is lifted, which is right too; an op that draws random numbers must not be named.
+_DERIVING = frozenset(
+    """
+    add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid logsigmoid tanh softplus softmax
+    log_softmax relu silu gelu elu clamp clamp_min clamp_max clip where maximum minimum sum mean var std norm vector_norm matrix_norm
+    linalg_norm linalg_vector_norm cumsum cumprod prod amax amin logsumexp normalize lerp
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ __rmatmul__
+    __getitem__ matmul mm mv bmm addmm einsum linear outer dot kron tensordot
+    t T mT transpose swapaxes swapdims permute movedim reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand expand_as
+    broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather
+    diagonal diag tril triu cat concat concatenate stack hstack vstack flip roll pad as_strided
+    to type type_as float double half bfloat16 contiguous clone _weight_norm
+    """.split()
+)
+
+
+def _carry_transpose(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
+    swapped = parent.ndim == 2 and derived.shape == parent.T.shape and derived.stride() == parent.T.stride()
+
+    def carry(factor: Factor) -> Factor | None:
+        if not swapped or parent.shape[0] == parent.shape[1] and derived.stride() == parent.stride():
+            return None
+        return factor.transpose() if isinstance(factor, Outer) else None
+
+    return carry
+
+
+def _carry_dtype(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
+    real = (derived.shape, derived.device) == (parent.shape, parent.device) and parent.is_floating_point() and derived.is_floating_point()
+    return lambda factor: factor.to(parent.dtype) if real and not isinstance(factor, Dense) else None
+
+
+CARRIES: dict[str, Callable[[Tensor, Tensor], Callable[[Factor], Factor | None]]] = {
+    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _carry_transpose),
+    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _carry_dtype),
+}
+
+
+def name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
+
+
+@cache
+def derives(func: Any) -> bool:
+    # By name, but of torch's own: a user's op may draw random numbers under any name.
+    builtin = not isinstance(func, FunctionType) and not hasattr(func, "_schema") and not hasattr(func, "_qualified_op_name")
+    return name_of(func) in _DERIVING and (builtin or getattr(func, "__module__", "").split(".")[0] == "torch")
+
+
+@cache
+def writes(func: Any) -> bool:
+    name = name_of(func)
+    if name in ("requires_grad_", "detach_"):
+        return False  # change what is recorded, not what is stored
+    return name in ("__setitem__", "__set__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+Place = tuple[str, int | None]
+"""Where a tensor stands among a call's arguments: a name, and an index if that argument is a list or tuple of tensors."""
+
+
+def places_of(arguments: dict[str, Any]) -> Iterator[tuple[Place, Tensor]]:
+    for name, argument in arguments.items():
+        if isinstance(argument, Tensor):
+            yield (name, None), argument
+        elif isinstance(argument, (list, tuple)):
+            yield from (((name, i), item) for i, item in enumerate(argument) if isinstance(item, Tensor))
+
+
+def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str, Any]:
+    """The arguments with other tensors in these places; a list or tuple of tensors comes as a list."""
+    replaced = {}
+    for name, argument in arguments.items():
+        if isinstance(argument, Tensor):
+            replaced[name] = values.get((name, None), argument)
+        elif isinstance(argument, (list, tuple)) and any(isinstance(item, Tensor) for item in argument):
+            replaced[name] = [values.get((name, i), item) for i, item in enumerate(argument)]
+    return replaced
+
+
+def builder_at(builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
+    name, index = place
+    return builders[name] if index is None else builders[name][index]
+
+
+def place_name(place: Place) -> str:
+    name, index = place
+    return name if index is None else f"{name}[{index}]"
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """The leaves of an op's arguments, which nest in lists, tuples and dicts only."""
+    for item in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(item, (tuple, list, dict)):
+            yield from leaves_of(item)
+        else:
+            yield item
+
+
+def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """The same arguments with `function` applied to every leaf."""
+    if isinstance(tree, dict):
+        return {key: substitute(item, function) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        items = [substitute(item, function) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return function(tree)
