@@ -9,6 +9,9 @@ from torch import Tensor
 from psg.factors._base import Factor, wide, widen
 
 
+_BLOCK = 4096
+
+
 class Dense(Factor):
     """The tensor itself: biases, normalisation layers, whatever has no rule.
 
@@ -45,7 +48,14 @@ class Dense(Factor):
 
     def norm(self) -> Tensor:
         rows = real_rows(self.values.permute(0, *_memory_order(self.values)))
-        return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype))
+        dtype = wide(rows.dtype)
+        head = rows.shape[1] // _BLOCK * _BLOCK
+        if head == 0:
+            return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+        # Block by block: one float32 sum over a million squares is off by 1e-5, and a norm must not be.
+        blocks = torch.linalg.vector_norm(rows[:, :head].unflatten(1, (-1, _BLOCK)), dim=2, dtype=dtype)
+        rest = torch.linalg.vector_norm(rows[:, head:], dim=1, keepdim=True, dtype=dtype)
+        return torch.linalg.vector_norm(torch.cat([blocks, rest], dim=1), dim=1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         order = _memory_order(self.values)

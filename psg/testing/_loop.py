@@ -45,9 +45,10 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         batch = Batch(args, positions, in_dims)
         values, auxes, rows = [], [], []
         for i in range(batch.n):
-            arguments = batch.sample(i)
-            targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
-            with torch.enable_grad():
+            # Whatever the caller has switched off: inference mode would make every gradient a silent zero.
+            with torch.inference_mode(False), torch.enable_grad():
+                arguments = batch.sample(i)
+                targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
             if not isinstance(value, Tensor) or value.dim() != 0:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))

@@ -1,0 +1,215 @@
+"""How it is computed: every method of getting per-sample gradients, under one signature.
+
+A method is registered by name with the `kind` of its result:
+
+    plain   gradient of the mean loss               {name: [*shape]}      one ordinary training step's gradient
+    grad    per-sample gradients                    {name: [n, *shape]}
+    norm    norms of the per-sample gradients       [n]
+    clip    sum of min(1, clip_norm / norm) * gradient over the samples   {name: [*shape]}
+
+Its function takes a workload it may change and keep, and a clip norm, and returns a call without arguments that
+does the whole work once, from the batch to the result, and returns the result. What a user would do once per
+training run (wrapping the model, building the transformed function) stays outside that call. `needs` names the
+package without which the method is missing. Methods of other libraries are in `peers`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from workloads import Workload
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to compute one kind of result."""
+
+    name: str
+    kind: str
+    prepare: Callable[[Workload, float], Call]
+    needs: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+
+
+METHODS: dict[str, Method] = {}
+
+
+def method(name: str, kind: str, needs: str | None = None):
+    """Registers the decorated `(workload, clip_norm) -> call` under a name."""
+
+    def register(prepare: Callable[[Workload, float], Call]) -> Callable[[Workload, float], Call]:
+        METHODS[name] = Method(name, kind, prepare, needs)
+        return prepare
+
+    return register
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that get gradients; a tied one appears once."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def clip_coefficients(norms: Tensor, clip_norm: float) -> Tensor:
+    """min(1, clip_norm / norm)."""
+    return (clip_norm / norms).clamp(max=1.0)
+
+
+def samples(workload: Workload):
+    """The batch one sample at a time, as batches of one."""
+    for i in range(workload.num_samples):
+        yield tuple(x[i : i + 1].contiguous() for x in workload.batch)
+
+
+def sample_gradient(workload: Workload, params: dict[str, torch.nn.Parameter], sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradient of one sample's loss by autograd."""
+    *inputs, target = sample
+    return torch.autograd.grad(workload.criterion(workload.model(*inputs), target), list(params.values()))
+
+
+def global_norm(grads) -> Tensor:
+    """The norm over all leaves of one sample's gradient."""
+    return torch.stack([g.norm() for g in grads]).norm()
+
+
+@method("plain", "plain")
+def _plain(workload: Workload, clip_norm: float) -> Call:
+    *inputs, target = workload.batch
+    params = trainable(workload.model)
+
+    def call():
+        workload.model.zero_grad(set_to_none=True)
+        workload.criterion(workload.model(*inputs), target).backward()
+        return {name: param.grad for name, param in params.items()}
+
+    return call
+
+
+@method("loop", "grad")
+def _loop(workload: Workload, clip_norm: float) -> Call:
+    params = trainable(workload.model)
+
+    def call():
+        result = {name: p.new_empty(workload.num_samples, *p.shape) for name, p in params.items()}
+        for i, sample in enumerate(samples(workload)):
+            for out, g in zip(result.values(), sample_gradient(workload, params, sample), strict=True):
+                out[i] = g
+        return result
+
+    return call
+
+
+@method("loop_norm", "norm")
+def _loop_norm(workload: Workload, clip_norm: float) -> Call:
+    params = trainable(workload.model)
+    return lambda: torch.stack([global_norm(sample_gradient(workload, params, s)) for s in samples(workload)])
+
+
+@method("loop_clip", "clip")
+def _loop_clip(workload: Workload, clip_norm: float) -> Call:
+    params = trainable(workload.model)
+
+    def call():
+        result = {name: torch.zeros_like(p) for name, p in params.items()}
+        for sample in samples(workload):
+            grads = sample_gradient(workload, params, sample)
+            coefficient = clip_coefficients(global_norm(grads), clip_norm)
+            for total, g in zip(result.values(), grads, strict=True):
+                total.addcmul_(g, coefficient)
+        return result
+
+    return call
+
+
+def _functional(workload: Workload):
+    """(loss of one sample, detached parameters), as the torch.func tutorial writes it."""
+    model, criterion, _ = workload
+    params = {name: param.detach() for name, param in trainable(model).items()}
+
+    def loss(params, *sample):
+        *inputs, target = (x.unsqueeze(0) for x in sample)
+        return criterion(functional_call(model, params, tuple(inputs)), target)
+
+    return loss, params
+
+
+def _over_samples(workload: Workload, fn):
+    return vmap(fn, in_dims=(None,) + (0,) * len(workload.batch), randomness="different")
+
+
+def _vmap_grad(workload: Workload, wrap=lambda fn: fn) -> Call:
+    loss, params = _functional(workload)
+    fn = wrap(_over_samples(workload, grad(loss)))
+    return lambda: fn(params, *workload.batch)
+
+
+def _vmap_norm(workload: Workload, wrap=lambda fn: fn) -> Call:
+    loss, params = _functional(workload)
+    fn = wrap(_over_samples(workload, lambda *args: global_norm(grad(loss)(*args).values())))
+    return lambda: fn(params, *workload.batch)
+
+
+def _vmap_clip(workload: Workload, clip_norm: float, wrap=lambda fn: fn) -> Call:
+    """Clips inside the mapped function, then sums over the samples: the formulation of JAX libraries."""
+    loss, params = _functional(workload)
+
+    def clipped(params, *sample):
+        grads = grad(loss)(params, *sample)
+        coefficient = clip_coefficients(global_norm(grads.values()), clip_norm)
+        return {name: g * coefficient for name, g in grads.items()}
+
+    def summed(params, *batch):
+        return {name: g.sum(0) for name, g in _over_samples(workload, clipped)(params, *batch).items()}
+
+    fn = wrap(summed)
+    return lambda: fn(params, *workload.batch)
+
+
+METHODS |= {
+    m.name: m
+    for m in (
+        Method("vmap_grad", "grad", lambda workload, clip_norm: _vmap_grad(workload)),
+        Method("vmap_norm", "norm", lambda workload, clip_norm: _vmap_norm(workload)),
+        Method("vmap_clip", "clip", _vmap_clip),
+        Method("vmap_grad_compiled", "grad", lambda workload, clip_norm: _vmap_grad(workload, torch.compile)),
+        Method("vmap_norm_compiled", "norm", lambda workload, clip_norm: _vmap_norm(workload, torch.compile)),
+        Method("vmap_clip_compiled", "clip", lambda workload, clip_norm: _vmap_clip(workload, clip_norm, torch.compile)),
+    )
+}
+
+
+@method("psg_grad", "grad", needs="psg")
+def _psg_grad(workload: Workload, clip_norm: float) -> Call:
+    import psg
+
+    loss, params = psg.stateless(workload.model, workload.criterion)
+    fn = psg.per_sample_grad(loss)
+    return lambda: fn(params, *workload.batch)
+
+
+@method("psg_norm", "norm", needs="psg")
+def _psg_norm(workload: Workload, clip_norm: float) -> Call:
+    import psg
+
+    loss, params = psg.stateless(workload.model, workload.criterion)
+    fn = psg.per_sample_norm(loss)
+    return lambda: fn(params, *workload.batch)
+
+
+@method("psg_clip", "clip", needs="psg")
+def _psg_clip(workload: Workload, clip_norm: float) -> Call:
+    import psg
+
+    loss, params = psg.stateless(workload.model, workload.criterion)
+    fn = psg.clipped_grad(loss, clip_norm=clip_norm)
+    return lambda: fn(params, *workload.batch).grads

@@ -1,0 +1,376 @@
+"""Measures the building blocks between which psg chooses: one question a function, one markdown table each.
+
+    python benchmarks/micro.py                       every question
+    python benchmarks/micro.py conv outer --threads 1
+
+Milliseconds, medians of interleaved calls; the best of a row in bold. Every candidate of a row is first checked to give
+the same numbers. Results go into fresh memory unless the candidate says `out=`, as they do in a library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+Candidates = dict[str, Callable[[], Tensor]]
+QUESTIONS: dict[str, Callable[[], None]] = {}
+
+
+def question(fn: Callable[[], None]) -> Callable[[], None]:
+    QUESTIONS[fn.__name__.rstrip("_")] = fn
+    return fn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", help=f"of {', '.join(QUESTIONS)}; all by default")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    for name in args.questions or QUESTIONS:
+        print(f"\n### {name}, {args.threads} threads: {inspect.getdoc(QUESTIONS[name])}\n")
+        QUESTIONS[name]()
+
+
+def median_ms(candidates: Candidates, seconds: float = 0.4, most: int = 25) -> dict[str, float]:
+    """Medians of interleaved calls: at least three of each, then until the time is used up."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    began = time.perf_counter()
+    while (count := len(next(iter(times.values())))) < 3 or (count < most and time.perf_counter() - began < seconds * len(candidates)):
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            result = call()
+            times[name].append(1e3 * (time.perf_counter() - start))
+            del result
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def report(rows: list[tuple[str, Candidates]], columns: list[str], floors: tuple[str, ...] = ()) -> None:
+    """Checks, times and prints rows of candidates; `floors` are columns for comparison that no candidate may be."""
+    print("| | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
+    for title, candidates in rows:
+        agree({name: call for name, call in candidates.items() if name not in floors})
+        ms = median_ms(candidates)
+        best = min(value for name, value in ms.items() if name not in floors)
+        cells = []
+        for name in columns:
+            text = f"{ms[name]:.3g}" if name in ms else "-"
+            cells.append(f"**{text}**" if name in ms and name not in floors and ms[name] <= 1.05 * best else text)
+        print(f"| {title} | " + " | ".join(cells) + " |", flush=True)
+
+
+def agree(candidates: Candidates) -> None:
+    """Raises unless all candidates give equal numbers."""
+    expected, *others = [(name, call()) for name, call in candidates.items()]
+    for name, value in others:
+        if not torch.allclose(value.reshape_as(expected[1]), expected[1], rtol=1e-3, atol=1e-3 * expected[1].abs().max().item()):
+            raise SystemExit(f"{name} disagrees with {expected[0]}")
+
+
+# Reductions of a materialised gradient
+
+
+@question
+def squared_norm() -> None:
+    """Squared norms of [n, P]."""
+    rows = []
+    for n, p in ((128, 1_000_000), (8, 1_000_000), (64, 100_000), (32, 1000)):
+        v = torch.randn(n, p)
+        candidates = {
+            "vector_norm": lambda v=v: torch.linalg.vector_norm(v, dim=1).square(),
+            "square().sum": lambda v=v: v.square().sum(1),
+            "bmm": lambda v=v: torch.bmm(v[:, None], v[:, :, None]).flatten(),
+            "einsum": lambda v=v: torch.einsum("np,np->n", v, v),
+            "norm a row": lambda v=v: torch.stack([row.norm() for row in v]).square(),
+        }
+        rows.append((f"({n}, {p})", candidates))
+    report(rows, list(rows[0][1]))
+
+
+@question
+def weighted_sum() -> None:
+    """Weighted sums over n of [n, P]."""
+    rows = []
+    for n, p in ((128, 1_000_000), (8, 1_000_000), (64, 100_000), (32, 1000)):
+        v, w = torch.randn(n, p), torch.rand(n)
+        candidates = {
+            "w @ v": lambda v=v, w=w: w @ v,
+            "v.T @ w": lambda v=v, w=w: v.T @ w,
+            "tensordot": lambda v=v, w=w: torch.tensordot(w, v, 1),
+            "(v * w).sum(0)": lambda v=v, w=w: (v * w[:, None]).sum(0),
+        }
+        rows.append((f"({n}, {p})", candidates))
+    report(rows, list(rows[0][1]))
+
+
+# Embeddings
+
+
+@question
+def embedding_gradient() -> None:
+    """The summed weight gradient [V, d] from n t scattered rows."""
+    rows = []
+    for count, d, vocab in ((4096, 64, 20000), (1024, 256, 4096), (65536, 64, 20000)):
+        index, c = torch.randint(vocab, (count,)), torch.randn(count, d)
+        zeros = lambda vocab=vocab, d=d: torch.zeros(vocab, d)  # noqa: E731
+        candidates = {
+            "embedding_dense_backward": lambda i=index, c=c, v=vocab: aten.embedding_dense_backward(c, i, v, -1, False),
+            "index_add_": lambda i=index, c=c, z=zeros: z().index_add_(0, i, c),
+            "index_put_": lambda i=index, c=c, z=zeros: z().index_put_((i,), c, accumulate=True),
+            "scatter_add_": lambda i=index, c=c, z=zeros: z().scatter_add_(0, i[:, None].expand_as(c), c),
+        }
+        rows.append((f"n t={count}, d={d}, V={vocab}", candidates))
+    report(rows, list(rows[0][1]))
+
+
+@question
+def rows_norm() -> None:
+    """Squared norms per sample of rows [n, t, d] scattered by an index [n, t]."""
+    rows = []
+    for n, t, d, vocab in ((64, 64, 64, 20000), (8, 128, 256, 4096), (1024, 64, 64, 20000), (2, 1024, 128, 4096)):
+        index, c = torch.randint(vocab, (n, t)), torch.randn(n, t, d)
+
+        def segments(index=index, n=n, t=t) -> Tensor:
+            # the number of each row's segment: equal ids of one sample stand together after sorting
+            ids, order = index.sort(1)
+            new = torch.cat([ids.new_ones(n, 1), (ids[:, 1:] != ids[:, :-1]).long()], 1)
+            return torch.empty_like(ids).scatter_(1, order, new.cumsum(1) - 1)
+
+        def scatter(c=c, segments=segments) -> Tensor:
+            return torch.zeros_like(c).scatter_add_(1, segments()[..., None].expand_as(c), c).square().sum((1, 2))
+
+        def index_add(c=c, segments=segments, n=n, t=t, d=d) -> Tensor:
+            flat = (segments() + t * torch.arange(n)[:, None]).flatten()
+            return torch.zeros(n * t, d).index_add_(0, flat, c.reshape(-1, d)).view(n, -1).square().sum(1)
+
+        def unique(c=c, index=index, n=n, d=d, vocab=vocab) -> Tensor:
+            keys, inverse = torch.unique(index + vocab * torch.arange(n)[:, None], return_inverse=True)
+            total = torch.zeros(len(keys), d).index_add_(0, inverse.flatten(), c.reshape(-1, d))
+            return torch.zeros(n).index_add_(0, keys // vocab, total.square().sum(1))
+
+        def masked_gram(c=c, index=index) -> Tensor:
+            return (torch.bmm(c, c.transpose(1, 2)) * (index[:, :, None] == index[:, None])).sum((1, 2))
+
+        def mask_product(c=c, index=index) -> Tensor:
+            return (torch.bmm((index[:, :, None] == index[:, None]).to(c.dtype), c) * c).sum((1, 2))
+
+        candidates = {
+            "sort + scatter_add_": scatter,
+            "sort + index_add_": index_add,
+            "unique + index_add_": unique,
+            "masked Gram": masked_gram,
+            "mask @ rows": mask_product,
+        }
+        rows.append((f"n={n}, t={t}, d={d}", candidates))
+    report(rows, list(rows[0][1]))
+
+
+# Norm layers
+
+
+@question
+def layer_norm_weight() -> None:
+    """Per-sample weight gradient of a layer norm: sum over t of xhat * c, [n, t, d] -> [n, d]."""
+    rows = []
+    for n, t, d in ((8, 128, 256), (16, 64, 192), (2, 1024, 128)):
+        x, c = torch.randn(n, t, d), torch.randn(n, t, d)
+        candidates = {
+            "(x * c).sum(1)": lambda x=x, c=c: (x * c).sum(1),
+            "einsum": lambda x=x, c=c: torch.einsum("ntd,ntd->nd", x, c),
+        }
+        rows.append((f"({n}, {t}, {d})", candidates))
+    report(rows, list(rows[0][1]))
+
+
+@question
+def group_norm_weight() -> None:
+    """Per-sample weight gradient of a group norm: sum over positions of x * c, [n, C, H, W] -> [n, C]."""
+    rows = []
+    for shape in ((32, 32, 32, 32), (32, 128, 8, 8)):
+        x, c = torch.randn(shape), torch.randn(shape)
+        flat = (shape[0] * shape[1], 1, -1)
+        candidates = {
+            "(x * c).sum": lambda x=x, c=c: (x * c).sum((2, 3)),
+            "bmm": lambda x=x, c=c, f=flat: torch.bmm(x.view(f), c.view(f).transpose(1, 2)).view(x.shape[:2]),
+            "einsum": lambda x=x, c=c: torch.einsum("nchw,nchw->nc", x, c),
+        }
+        rows.append((str(shape), candidates))
+    report(rows, list(rows[0][1]))
+
+
+# Matrix products
+
+
+@question
+def outer() -> None:
+    """Materialising sum_t left[n, t, a] right[n, t, b]; the last column is the summed gradient of plain training."""
+    rows = []
+    shapes = ((8, 128, 256, 1024), (8, 128, 256, 256), (8, 128, 4096, 256), (16, 64, 192, 768), (2, 1024, 128, 512))
+    for n, t, a, b in (*shapes, (4, 256, 256, 8), (64, 1, 128, 9216), (128, 1, 1024, 1024)):
+        left, right, buffer = torch.randn(n, t, a), torch.randn(n, t, b), torch.empty(n, a, b)
+        candidates = {
+            "bmm": lambda x=left, y=right: torch.bmm(x.transpose(1, 2), y),
+            "einsum": lambda x=left, y=right: torch.einsum("nta,ntb->nab", x, y),
+            "bmm out=": lambda x=left, y=right, o=buffer: torch.bmm(x.transpose(1, 2), y, out=o),
+            "one sum": lambda x=left, y=right: x.flatten(0, 1).T @ y.flatten(0, 1),
+        }
+        if t == 1:
+            candidates["multiply"] = lambda x=left, y=right: x[:, 0, :, None] * y
+            candidates["multiply out="] = lambda x=left, y=right, o=buffer: torch.mul(x[:, 0, :, None], y, out=o)
+        rows.append((f"({n}, {t}, {a}, {b})", candidates))
+    report(rows, ["bmm", "einsum", "multiply", "bmm out=", "multiply out=", "one sum"], ("one sum",))
+
+
+@question
+def outer_norm() -> None:
+    """Squared norms of Outer without keeping it: the Gram, or materialised in chunks."""
+    rows = []
+    shapes = ((8, 128, 256, 1024), (8, 128, 256, 256), (8, 128, 4096, 256), (16, 64, 192, 768), (2, 1024, 128, 512))
+    for n, t, a, b in (*shapes, (4, 256, 256, 8), (16, 4, 512, 4608), (16, 16, 512, 4608), (32, 64, 128, 1152)):
+        left, right = torch.randn(n, t, a), torch.randn(n, t, b)
+        for_all = {"gram": lambda x=left, y=right: (x @ x.mT * (y @ y.mT)).sum((1, 2))}
+        for size in (1, 4, n):
+            name = "all at once" if size == n else f"chunks of {size}"
+            for_all[name] = lambda x=left, y=right, s=size: _chunked(x, y, s)
+        rows.append((f"({n}, {t}, {a}, {b})", for_all))
+    report(rows, ["gram", "chunks of 1", "chunks of 4", "all at once"])
+
+
+def _chunked(left: Tensor, right: Tensor, size: int) -> Tensor:
+    norms = []
+    for x, y in zip(left.split(size), right.split(size), strict=True):
+        norms.append(torch.linalg.vector_norm(torch.bmm(x.mT, y).flatten(1), dim=1).square())
+    return torch.cat(norms)
+
+
+# Convolutions
+
+# name: n, channels in, channels out, height and width, kernel, stride, padding, groups
+CONVOLUTIONS = {
+    "cnn 1": (64, 1, 32, 28, 3, 1, 0, 1),
+    "cnn 2": (64, 32, 64, 26, 3, 1, 0, 1),
+    "resnet stem": (32, 3, 32, 32, 3, 1, 1, 1),
+    "resnet stage 1": (32, 32, 32, 32, 3, 1, 1, 1),
+    "resnet down 1": (32, 32, 64, 32, 3, 2, 1, 1),
+    "resnet stage 2": (32, 64, 64, 16, 3, 1, 1, 1),
+    "resnet down 2": (32, 64, 128, 16, 3, 2, 1, 1),
+    "resnet stage 3": (32, 128, 128, 8, 3, 1, 1, 1),
+    "resnet skip": (32, 32, 64, 32, 1, 2, 0, 1),
+    "vgg 1": (16, 3, 64, 32, 3, 1, 1, 1),
+    "vgg 2": (16, 64, 128, 16, 3, 1, 1, 1),
+    "vgg 3": (16, 128, 256, 8, 3, 1, 1, 1),
+    "vgg 4": (16, 256, 256, 8, 3, 1, 1, 1),
+    "vgg 5": (16, 256, 512, 4, 3, 1, 1, 1),
+    "vgg 6": (16, 512, 512, 4, 3, 1, 1, 1),
+    "vgg 7": (16, 512, 512, 2, 3, 1, 1, 1),
+    "imagenet stem": (8, 3, 64, 112, 7, 2, 3, 1),
+    "imagenet stage 1": (8, 64, 64, 56, 3, 1, 1, 1),
+    "vit patches": (16, 3, 192, 32, 4, 4, 0, 1),
+    "depthwise 1": (32, 32, 32, 32, 3, 1, 1, 32),
+    "depthwise 2": (32, 64, 64, 32, 3, 2, 1, 64),
+    "depthwise 3": (32, 256, 256, 8, 3, 1, 1, 256),
+    "pointwise 1": (32, 32, 64, 32, 1, 1, 0, 1),
+    "pointwise 2": (32, 256, 256, 8, 1, 1, 0, 1),
+    "4 groups": (32, 64, 64, 16, 3, 1, 1, 4),
+}
+
+
+@question
+def conv() -> None:
+    """Per-sample weight gradients of a 2-d convolution; the first column is the summed gradient of plain training.
+
+    `raw` leaves the channels innermost, [n, o, k, k, i], which is enough for norms.
+    """
+    rows = [(f"{name} {shape}", _conv_candidates(*shape)) for name, shape in CONVOLUTIONS.items()]
+    columns = list(dict.fromkeys(name for _, candidates in rows for name in candidates))
+    report(rows, columns, ("native sum", "patches NHWC raw", "shifts NHWC raw"))
+
+
+def _conv_candidates(n: int, i: int, o: int, size: int, k: int, stride: int, pad: int, groups: int) -> Candidates:
+    out = (size + 2 * pad - k) // stride + 1
+    x, c, per_group = torch.randn(n, i, size, size), torch.randn(n, o, out, out), i // groups
+    options = ([stride] * 2, [pad] * 2, [1, 1], False, [0, 0])
+    only_weight = [False, True, False]
+    last = stride * (out - 1) + 1
+    c3 = c.reshape(n * groups, o // groups, out * out)
+
+    def native(x: Tensor, c: Tensor, channels: tuple[int, int], groups: int) -> Tensor:
+        weight = x.new_empty(1).expand(*channels, k, k)
+        return aten.convolution_backward(c, x, weight, None, *options, groups, only_weight)[1]
+
+    def grouped() -> Tensor:
+        folded = native(x.view(1, -1, size, size), c.view(1, -1, out, out), (n * o, per_group), n * groups)
+        return folded.view(n, o, per_group, k, k)
+
+    def loop() -> Tensor:
+        result = x.new_empty(n, o, per_group, k, k)
+        for sample in range(n):
+            result[sample] = native(x[sample, None], c[sample, None], (o, per_group), groups)
+        return result
+
+    def unfold() -> Tensor:
+        patches = F.unfold(x, k, padding=pad, stride=stride).view(n * groups, per_group * k * k, -1)
+        return torch.bmm(c3, patches.mT).view(n, o, per_group, k, k)
+
+    def patches() -> Tensor:
+        padded = F.pad(x, [pad] * 4)
+        a, b, y, z = padded.stride()
+        windows = padded.as_strided((n, i, k, k, out, out), (a, b, y, z, stride * y, stride * z))
+        return torch.bmm(c3, windows.reshape(n * groups, per_group * k * k, -1).mT).view(n, o, per_group, k, k)
+
+    def channels_last() -> Tensor:
+        padded = x.new_zeros(n, size + 2 * pad, size + 2 * pad, i)
+        padded[:, pad : pad + size, pad : pad + size] = x.permute(0, 2, 3, 1)
+        return padded
+
+    def patches_last() -> Tensor:
+        padded = channels_last()
+        a, y, z, b = padded.stride()
+        windows = padded.as_strided((n, out, out, k, k, i), (a, stride * y, stride * z, y, z, b))
+        return torch.bmm(c3, windows.reshape(n, out * out, -1)).view(n, o, k, k, i)
+
+    def shifts_last() -> Tensor:
+        padded, result = channels_last(), x.new_empty(k * k, n, o, i)
+        for tap in range(k * k):
+            y, z = divmod(tap, k)
+            shifted = padded[:, y : y + last : stride, z : z + last : stride].reshape(n, -1, i)
+            torch.bmm(c3, shifted, out=result[tap])
+        return result
+
+    def shifts() -> Tensor:
+        padded, result = F.pad(x, [pad] * 4), x.new_empty(k * k, n * groups, o // groups, per_group)
+        for tap in range(k * k):
+            y, z = divmod(tap, k)
+            shifted = padded[:, :, y : y + last : stride, z : z + last : stride].reshape(n * groups, per_group, -1)
+            torch.bmm(c3, shifted.mT, out=result[tap])
+        return result.view(k, k, n, o, per_group).permute(2, 3, 4, 0, 1).contiguous()
+
+    candidates = {
+        "native sum": lambda: native(x, c, (o, per_group), groups),
+        "grouped convolution": grouped,
+        "loop of native": loop,
+        "unfold": unfold,
+        "patches NCHW": patches,
+        "shifts NCHW": shifts,
+    }
+    if groups == 1:
+        candidates |= {
+            "patches NHWC": lambda: patches_last().permute(0, 1, 4, 2, 3).contiguous(),
+            "shifts NHWC": lambda: shifts_last().view(k, k, n, o, i).permute(2, 3, 4, 0, 1).contiguous(),
+            "patches NHWC raw": patches_last,
+            "shifts NHWC raw": shifts_last,
+        }
+    return candidates
+
+
+if __name__ == "__main__":
+    main()

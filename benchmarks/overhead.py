@@ -1,0 +1,71 @@
+"""Measures the fixed cost of a call: a model so small (two linear layers, n = 4) that nothing else is left.
+
+    python benchmarks/overhead.py --repeats 500 --out results/overhead.json
+    python benchmarks/overhead.py --profile psg_clip      where one method's time goes
+
+Microseconds a call, medians of interleaved calls on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import warnings
+from pathlib import Path
+
+import peers  # noqa: F401  (registers the other libraries' methods)
+import torch
+from methods import METHODS
+from reference import Reference
+from run import check, describe, interleave
+from workloads import build
+
+DEFAULT = "plain,loop,vmap_grad,vmap_norm,vmap_clip,psg_grad,psg_norm,psg_clip,opacus_hooks,opacus_ghost_clip,backpack_grad"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=DEFAULT)
+    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--profile", metavar="METHOD", help="print the functions that take this method's time")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.threads, args.dtype, args.tf32, args.limit = 1, "float32", False, 1
+    warnings.simplefilter("ignore")  # some peers warn on every call
+    torch.set_num_threads(args.threads)
+    if args.profile:
+        profile(args.profile, args)
+        return
+    reference = Reference(build("tiny", args.device))
+    rows = {name: check(METHODS[name], "tiny", reference, None, args) for name in args.methods.split(",")}
+    calls = {
+        name: METHODS[name].prepare(build("tiny", args.device), reference.clip_norm) for name, row in rows.items() if row["status"] == "ok"
+    }
+    for name, seconds in interleave(calls, args.repeats, args.device).items():
+        rows[name]["us"] = round(1e6 * statistics.median(seconds), 1)
+    for name, row in rows.items():
+        print(f"{name:<20}" + (f"{row['us']:>10.0f} us" if "us" in row else f"{row['status']:>13}"))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
+
+
+def profile(name: str, args: argparse.Namespace) -> None:
+    """The functions of one method by their own time, over many calls."""
+    workload = build("tiny", args.device)
+    call = METHODS[name].prepare(workload, 1.0)
+    call()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(args.repeats):
+        call()
+    profiler.disable()
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(30)
+
+
+if __name__ == "__main__":
+    main()

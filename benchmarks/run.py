@@ -1,0 +1,266 @@
+"""Measures methods on workloads, side by side in one process, and writes JSON.
+
+    python benchmarks/run.py --workloads mlp,cnn,gpt --methods default --threads 4 --repeats 15 --out results/NAME.json
+
+Every method is checked against a loop over samples before it is timed, in float64 on the first samples and in the
+dtype of the run on all of them. One that disagrees is reported as wrong and not timed, one that raises as refused,
+one that is not installed as missing, per-sample gradients above --limit as too large.
+Then every repeat calls each method once, in an order drawn anew, and the medians are reported with their ratio to
+`plain`: eager forward and backward of the same model on the same batch. A timed call starts with the batch and ends
+with the result (on a GPU, after synchronising); the result is freed before the next call. With --memory each method
+also runs in a process of its own, which reports the highest memory in use, model and batch included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peers  # noqa: F401  (registers the other libraries' methods)
+import torch
+from methods import METHODS, Method
+from reference import TOLERANCE, Reference
+from workloads import LARGE, WORKLOADS, build
+
+GROUPS = {
+    "default": ["plain", "loop", "vmap_grad", "vmap_norm", "vmap_clip", "psg_grad", "psg_norm", "psg_clip"],
+    "eager": [name for name in METHODS if not name.endswith("_compiled")],
+    "all": list(METHODS),
+}
+DOUBLE_SAMPLES = 16  # the batch of the check in float64
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main() -> None:
+    args = parse_arguments()
+    warnings.simplefilter("ignore")  # peers warn on every call; check() records the warnings that matter
+    torch.set_num_threads(args.threads)
+    if args.peak:
+        print(json.dumps(peak_memory(args.workloads[0], METHODS[args.methods[0]], args)))
+        return
+    report: dict[str, Any] = {**describe(args), "results": []}
+    for name in args.workloads:
+        for row in measure(name, args):
+            report["results"].append(row)
+            print(f"  {name:>14} {line(row)}", file=sys.stderr)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="mlp,cnn,gpt", help=f"names, or all: {', '.join(WORKLOADS | LARGE)}")
+    parser.add_argument("--methods", default="default", help=f"names and groups: {', '.join([*GROUPS, *METHODS])}")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--tf32", action="store_true", help="float32 matrix products and convolutions in TF32")
+    parser.add_argument("--memory", action="store_true", help="peak memory too, one process a method")
+    parser.add_argument("--limit", type=float, default=4, help="GiB of per-sample gradients that are still computed")
+    parser.add_argument("--no-double", action="store_true", help="check in the run's own dtype only")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # the process that --memory starts
+    args = parser.parse_args()
+    args.workloads = list(WORKLOADS) if args.workloads == "all" else args.workloads.split(",")
+    args.methods = list(dict.fromkeys(m for name in args.methods.split(",") for m in GROUPS.get(name, [name])))
+    for name in args.methods:
+        if name not in METHODS:
+            parser.error(f"unknown method {name!r}: choose from {', '.join([*GROUPS, *METHODS])}")
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    return args
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything about the run that the numbers depend on."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "psg", "opacus", "backpack-for-pytorch", "fastDP", "optree"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(args.device),
+        "threads": args.threads,
+        "dtype": args.dtype + (" (TF32 products)" if args.tf32 else ""),
+        "repeats": args.repeats,
+        "versions": versions,
+    }
+
+
+def device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a method: its status, errors, times, ratio to plain, and peak memory if asked for."""
+    reference = Reference(build(workload, args.device, DTYPES[args.dtype]))
+    double = None if args.no_double else Reference(build(workload, args.device, torch.float64, DOUBLE_SAMPLES))
+    rows, calls = {}, {}
+    for name in args.methods:
+        rows[name] = {"workload": workload, "method": name, "kind": METHODS[name].kind}
+        rows[name] |= check(METHODS[name], workload, reference, double, args)
+        if rows[name]["status"] == "ok":
+            clip_norm, fresh = reference.clip_norm, build(workload, args.device, DTYPES[args.dtype])
+            calls[name] = METHODS[name].prepare(fresh, clip_norm)
+    times = interleave(calls, args.repeats, args.device)
+    for name, seconds in times.items():
+        rows[name]["ms"] = 1e3 * statistics.median(seconds)
+        rows[name]["times_ms"] = [round(1e3 * s, 4) for s in seconds]
+        if "plain" in times:
+            rows[name]["ratio"] = statistics.median(seconds) / statistics.median(times["plain"])
+    calls.clear()
+    gc.collect()
+    if args.memory:
+        for name in times:
+            rows[name]["peak_bytes"] = peak_in_fresh_process(workload, name, args)
+    return list(rows.values())
+
+
+def check(method: Method, workload: str, reference: Reference, double: Reference | None, args) -> dict[str, Any]:
+    """The status of a method on a workload, and its errors against the loop.
+
+    A method that cannot compute in float64 at all is judged in the dtype of the run alone.
+    """
+    if not method.installed:
+        return {"status": "missing"}
+    if method.kind == "grad" and reference.result_bytes > args.limit * 2**30:
+        return {"status": "too large"}
+    row: dict[str, Any] = {"status": "ok"}
+    for label, ref in (("error_double", double), ("error", reference)):
+        if ref is None:
+            continue
+        dtype = ref.norms.dtype
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                fresh = build(workload, args.device, dtype, ref.workload.num_samples)
+                result = method.prepare(fresh, ref.clip_norm)()
+                row[label] = ref.error(method.kind, result)
+                del result
+            except Exception as error:  # a peer may fail in any way; the row says how
+                row[label], row["reason"] = None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        fallbacks = [str(w.message) for w in caught if w.category.__name__ == "FallbackWarning"]
+        if fallbacks:
+            row["fallback"] = fallbacks[0]
+        if row[label] is not None and row[label] > (TOLERANCE[torch.bfloat16] if args.tf32 else TOLERANCE[dtype]):
+            return {**row, "status": "wrong"}
+    return row if row[label] is not None else {**row, "status": "refused"}
+
+
+def interleave(calls: dict[str, Any], repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of every call, each method once a repeat, in an order drawn anew; two calls each to warm up."""
+    order, draw = list(calls), random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(-2, repeats):
+        draw.shuffle(order)
+        for name in order:
+            synchronize(device)
+            start = time.perf_counter()
+            result = calls[name]()
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            del result
+            if repeat >= 0:
+                times[name].append(seconds)
+    return times
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def peak_in_fresh_process(workload: str, method: str, args: argparse.Namespace) -> int | None:
+    options = ["--workloads", workload, "--methods", method, "--threads", str(args.threads), "--device", args.device]
+    options += ["--dtype", args.dtype, "--peak"] + ["--tf32"] * args.tf32
+    done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def peak_memory(workload: str, method: Method, args: argparse.Namespace) -> int:
+    """Bytes in use at the peak of three calls, model and batch included.
+
+    On a CPU above what the process holds after one call on a tiny workload, which loads whatever code is loaded late.
+    """
+    method.prepare(build("tiny", args.device, DTYPES[args.dtype]), 1.0)()
+    synchronize(args.device)
+    cuda, base = args.device.startswith("cuda"), resident_bytes("VmRSS")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(args.device)
+    call = method.prepare(build(workload, args.device, DTYPES[args.dtype]), 1.0)
+    for _ in range(3):
+        result = call()
+        synchronize(args.device)
+        del result
+    if cuda:
+        return torch.cuda.max_memory_allocated(args.device)
+    return resident_bytes("VmHWM") - base
+
+
+def resident_bytes(field: str) -> int:
+    """Resident memory of this process, now (VmRSS) or at its highest (VmHWM)."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(x for x in lines if x.startswith(field)).split()[1])
+    except OSError:
+        import resource
+
+        scale = 1 if sys.platform == "darwin" else 1024
+        return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row in words, for the reader who waits."""
+    if row["status"] != "ok":
+        errors = [row[key] for key in ("error_double", "error") if row.get(key) is not None]
+        return f"{row['method']:<20} {row['status']} {row.get('reason', '')} {'; '.join(f'{e:.1e}' for e in errors)}"
+    peak = f"  {row['peak_bytes'] / 2**20:8.0f} MiB" if row.get("peak_bytes") else ""
+    fallback = "  (fell back)" if "fallback" in row else ""
+    return f"{row['method']:<20} {row['ms']:10.2f} ms  x{row.get('ratio', float('nan')):.2f}{peak}{fallback}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Methods down, workloads across: ratios to plain, with plain itself in milliseconds."""
+    rows = report["results"]
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    cells = {(row["method"], row["workload"]): cell(row) for row in rows}
+    width = max(10, *(len(name) + 2 for name in workloads))
+    head = f"{report['device']}, {report['threads']} threads, {report['dtype']}: time as a ratio to plain (ms for plain)"
+    text = [head, f"{'':<20}" + "".join(f"{name:>{width}}" for name in workloads)]
+    for name in dict.fromkeys(row["method"] for row in rows):
+        text.append(f"{name:<20}" + "".join(f"{cells.get((name, w), ''):>{width}}" for w in workloads))
+    return "\n".join(text)
+
+
+def cell(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        return row["status"]
+    return f"{row['ms']:.1f} ms" if row["method"] == "plain" or "ratio" not in row else f"{row['ratio']:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What the tests hold every function to: psg against the loop, operation by operation."""
+
+import warnings
+from contextlib import nullcontext
+
+import torch
+from cases import Problem
+
+import psg
+from psg._trees import unflatten
+from psg.testing import (
+    assert_reductions_close,
+    assert_trees_close,
+    loop_value_and_grad,
+    reference_clipped_sum,
+    reference_flat,
+    reference_norm,
+)
+from psg.testing._loop import Batch, tree_map
+
+
+def summed(actual, expected, name):
+    assert_trees_close(actual, expected, name=name, per_sample=False)
+
+
+def floor(tree) -> float:
+    """What an exact zero is held to: a thousand roundings of numbers of order one, which all drawn inputs are."""
+    flat = reference_flat(tree)
+    largest = flat[flat.isfinite()].abs().max().item() if flat.isfinite().any() else 0.0
+    return 1000 * torch.finfo(flat.dtype).eps * max(1.0, largest)
+
+
+def assert_agrees(problem: Problem, *, rules: bool = True, may_fall: str = "", **options) -> None:
+    """Values, materialised gradients, norm, weighted_sum, dot, gram and clipped_grad equal the loop's.
+
+    `may_fall` is the reason why some of the drawn problems go down the ladder; without it that is an error.
+    """
+    fn, args, shared, own = problem
+    loop = {key: own[key] for key in ("argnums", "in_dims", "has_aux") if key in own}
+    options = {**own, **options}
+    values, expected = loop_value_and_grad(fn, **loop)(*args, **shared)
+    atol = floor(expected)
+    norms = reference_norm(expected)
+    clip_norm = norms.median().item() if len(norms) else 1.0  # some samples are clipped and some are not
+
+    def alone(result):
+        return result[0] if options.get("has_aux") else result
+
+    with nullcontext() if rules else psg.rules.disabled(), warnings.catch_warnings():
+        if may_fall:
+            warnings.simplefilter("ignore", psg.FallbackWarning)
+        found_values, found = psg.per_sample_value_and_grad(fn, **options)(*args, **shared)
+        assert_trees_close(found_values, values, atol=floor(values), name="values")
+        assert_trees_close(found, expected, atol=atol, name="grads")
+        factored = alone(psg.factored_grad(fn, **options)(*args, **shared))
+        assert_trees_close(psg.tree.materialize(factored), expected, atol=atol, name="materialize")
+        assert_reductions_close(factored, expected, atol=atol)
+        assert_trees_close(alone(psg.per_sample_norm(fn, **options)(*args, **shared)), norms, atol=atol, name="per_sample_norm")
+        out = psg.clipped_grad(fn, clip_norm, **options)(*args, **shared)
+        clipped = reference_clipped_sum(expected, clip_norm)
+        assert_trees_close(out.grads, clipped, atol=len(norms) * atol, name="clipped_grad.grads", per_sample=False)
+        assert_trees_close(out.norms, norms, atol=atol, name="clipped_grad.norms")
+
+
+def cut(problem: Problem) -> Batch:
+    argnums = problem.options.get("argnums", 0)
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    return Batch(problem.args, tuple(k % len(problem.args) for k in positions), problem.options.get("in_dims"))
+
+
+def samples(problem: Problem, index: list[int]) -> Problem:
+    """The same problem on the samples at `index`."""
+    batch = cut(problem)
+
+    def take(leaf, dim):
+        return leaf if dim is None else leaf.index_select(dim, torch.tensor(index, dtype=torch.int64, device=leaf.device))
+
+    return problem._replace(args=tuple(unflatten(batch.spec, [take(leaf, dim) for leaf, dim in batch.pairs()])))
+
+
+def on(problem: Problem, device) -> Problem:
+    """The same problem on another device."""
+    return problem._replace(args=tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, problem.args))

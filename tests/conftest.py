@@ -1,0 +1,57 @@
+"""Options, seeds and hypothesis profiles for every test.
+
+`--device` and `--dtype` run the same tests elsewhere; tolerances follow the dtype (`psg.testing.default_rtol`).
+`--hypothesis-profile=thorough` draws more examples.
+"""
+
+import hypothesis
+import pytest
+import torch
+
+from psg import _ladder
+
+torch.set_num_threads(1)
+
+_quiet = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "ci", max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=_quiet
+)
+hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=_quiet)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="device of every tensor in the tests")
+    parser.addoption("--dtype", default="float64", help="default dtype of the tests")
+
+
+# Warnings are errors; these are torch's own remarks on how it runs something, not on what psg does.
+TORCH_REMARKS = [
+    "There is a performance drop",  # vmap runs this op sample by sample
+    "Using padding='same' with even kernel",  # the input is copied once more
+    "`torch.jit.script` is deprecated",  # torch.func.jvp scripts its decompositions
+]
+
+
+def pytest_configure(config):
+    for remark in TORCH_REMARKS:
+        config.addinivalue_line("filterwarnings", f"ignore:{remark}")
+    # The tests compare algorithms, and TensorFloat-32 would hide their differences behind its rounding.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture
+def device(request):
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _defaults(request):
+    """Each test starts from one seed and the chosen dtype; doctests, outside this folder, keep torch's own."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, request.config.getoption("--dtype")))
+    torch.manual_seed(0)
+    _ladder._warned.clear()  # psg warns once for a function and a reason: each test is to see its own warning
+    yield
+    torch.set_default_dtype(before)

@@ -1,0 +1,176 @@
+"""The capture pass itself: one call, no weight gradient, derived values once, and both routes below vmap."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N, each_case, score
+from torch.utils.flop_counter import FlopCounterMode
+
+import psg
+from psg import _functorch
+from psg.testing import assert_trees_close, loop_grad
+
+
+def flops(call):
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_fn_is_called_once(device):
+    calls = []
+
+    def fn(w, x):
+        calls.append(x.shape)
+        return score(F.linear(x, w))
+
+    psg.per_sample_grad(fn)(torch.randn(4, 3, device=device), torch.randn(N, 3, device=device))
+    assert calls == [(3,)]
+
+
+def test_norms_compute_no_weight_gradient(device):
+    n, sizes = 16, (24, 20, 12, 8)
+    params = [torch.randn(o, i, device=device) for i, o in zip(sizes, sizes[1:], strict=False)]
+
+    def fn(p, x):
+        for w in p:
+            x = F.linear(x, w).tanh()
+        return x.sum()
+
+    x = torch.randn(n, sizes[0], device=device)
+    layers = [2 * n * w.numel() for w in params]
+    # Forward through every layer, backward through all but the first, and nothing else: of one position the norm is
+    # a product of norms.
+    assert flops(lambda: psg.per_sample_norm(fn)(params, x)) == sum(layers) + sum(layers[1:])
+    # The clipped sum is one more product for each layer: what training pays for its weight gradients.
+    assert flops(lambda: psg.clipped_grad(fn, 1.0)(params, x)) == 2 * sum(layers) + sum(layers[1:])
+
+
+def test_a_derived_value_is_computed_once(device):
+    n, r, i, o = 8, 2, 6, 5
+    params = {"a": torch.randn(r, i, device=device), "b": torch.randn(o, r, device=device)}
+    frozen = torch.randn(o, i, device=device)
+    x = torch.randn(n, i, device=device)
+    derive = 2 * o * r * i
+
+    def fn(p, x):
+        return F.linear(x, frozen + p["b"] @ p["a"]).sum()
+
+    with psg.rules.disabled():
+        psg.per_sample_grad(fn)(params, x)
+    assert flops(lambda: psg.per_sample_grad(fn)(params, x)) <= derive + 2 * n * o * i + 2 * n * derive
+    assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
+
+
+def test_what_is_used_is_known_exactly(device):
+    params = {"rule": torch.randn(4, 3), "lifted": torch.randn(4), "derived": torch.randn(3, 4), "unused": torch.randn(2)}
+    params = {name: p.to(device) for name, p in params.items()}
+
+    def fn(p, x):
+        return score(F.linear(x, p["rule"]) * p["lifted"] + F.linear(x, p["derived"].T))
+
+    report = psg.explain(fn)(params, torch.randn(N, 3, device=device))
+    uses = {leaf.path: leaf.uses for leaf in report.leaves}
+    assert report.rung == "capture"
+    assert any("rule" in use for use in uses["p['rule']"])
+    assert any("lifted" in use for use in uses["p['lifted']"])
+    assert any("derived" in use for use in uses["p['derived']"])
+    assert not uses["p['unused']"]
+
+
+def test_a_zero_gradient_of_a_used_leaf_is_not_an_unused_leaf(device):
+    def fn(p, x):
+        return (p["a"] * 0 * x).sum() + (p["b"] * x).sum()
+
+    params = {"a": torch.randn(3, device=device), "b": torch.randn(3, device=device)}
+    grads = psg.per_sample_grad(fn)(params, torch.randn(N, 3, device=device))
+    assert not grads["a"].any() and grads["b"].any()
+
+
+@each_case(lambda case: not case.not_capture)
+def test_the_public_route_below_vmap_agrees(case, device, monkeypatch):
+    problem = case.build(device)
+    light = psg.per_sample_grad(problem.fn, **problem.options, method="capture")(*problem.args, **problem.shared)
+    monkeypatch.setattr(_functorch, "run_below", _functorch.run_below_public)
+    public = psg.per_sample_grad(problem.fn, **problem.options, method="capture")(*problem.args, **problem.shared)
+    assert_trees_close(public, light)
+
+
+def test_nothing_is_kept_after_the_call(device):
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    kept = []
+
+    def fn(w, x):
+        y = F.linear(x, w).tanh()
+        kept.append(weakref.ref(y))
+        return y.sum()
+
+    norms = psg.per_sample_norm(fn)(w, x)
+    gc.collect()
+    assert norms.shape == (N,) and kept[0]() is None
+
+
+def test_an_error_inside_leaves_torch_as_it_was(device):
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+
+    def broken(w, x):
+        F.linear(x, w)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        psg.per_sample_grad(broken)(w, x)
+    assert torch._C._functorch.peek_interpreter_stack() is None
+    assert torch.overrides._get_current_function_mode() is None
+    assert_trees_close(psg.per_sample_grad(lambda w, x: score(F.linear(x, w)))(w, x), loop_grad(lambda w, x: score(F.linear(x, w)))(w, x))
+
+
+def test_calls_may_nest(device):
+    # A function of one sample that itself asks psg for norms, of data that it binds.
+    inner_w, inner_x = torch.randn(2, 3, device=device), torch.randn(4, 3, device=device)
+
+    def inner(w, x):
+        return score(F.linear(x, w))
+
+    def fn(w, x):
+        return score(F.linear(x, w)) * psg.per_sample_norm(inner, method="vmap")(inner_w, inner_x).sum()
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
+def test_function_modes_of_the_caller_see_the_call(device):
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Log(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    expected = loop_grad(lambda w, x: score(F.linear(x, w)))(w, x)
+    with Log():
+        assert_trees_close(psg.per_sample_grad(lambda w, x: score(F.linear(x, w)))(w, x), expected)
+    assert seen
+
+
+def test_a_default_device_context_changes_nothing(device):
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    with torch.device(device):
+        grads = psg.per_sample_grad(lambda w, x: score(F.linear(x, w)))(w, x)
+    assert_trees_close(grads, loop_grad(lambda w, x: score(F.linear(x, w)))(w, x))
+
+
+def test_threads_do_not_share_a_pass(device):
+    from concurrent.futures import ThreadPoolExecutor
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(8, N, 3, device=device)
+    fn = lambda w, x: score(F.linear(x, w))  # noqa: E731
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda batch: psg.per_sample_grad(fn)(w, batch), x))
+    for result, batch in zip(results, x, strict=True):
+        assert_trees_close(result, loop_grad(fn)(w, batch))

@@ -1,0 +1,404 @@
+"""clipped_grad: exact clipping, policies, groups, masks, samples that are not finite."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import summed
+from cases import score
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.clipping import PerGroup, PerLeaf
+from psg.testing import (
+    assert_trees_close,
+    loop_grad,
+    loop_value_and_grad,
+    reference_clipped_sum,
+    reference_norm,
+    reference_weighted_sum,
+)
+from psg.testing._loop import tree_map
+
+N = 5
+
+
+def loss(p, x):
+    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
+
+
+@pytest.fixture
+def args(device):
+    params = {"a": torch.randn(4, 3, device=device), "b": torch.randn(2, 4, device=device), "c": torch.randn(4, device=device)}
+    return params, torch.randn(N, 6, 3, device=device)
+
+
+def scaled(p, x):
+    """A loss whose gradient at sample n is x[n] itself, so that norms can be chosen."""
+    return (p * x).sum()
+
+
+def rows(*norms, device="cpu"):
+    return torch.tensor([[norm, 0.0] for norm in norms], device=device), torch.zeros(2, device=device)
+
+
+# --- the clip norm ------------------------------------------------------------------------------------------
+
+
+def test_everything_it_returns(args):
+    values, grads = loop_value_and_grad(loss)(*args)
+    norms = reference_norm(grads)
+    clip_norm = norms.median().item()
+    out = psg.clipped_grad(loss, clip_norm)(*args)
+    assert isinstance(out, psg.ClippedGrad)
+    coef = (clip_norm / norms).clamp(max=1)
+    summed(out.grads, reference_weighted_sum(grads, coef), "grads")
+    assert_trees_close(out.norms, norms)
+    assert_trees_close(out.values, values)
+    assert_trees_close(out.clip_coef, {name: coef for name in grads})
+    assert out.nonfinite.item() == 0 and out.nonfinite.dim() == 0
+    assert float(out.sensitivity) == clip_norm
+    assert out.aux is None
+
+
+def test_no_flag_changes_the_shape_of_the_result(args):
+    fields = psg.ClippedGrad._fields
+    assert fields == ("grads", "norms", "clip_coef", "values", "aux", "nonfinite", "sensitivity")
+    with_aux = psg.clipped_grad(lambda p, x: (loss(p, x), x), 1.0, has_aux=True)(*args)
+    assert type(with_aux) is psg.ClippedGrad
+    assert_trees_close(with_aux.aux, args[1])
+
+
+def test_clip_norm_zero_gives_a_zero_sum(args):
+    out = psg.clipped_grad(loss, 0.0)(*args)
+    assert all((leaf == 0).all() for leaf in out.grads.values())
+    assert_trees_close(out.norms, reference_norm(loop_grad(loss)(*args)))
+
+
+def test_clip_norm_infinite_gives_the_plain_sum(args):
+    out = psg.clipped_grad(loss, math.inf)(*args)
+    summed(out.grads, tree_map(lambda leaf: leaf.sum(0), loop_grad(loss)(*args)), "grads")
+    assert all((coef == 1).all() for coef in out.clip_coef.values())
+
+
+@pytest.mark.parametrize("clip_norm", [-1.0, -0.5, math.nan, -math.inf])
+def test_clip_norm_negative_or_nan_is_an_error(clip_norm, args):
+    with pytest.raises(psg.InputError, match=rf"clip_norm={clip_norm}.*at least 0"):
+        psg.clipped_grad(loss, clip_norm)(*args)
+
+
+@pytest.mark.parametrize("clip_norm, got", [("1", "str"), (None, "NoneType"), (True, "bool")])
+def test_clip_norm_that_is_no_number_is_an_error(clip_norm, got, args):
+    with pytest.raises(psg.InputError, match=rf"clip_norm.*expected a number.*got {got}"):
+        psg.clipped_grad(loss, clip_norm)(*args)
+
+
+def test_clip_norm_vector_is_an_error(args, device):
+    with pytest.raises(psg.InputError, match=r"clip_norm.*scalar tensor.*\(2,\)"):
+        psg.clipped_grad(loss, torch.ones(2, device=device))(*args)
+
+
+def test_clip_norm_may_be_a_tensor(args, device):
+    grads = loop_grad(loss)(*args)
+    out = psg.clipped_grad(loss, torch.tensor(0.7, device=device))(*args)
+    summed(out.grads, reference_clipped_sum(grads, 0.7), "grads")
+    assert float(out.sensitivity) == pytest.approx(0.7)
+
+
+def test_a_zero_norm_counts_as_coefficient_one(device):
+    x, p = rows(0.0, 2.0, 0.5, device=device)
+    for policy, expected in (("clip", [1.0, 0.5, 1.0]), ("normalize", [1.0, 0.5, 2.0])):
+        out = psg.clipped_grad(scaled, 1.0, policy=policy)(p, x)
+        assert out.clip_coef.tolist() == expected
+    assert psg.clipped_grad(scaled, 0.0)(p, x).clip_coef[0] == 1.0
+
+
+def test_no_epsilon_is_added(device):
+    # A norm that is exactly the clip norm is left alone, bit for bit, and a tiny one is clipped exactly.
+    x, p = rows(3.0, 4.0, device=device)
+    assert psg.clipped_grad(scaled, 3.0)(p, x).clip_coef.tolist() == [1.0, 0.75]
+    x, p = rows(1e-12, 2e-12, device=device)
+    out = psg.clipped_grad(scaled, 1e-12)(p, x)
+    assert out.grads[0].item() == pytest.approx(2e-12, rel=1e-6)
+
+
+@given(clip_norm=st.floats(1e-3, 1e3), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 2**16))
+def test_clipped_sum_over_drawn_norms(clip_norm, scale, seed, device):
+    torch.manual_seed(seed)
+    p, x = torch.randn(4, device=device), scale * torch.randn(N, 4, device=device)
+    grads = loop_grad(scaled)(p, x)
+    out = psg.clipped_grad(scaled, clip_norm)(p, x)
+    summed(out.grads, reference_clipped_sum(grads, clip_norm), "grads")
+    # Clipping twice is clipping once, and no clipped sample is longer than the clip norm.
+    clipped = grads * out.clip_coef[:, None]
+    tight = 1 + 8 * torch.finfo(x.dtype).eps
+    assert (reference_norm(clipped) <= clip_norm * tight).all()
+    again = psg.clipped_grad(scaled, clip_norm * tight)(p, clipped)
+    assert (again.clip_coef == 1).all()
+
+
+# --- policies -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy, coefficient",
+    [
+        ("clip", lambda norms, c: (c / norms).clamp(max=1)),
+        ("automatic", lambda norms, c: c / (norms + 0.01)),
+        (psg.clipping.automatic(gamma=0.5), lambda norms, c: c / (norms + 0.5)),
+        ("normalize", lambda norms, c: c / norms),
+        (lambda norms, clip_norm: clip_norm / (1 + norms), lambda norms, c: c / (1 + norms)),
+    ],
+    ids=["clip", "automatic", "automatic(gamma=0.5)", "normalize", "own"],
+)
+def test_policies(policy, coefficient, args):
+    grads = loop_grad(loss)(*args)
+    norms = reference_norm(grads)
+    clip_norm = norms.median().item()
+    out = psg.clipped_grad(loss, clip_norm, policy=policy)(*args)
+    coef = coefficient(norms, clip_norm)
+    assert_trees_close(out.clip_coef["a"], coef)
+    summed(out.grads, reference_weighted_sum(grads, coef), "grads")
+
+
+def test_the_sensitivity_holds_for_every_named_policy(args):
+    # Adding or removing one sample moves the sum by no more than the result says.
+    params, x = args
+    for policy in ("clip", "automatic", "normalize"):
+        clipped = psg.clipped_grad(loss, 0.3, policy=policy)
+        whole = clipped(params, x)
+        for i in range(N):
+            rest = clipped(params, x[[j for j in range(N) if j != i]])
+            moved = tree_map(lambda a, b: (a - b)[None], whole.grads, rest.grads)
+            assert reference_norm(moved).item() <= float(whole.sensitivity) * (1 + 1e-9)
+
+
+def test_the_sensitivity_of_an_own_policy_is_not_claimed(args):
+    assert psg.clipped_grad(loss, 1.0, policy=lambda norms, c: norms)(*args).sensitivity == math.inf
+
+
+def test_unknown_policy_is_an_error(args):
+    with pytest.raises(psg.InputError, match=r"policy='clamp'.*clip.*automatic.*normalize"):
+        psg.clipped_grad(loss, 1.0, policy="clamp")(*args)
+
+
+@pytest.mark.parametrize("gamma", [0, -1.0, math.nan])
+def test_gamma_must_be_positive(gamma):
+    with pytest.raises(psg.InputError, match=rf"gamma={gamma}.*greater than 0"):
+        psg.clipping.automatic(gamma=gamma)
+
+
+# --- per leaf, per group ------------------------------------------------------------------------------------
+
+
+def clipped_leaf(leaf, clip_norm):
+    return reference_clipped_sum(leaf, clip_norm)
+
+
+@pytest.mark.parametrize("norms", [0.5, {"a": 0.1, "b": 2.0, "c": math.inf}], ids=["one number", "a tree"])
+def test_per_leaf(norms, args):
+    grads = loop_grad(loss)(*args)
+    out = psg.clipped_grad(loss, PerLeaf(norms))(*args)
+    each = norms if isinstance(norms, dict) else dict.fromkeys(grads, norms)
+    summed(out.grads, {name: clipped_leaf(grads[name], each[name]) for name in grads}, "grads")
+    for name, coef in out.clip_coef.items():
+        assert_trees_close(coef, (each[name] / reference_norm(grads[name])).clamp(max=1))
+    assert_trees_close(out.norms, reference_norm(grads))
+    assert float(out.sensitivity) == pytest.approx(math.hypot(*each.values()))
+
+
+def test_per_leaf_takes_a_prefix_of_the_tree(device):
+    params = {"layers": [torch.randn(3, device=device), torch.randn(3, device=device)], "head": torch.randn(3, device=device)}
+    x = torch.randn(N, 3, device=device)
+
+    def fn(p, x):
+        return sum((leaf * x).sum() * k for k, leaf in enumerate([*p["layers"], p["head"]], start=1))
+
+    grads = loop_grad(fn)(params, x)
+    out = psg.clipped_grad(fn, PerLeaf({"layers": 0.5, "head": 1.5}))(params, x)
+    expected = {"layers": [clipped_leaf(leaf, 0.5) for leaf in grads["layers"]], "head": clipped_leaf(grads["head"], 1.5)}
+    summed(out.grads, expected, "grads")
+
+
+def test_per_group(args):
+    grads = loop_grad(loss)(*args)
+    seen = []
+
+    def label(path):
+        seen.append(path)
+        return "head" if path[-1] == "b" else "body"
+
+    out = psg.clipped_grad(loss, PerGroup(label=label, clip_norm={"body": 0.2, "head": 0.4}))(*args)
+    assert set(seen) == {("a",), ("b",), ("c",)}
+    body = reference_clipped_sum({name: grads[name] for name in "ac"}, 0.2)
+    summed(out.grads, {**body, "b": clipped_leaf(grads["b"], 0.4)}, "grads")
+    assert_trees_close(out.clip_coef["a"], out.clip_coef["c"])
+    assert float(out.sensitivity) == pytest.approx(math.hypot(0.2, 0.4))
+
+
+def test_a_group_without_clip_norm_is_an_error(args):
+    with pytest.raises(psg.InputError, match=r"'other', which has no clip norm.*body"):
+        psg.clipped_grad(loss, PerGroup(label=lambda path: "other", clip_norm={"body": 1.0}))(*args)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan])
+def test_a_bad_clip_norm_inside_groups_is_an_error(bad, args):
+    with pytest.raises(psg.InputError, match=r"clip_norm.*at least 0"):
+        psg.clipped_grad(loss, PerLeaf({"a": 1.0, "b": bad, "c": 1.0}))(*args)
+
+
+def test_per_leaf_tree_that_does_not_fit_is_an_error(args):
+    with pytest.raises(psg.InputError, match=r"PerLeaf.*prefix"):
+        psg.clipped_grad(loss, PerLeaf({"a": 1.0}))(*args)
+
+
+# --- masks --------------------------------------------------------------------------------------------------
+
+
+def test_mask(args, device):
+    params, x = args
+    mask = torch.tensor([True, False, True, True, False], device=device)
+    out = psg.clipped_grad(loss, 0.5)(params, x, mask=mask)
+    alone = psg.clipped_grad(loss, 0.5)(params, x[mask])
+    summed(out.grads, alone.grads, "grads")
+    for name in ("norms", "values"):
+        found = getattr(out, name)
+        assert (found[~mask] == 0).all(), name
+        assert_trees_close(found[mask], getattr(alone, name), name=name)
+    assert all((coef[~mask] == 0).all() for coef in out.clip_coef.values())
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, 1e300])
+def test_a_masked_sample_contributes_exactly_zero_whatever_it_holds(bad, args, device):
+    params, x = args
+    mask = torch.tensor([True, True, True, True, False], device=device)
+    plain = psg.clipped_grad(loss, 0.5)(params, x, mask=mask)
+    spoiled = x.clone()
+    spoiled[-1] = bad
+    out = psg.clipped_grad(loss, 0.5)(params, spoiled, mask=mask)
+    tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), out.grads, plain.grads)
+    assert out.nonfinite.item() == 0
+    assert out.norms[-1] == 0 and out.values[-1] == 0
+
+
+def test_everything_masked_is_an_exact_zero(args, device):
+    out = psg.clipped_grad(loss, 0.5)(*args, mask=torch.zeros(N, dtype=torch.bool, device=device))
+    assert all((leaf == 0).all() for leaf in out.grads.values())
+    assert (out.norms == 0).all() and (out.values == 0).all()
+
+
+def test_padding_to_a_bucket(args, device):
+    # What masks are for: batches of any size in one shape.
+    params, x = args
+    padded = torch.cat([x, torch.zeros(3, 6, 3, device=device)])
+    mask = torch.arange(8, device=device) < N
+    out, alone = psg.clipped_grad(loss, 0.5)(params, padded, mask=mask), psg.clipped_grad(loss, 0.5)(params, x)
+    summed(out.grads, alone.grads, "grads")
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        (torch.ones(N + 1, dtype=torch.bool), rf"mask.*\({N + 1},\)"),
+        (torch.ones(N, 1, dtype=torch.bool), rf"mask.*\({N}, 1\)"),
+        (torch.ones(N), r"mask.*bool.*float"),
+        ([True] * N, r"mask.*list"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_an_error(mask, message, args, device):
+    mask = mask.to(device) if isinstance(mask, torch.Tensor) else mask
+    with pytest.raises(psg.InputError, match=message):
+        psg.clipped_grad(loss, 0.5)(*args, mask=mask)
+
+
+# --- samples that are not finite ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("policy", ["clip", "automatic", "normalize"])
+@pytest.mark.parametrize("clip_norm", [0.5, math.inf, 0.0], ids=str)
+def test_a_bad_sample_contributes_exactly_zero_and_is_counted(bad, policy, clip_norm, args, device):
+    if clip_norm == math.inf and policy != "clip":
+        clip_norm = 1e6  # an infinite length to scale to has no meaning
+    params, x = args
+    x[1, 0, 0] = bad
+    out = psg.clipped_grad(loss, clip_norm, policy=policy)(params, x)
+    rest = psg.clipped_grad(loss, clip_norm, policy=policy)(params, x[[0, 2, 3, 4]])
+    summed(out.grads, rest.grads, "grads")
+    assert all(leaf.isfinite().all() for leaf in out.grads.values())
+    assert out.nonfinite.item() == 1
+    assert not out.norms[1].isfinite()
+    assert all(coef[1] == 0 for coef in out.clip_coef.values())
+
+
+def test_a_bad_sample_in_one_leaf_is_left_out_of_all(args, device):
+    # Per leaf too: half of a sample is not what the sensitivity is about.
+    params, x = args
+
+    def fn(p, x):
+        return loss(p, x) + (p["c"] * (1 / x[0, 0] - 1 / x[0, 0])).sum()
+
+    x[2, 0, 0] = 0.0
+    out = psg.clipped_grad(fn, PerLeaf(0.5))(params, x)
+    rest = psg.clipped_grad(fn, PerLeaf(0.5))(params, x[[0, 1, 3, 4]])
+    summed(out.grads, rest.grads, "grads")
+    assert out.nonfinite.item() == 1
+
+
+def test_a_gradient_whose_norm_overflows(device):
+    # Finite entries, but no finite norm in float32: there is no coefficient to scale it by, so it is left out.
+    x = torch.tensor([[1e30, 1e30], [3.0, 4.0]], dtype=torch.float32, device=device)
+    out = psg.clipped_grad(scaled, 1.0)(torch.zeros(2, dtype=torch.float32, device=device), x)
+    assert_trees_close(out.grads, torch.tensor([0.6, 0.8], dtype=torch.float32, device=device), per_sample=False)
+    assert out.nonfinite.item() == 1
+
+
+def test_a_bad_sample_through_every_kind_of_factor(device):
+    def fn(p, tokens, image, gain):
+        y = F.embedding(tokens, p["table"]).sum(0) * gain
+        z = F.conv2d(image, p["kernel"]).mean((1, 2)) * gain
+        return score(F.linear(y, p["weight"], p["bias"])) + score(z) + score(F.linear(y, p["table"]))
+
+    params = {"table": torch.randn(6, 4), "kernel": torch.randn(3, 2, 2, 2), "weight": torch.randn(2, 4), "bias": torch.randn(2)}
+    params = tree_map(lambda leaf: leaf.to(device), params)
+    tokens, image = torch.randint(6, (3, 5), device=device), torch.randn(3, 2, 4, 4, device=device)
+    gain = torch.tensor([1.0, math.nan, 1.0], device=device)
+    out = psg.clipped_grad(fn, 0.5)(params, tokens, image, gain)
+    rest = psg.clipped_grad(fn, 0.5)(params, tokens[[0, 2]], image[[0, 2]], gain[[0, 2]])
+    summed(out.grads, rest.grads, "grads")
+    assert out.nonfinite.item() == 1
+
+
+# --- the empty batch, chunks, rungs ---------------------------------------------------------------------------
+
+
+def test_no_samples(args):
+    params, x = args
+    out = psg.clipped_grad(loss, 1.0)(params, x[:0])
+    assert_trees_close(out.grads, tree_map(torch.zeros_like, params), per_sample=False)
+    assert out.norms.shape == out.values.shape == (0,)
+    assert out.nonfinite.item() == 0
+    assert all(coef.shape == (0,) for coef in out.clip_coef.values())
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 2}, {"chunk_size": 1}, {"method": "vmap"}, {"method": "loop"}, {"method": "loop", "chunk_size": 3}], ids=str)
+def test_routes_agree(options, args, device):
+    params, x = args
+    x[3, 0, 0] = math.nan
+    mask = torch.tensor([True, False, True, True, True], device=device)
+    out = psg.clipped_grad(loss, 0.5)(params, x, mask=mask)
+    other = psg.clipped_grad(loss, 0.5, **options)(params, x, mask=mask)
+    summed(other.grads, out.grads, "grads")
+    for name in ("norms", "values", "clip_coef"):
+        assert_trees_close(getattr(other, name), getattr(out, name), name=name)
+    assert other.nonfinite.item() == out.nonfinite.item() == 1
+
+
+def test_gradients_have_the_dtype_of_their_parameters(device):
+    params = {"a": torch.randn(3, device=device, dtype=torch.bfloat16), "b": torch.randn(3, device=device, dtype=torch.float32)}
+    x = torch.randn(4, 3, device=device, dtype=torch.float32)
+    out = psg.clipped_grad(lambda p, x: (p["a"] * x + p["b"] * x).sum(), 0.1)(params, x)
+    assert {name: leaf.dtype for name, leaf in out.grads.items()} == {"a": torch.bfloat16, "b": torch.float32}
+    assert out.norms.dtype == torch.float32

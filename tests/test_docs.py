@@ -1,0 +1,98 @@
+"""What the documents print runs as printed: README, notebooks, the demo."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+import torch
+
+from psg.rules import _registry
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+# Every process that a test starts is as quiet and as small as the tests themselves.
+SMALL = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MPLBACKEND": "agg"}
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme(monkeypatch, tmp_path, capsys):
+    """Every python block, one after the other in one namespace, with torch's own defaults."""
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    source = blocks((ROOT / "README.md").read_text(), "python")
+    assert source
+    namespace: dict = {"__name__": "readme"}
+    for i, block in enumerate(source):
+        exec(compile(block, f"README.md, python block {i + 1}", "exec"), namespace)
+
+
+def test_readme_s_shapes():
+    """The comments of the form `# [32, 32]` behind an expression are its shape."""
+    torch.set_default_dtype(torch.float32)
+    namespace: dict = {"__name__": "readme"}
+    checked = 0
+    for block in blocks((ROOT / "README.md").read_text(), "python")[:3]:
+        exec(block, namespace)
+        for expression, shape in re.findall(r"^(psg\.[^#=]*?)\s*# \[([\d, ]+)\]", block, re.MULTILINE):
+            found = eval(expression, namespace)
+            found = found if isinstance(found, (torch.Tensor, torch.Size)) else next(iter(found.values()))
+            assert list(getattr(found, "shape", found)) == [int(side) for side in shape.split(",")], expression
+            checked += 1
+    assert checked >= 4
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook(path, monkeypatch, tmp_path):
+    for name, value in {**SMALL, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS and NOTEBOOKS[0].name.startswith("01_")
+
+
+def run(*arguments, cwd):
+    env = {**os.environ, **SMALL, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_demo(tmp_path):
+    """A few steps of `python -m psg.demo`: it checks, times, trains and draws."""
+    out = run("-m", "psg.demo", "--steps", "3", "--out", "picture.png", cwd=tmp_path)
+    for part in ("check", "time", "psg.clipped_grad", "vmap(grad)", "loop", "test accuracy", "picture.png"):
+        assert part in out
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_import_needs_torch_and_optree_alone(tmp_path):
+    """The extras stay extras: importing psg and its oracle loads none of them."""
+    extras = ["hypothesis", "matplotlib", "sklearn", "pytest", "transformers"]
+    code = f"import sys, psg, psg.testing; print([name for name in {extras} if name in sys.modules])"
+    assert run("-c", code, cwd=tmp_path).strip() == "[]"
+
+
+def test_public_names_are_documented():
+    """Every public function of psg and psg.tree stands in the README."""
+    import psg
+
+    readme = (ROOT / "README.md").read_text()
+    names = [name for name in psg.__all__ if callable(getattr(psg, name)) and not issubclass(type(getattr(psg, name)), type)]
+    names += [f"tree.{name}" for name in dir(psg.tree) if not name.startswith("_") and getattr(getattr(psg.tree, name), "__module__", "") == "psg.tree"]  # fmt: skip
+    missing = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", readme)]
+    assert not missing

@@ -1,0 +1,339 @@
+"""Every row of the edge-case table, with the text of the message: which argument, what arrived, what was expected, the way out."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N, score
+from torch import nn
+from torch.func import functional_call
+
+import psg
+from psg.testing import assert_trees_close, loop_grad, reference_norm
+from psg.testing._loop import tree_map
+
+TRANSFORMS = {
+    "per_sample_grad": psg.per_sample_grad,
+    "per_sample_value_and_grad": psg.per_sample_value_and_grad,
+    "per_sample_norm": psg.per_sample_norm,
+    "factored_grad": psg.factored_grad,
+    "clipped_grad": lambda fn, *args, **options: psg.clipped_grad(fn, 1.0, *args, **options),
+}
+each_transform = pytest.mark.parametrize("name", TRANSFORMS)
+METHODS = ["auto", "capture", "vmap", "loop"]
+
+
+def loss(p, x, y=0.0):
+    return score(F.linear(x, p["w"], p["b"])) + y
+
+
+@pytest.fixture
+def params(device):
+    return {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(N, 3, device=device)
+
+
+# --- n = 0 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_empty_batch(method, params, x):
+    calls = []
+
+    def counted(p, x):
+        calls.append(1)
+        return loss(p, x)
+
+    x = x[:0]
+    values, grads = psg.per_sample_value_and_grad(counted, method=method)(params, x)
+    assert values.shape == (0,) and values.dtype == x.dtype
+    assert_trees_close(grads, {"w": x.new_zeros(0, 4, 3), "b": x.new_zeros(0, 4)})
+    assert psg.per_sample_norm(counted, method=method)(params, x).shape == (0,)
+    factored = psg.factored_grad(counted, method=method)(params, x)
+    assert_trees_close(psg.tree.materialize(factored), grads)
+    assert_trees_close(psg.tree.sum(factored), tree_map(torch.zeros_like, params), per_sample=False)
+    assert psg.tree.gram(factored).shape == (0, 0)
+    assert_trees_close(psg.clipped_grad(counted, 1.0, method=method)(params, x).grads, tree_map(torch.zeros_like, params), per_sample=False)
+    assert not calls
+
+
+def test_empty_batch_with_aux_has_the_structure_of_aux(params, x):
+    def with_aux(p, x):
+        return loss(p, x), {"x": x, "pair": (x.sum(), 2)}
+
+    grads, aux = psg.per_sample_grad(with_aux, has_aux=True)(params, x[:0])
+    assert grads["w"].shape == (0, 4, 3)
+    assert aux["x"].shape == (0, 3) and aux["pair"][0].shape == (0,) and aux["pair"][1] == 2
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_empty_batch_in_chunks(chunk_size, params, x):
+    assert psg.per_sample_norm(loss, chunk_size=chunk_size)(params, x[:0]).shape == (0,)
+
+
+# --- unused, frozen, buffers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unused_parameter_has_zeros(method, params, x):
+    params["unused"] = torch.randn(2, 5, device=x.device)
+    grads = psg.per_sample_grad(loss, method=method)(params, x)
+    assert grads["unused"].shape == (N, 2, 5) and not grads["unused"].any()
+    assert not psg.clipped_grad(loss, 1.0, method=method)(params, x).grads["unused"].any()
+
+
+def test_frozen_parameters_and_buffers_have_no_gradient(device):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device).eval()
+    module[0].weight.requires_grad_(False)
+    fn, params = psg.stateless(module, F.cross_entropy)
+    assert set(params) == {"0.bias", "1.weight", "1.bias", "2.weight", "2.bias"}
+    x, y = torch.randn(N, 3, device=device), torch.randint(2, (N,), device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(params, x, y), loop_grad(fn)(params, x, y))
+
+
+def test_a_frozen_weight_costs_no_factor(device):
+    # The bias of a layer whose weight is frozen: what the weight's factor would hold is not held.
+    frozen = torch.randn(4, 3, device=device)
+    factors = psg.factored_grad(lambda b, x: score(F.linear(x, frozen, b)))(torch.randn(4, device=device), torch.randn(N, 5, 3, device=device))
+    assert isinstance(factors, psg.factors.Dense)
+
+
+# --- fn does not return a scalar ------------------------------------------------------------------------------
+
+
+@each_transform
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda p, x: F.linear(x, p["w"]), r"expected fn to return a scalar for one sample, got a tensor of shape \(4,\).*\.sum\(\)"),
+        (lambda p, x: loss(p, x)[None], r"got a tensor of shape \(1,\)"),
+        (lambda p, x: (loss(p, x), x), r"expected fn to return a scalar tensor for one sample, got tuple of length 2.*has_aux=True"),
+        (lambda p, x: {"loss": loss(p, x)}, r"got dict"),
+        (lambda p, x: None, r"got NoneType"),
+        (lambda p, x: 1.0, r"got float"),
+        (lambda p, x: loss(p, x).to(torch.complex128), r"real floating-point scalar, got dtype torch\.complex128"),
+        (lambda p, x: loss(p, x).long(), r"real floating-point scalar, got dtype torch\.int64"),
+    ],
+    ids=["vector", "[1]", "tuple", "dict", "None", "float", "complex", "integer"],
+)
+def test_fn_that_returns_no_scalar(name, fn, message, params, x):
+    with pytest.raises(psg.InputError, match=rf"^{name}.*: .*{message}"):
+        TRANSFORMS[name](fn)(params, x)
+
+
+@each_transform
+@pytest.mark.parametrize("value", [lambda v: v, lambda v: (v, v, v), lambda v: [v, v]], ids=["scalar", "triple", "list"])
+def test_has_aux_wants_a_pair(name, value, params, x):
+    with pytest.raises(psg.InputError, match=rf"^{name}.*has_aux=True: expected fn to return \(loss, aux\), got"):
+        TRANSFORMS[name](lambda p, x: value(loss(p, x)), has_aux=True)(params, x)
+
+
+# --- arguments that do not fit --------------------------------------------------------------------------------
+
+
+@each_transform
+def test_batch_sizes_that_disagree(name, params, x, device):
+    y = torch.zeros(N + 1, device=device)
+    with pytest.raises(psg.InputError, match=rf"^{name}.*disagree on the number of samples: x has {N}, y has {N + 1}.*in_dims"):
+        TRANSFORMS[name](loss)(params, x, y)
+
+
+def test_batch_sizes_that_disagree_inside_a_tree(params, x, device):
+    batch = {"x": x, "more": [torch.zeros(N + 2, device=device)]}
+    with pytest.raises(psg.InputError, match=rf"batch\['more'\]\[0\] has {N + 2}.*batch\['x'\] has {N}"):
+        psg.per_sample_grad(lambda p, batch: loss(p, batch["x"]))(params, batch)
+
+
+@each_transform
+def test_nothing_is_batched(name, params):
+    with pytest.raises(psg.InputError, match=rf"^{name}.*no argument has a dimension for the samples.*in_dims"):
+        TRANSFORMS[name](lambda p: p["w"].sum())(params)
+
+
+@each_transform
+def test_a_scalar_where_a_batch_is_expected(name, params, x, device):
+    with pytest.raises(psg.InputError, match=rf"^{name}.*: y has shape \(\).*in_dims.*None.*keyword"):
+        TRANSFORMS[name](loss)(params, x, torch.tensor(1.0, device=device))
+
+
+@each_transform
+def test_a_parameter_that_is_no_tensor(name, params, x):
+    params["scale"] = 2.0
+    with pytest.raises(psg.InputError, match=rf"^{name}.*: p\['scale'\] is a float; expected a tensor.*differentiated"):
+        TRANSFORMS[name](loss)(params, x)
+
+
+@each_transform
+def test_an_integer_parameter(name, params, x, device):
+    params["steps"] = torch.tensor(3, device=device)
+    message = rf"^{name}.*: p\['steps'\] has dtype torch\.int64; expected a floating or complex tensor.*another argument"
+    with pytest.raises(psg.InputError, match=message):
+        TRANSFORMS[name](loss)(params, x)
+
+
+def test_a_parameter_tree_without_leaves(x):
+    with pytest.raises(psg.InputError, match="has no leaves"):
+        psg.per_sample_grad(lambda p, x: x.sum())({}, x)
+
+
+@pytest.mark.parametrize("batch, kind", [([[1.0, 2.0, 3.0]] * N, None), ("numpy", "ndarray")])
+def test_a_batch_leaf_that_is_no_tensor(batch, kind, params):
+    numpy = pytest.importorskip("numpy")
+    batch = numpy.zeros((N, 3)) if batch == "numpy" else batch
+    # A nested list of numbers is a tree of numbers, none of which has samples.
+    message = rf"x is a {kind}.*torch\.as_tensor" if kind else "no argument has a dimension for the samples"
+    with pytest.raises(psg.InputError, match=message):
+        psg.per_sample_grad(loss)(params, batch)
+
+
+def test_an_unregistered_dataclass_in_the_batch(params, x):
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+
+    with pytest.raises(psg.InputError, match=r"batch is a dataclass Batch.*optree"):
+        psg.per_sample_grad(lambda p, batch: loss(p, batch.x))(params, Batch(x))
+
+
+# --- options that do not exist --------------------------------------------------------------------------------
+
+
+@each_transform
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"method": "fast"}, r"method='fast'.*'auto', 'capture', 'vmap', 'loop'"),
+        ({"randomness": "some"}, r"randomness='some'.*'different', 'same', 'error'"),
+        ({"chunk_size": 0}, r"chunk_size=0.*at least 1"),
+        ({"chunk_size": -2}, r"chunk_size=-2.*at least 1"),
+        ({"chunk_size": 2.0}, r"chunk_size=2\.0.*integer"),
+        ({"argnums": "p"}, r"argnums='p'.*integer"),
+        ({"argnums": ()}, r"argnums=\(\).*non-empty"),
+        ({"argnums": True}, r"argnums=True.*integer"),
+    ],
+)
+def test_options(name, options, message):
+    # Said when the transform is made, before there is a batch.
+    with pytest.raises(psg.InputError, match=message):
+        TRANSFORMS[name](loss, **options)
+
+
+@each_transform
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"argnums": 2}, r"argnums=2.*argument 2, but the call has 2"),
+        ({"argnums": (0, -3)}, r"argnums=\(0, -3\).*argument -3"),
+        ({"argnums": (0, 0)}, r"argnums=\(0, 0\) names an argument twice"),
+        ({"argnums": (0, -2)}, r"names an argument twice"),
+        ({"in_dims": (None,)}, r"in_dims=\(None,\).*2 positional arguments"),
+        ({"in_dims": "0"}, r"in_dims='0'.*tuple"),
+        ({"in_dims": (None, "0")}, r"in_dims for x is '0'.*integer or None"),
+        ({"in_dims": (None, 5)}, rf"x has shape \({N}, 3\); expected a dimension 5"),
+        ({"in_dims": (None, {"a": 0})}, r"in_dims for x.*prefix"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_the_call(name, options, message, params, x):
+    with pytest.raises(psg.InputError, match=rf"^{name}.*{message}"):
+        TRANSFORMS[name](loss, **options)(params, x)
+
+
+# --- state, samples that mix ----------------------------------------------------------------------------------
+
+
+def batch_norm_net(device):
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2)).to(device)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batch_norm_in_training_mode_names_the_module(method, device):
+    fn, params = psg.stateless(batch_norm_net(device), F.cross_entropy)
+    batch = torch.randn(N, 2, 5, 5, device=device), torch.zeros(N, dtype=torch.int64, device=device)
+    with pytest.raises(psg.StateError, match=r"\b1 \(BatchNorm2d\) is in training mode.*eval.*GroupNorm"):
+        psg.per_sample_grad(fn, method=method)(params, *batch)
+
+
+def test_batch_norm_in_training_mode_without_stateless(device):
+    module = batch_norm_net(device)
+    mean = module[1].running_mean.clone()
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    with pytest.raises(psg.StateError, match=r"[Bb]atch.?[Nn]orm.*eval"):
+        psg.per_sample_grad(lambda p, x: functional_call(module, p, (x[None],)).sum())(params, torch.randn(N, 2, 5, 5, device=device))
+    assert torch.equal(module[1].running_mean, mean)
+
+
+def test_batch_norm_in_evaluation_mode_works(device):
+    fn, params = psg.stateless(batch_norm_net(device).eval(), F.cross_entropy)
+    batch = torch.randn(N, 2, 5, 5, device=device), torch.zeros(N, dtype=torch.int64, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(params, *batch), loop_grad(fn)(params, *batch))
+
+
+class Counter(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.how == "in place":
+            self.calls.add_(1)
+        else:
+            self.calls = self.calls + 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned"])
+def test_a_module_that_changes_a_buffer_is_named(how, device):
+    fn, params = psg.stateless(Counter(how).to(device), F.cross_entropy)
+    with pytest.raises(psg.StateError, match=r"Counter\) changes its buffer 'calls'.*eval mode"):
+        psg.per_sample_grad(fn)(params, torch.randn(N, 3, device=device), torch.zeros(N, dtype=torch.int64, device=device))
+
+
+# --- live parameters ------------------------------------------------------------------------------------------
+
+
+@each_transform
+def test_live_parameters_work(name, device):
+    module = nn.Linear(3, 4).to(device)
+    fn = lambda p, x: score(F.linear(x, p["weight"], p["bias"]))  # noqa: E731
+    x = torch.randn(N, 3, device=device)
+    live, detached = dict(module.named_parameters()), {key: p.detach() for key, p in module.named_parameters()}
+    found, expected = (materialized(TRANSFORMS[name](fn)(p, x)) for p in (live, detached))
+    assert_trees_close(tree_map(detach, found), tree_map(detach, expected), per_sample=False)
+
+
+def materialized(result):
+    return psg.tree.materialize(result) if isinstance(result, dict) and isinstance(result["weight"], psg.factors.Factor) else result
+
+
+def detach(leaf):
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
+
+
+# --- what is not finite ---------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_is_not_finite_says_so_in_its_own_outputs(params, x):
+    x[1, 0] = math.nan
+    values, grads = psg.per_sample_value_and_grad(loss)(params, x)
+    assert values.isfinite().tolist() == [True, False, True]
+    assert reference_norm(grads).isfinite().tolist() == [True, False, True]
+    out = psg.clipped_grad(loss, 1.0)(params, x)
+    assert out.nonfinite.item() == 1 and all(leaf.isfinite().all() for leaf in out.grads.values())
+
+
+# --- the classes ----------------------------------------------------------------------------------------------
+
+
+def test_errors_are_also_what_python_calls_them():
+    assert issubclass(psg.InputError, psg.PsgError) and issubclass(psg.InputError, ValueError)
+    assert issubclass(psg.StateError, psg.PsgError) and issubclass(psg.StateError, RuntimeError)
+    assert issubclass(psg.FallbackWarning, UserWarning)

@@ -1,0 +1,73 @@
+"""The report: rung, reasons, factor kinds, ops and sizes."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N, Tied, convnet, score
+
+import psg
+
+
+def test_a_convnet(device):
+    loss, params = psg.stateless(convnet().to(device), F.cross_entropy)
+    report = psg.explain(loss)(params, torch.randn(N, 1, 8, 8, device=device), torch.randint(5, (N,), device=device))
+    assert report.rung == "capture" and report.n == N and report.reasons == ()
+    kinds = {leaf.path: leaf.kind for leaf in report.leaves}
+    assert kinds["params['0.weight']"] == kinds["params['3.weight']"] == "Conv"
+    assert kinds["params['7.weight']"] == "Outer"
+    assert kinds["params['4.weight']"] == "Dense"
+    text = str(report)
+    for path in kinds:
+        assert path in text
+    assert "conv2d" in text and "linear" in text and "group_norm" in text
+
+
+def test_a_tied_weight_names_both_ops(device):
+    loss, params = psg.stateless(Tied().to(device), lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
+    tokens = torch.randint(11, (N, 6), device=device)
+    report = psg.explain(loss)(params, tokens, tokens)
+    (tied,) = [leaf for leaf in report.leaves if "embed.weight" in leaf.path]
+    assert tied.kind == "Sum"
+    assert any("embedding" in use for use in tied.uses) and any("linear" in use for use in tied.uses)
+
+
+def test_sizes(device):
+    w, x = torch.randn(30, 20, device=device), torch.randn(N, 2, 20, device=device)
+    (leaf,) = psg.explain(lambda w, x: score(F.linear(x, w)))(w, x).leaves
+    assert leaf.dense_bytes == N * 30 * 20 * w.element_size()
+    assert leaf.factored_bytes == N * 2 * (30 + 20) * w.element_size()
+
+
+def test_the_lower_rungs_say_why(device):
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+
+    def fn(w, x):
+        return score(F.linear(x, w)) * x[0].item()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        report = psg.explain(fn)(w, x)
+    assert report.rung == "loop"
+    assert [rung for rung, _ in report.reasons] == ["capture", "vmap"]
+    assert all("item" in reason for _, reason in report.reasons)
+    for part in ("loop", "not capture", "not vmap", "item"):
+        assert part in str(report)
+
+
+def test_a_pinned_method(device):
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    assert psg.explain(lambda w, x: score(F.linear(x, w)), method="vmap")(w, x).rung == "vmap"
+
+
+def test_an_unused_parameter_holds_nothing(device):
+    params = {"used": torch.randn(3, device=device), "unused": torch.randn(300, device=device)}
+    report = psg.explain(lambda p, x: score(p["used"] * x))(params, torch.randn(N, 3, device=device))
+    (unused,) = [leaf for leaf in report.leaves if "unused" in leaf.path]
+    assert unused.factored_bytes == 0 and not unused.uses
+
+
+def test_an_empty_batch_is_an_error(device):
+    with pytest.raises(psg.InputError, match=r"explain.*empty.*at least one sample"):
+        psg.explain(lambda w, x: score(w * x))(torch.randn(3, device=device), torch.randn(0, 3, device=device))

@@ -1,0 +1,323 @@
+"""Every factor, every operation and every pair of kinds against the tensors that they stand for."""
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as torch_pytree
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psg.factors import Conv, Dense, Geometry, Outer, Rows, Sum, merge
+from psg.testing import (
+    assert_trees_close,
+    loop_grad,
+    reference_dot,
+    reference_gram,
+    reference_norm,
+    reference_weighted_sum,
+)
+
+NAMESPACE = "psg"
+
+
+def randn(*shape, generator):
+    return torch.randn(shape, generator=generator)
+
+
+# --- one recipe a kind: (n, generator, scale) -> (factor of n samples, the tensor it stands for) ---------------
+# All matrix kinds of one `size` have one shape, so that any two can meet. `size` also moves the cost choices: with few
+# positions and wide matrices products are formed between positions, with many positions the tensor is materialised.
+
+SIZES = {"wide": (1, 6, 5), "square": (4, 4, 3), "long": (40, 2, 3), "one column": (3, 4, 1), "no positions": (0, 3, 2)}
+
+
+def dense(n, size, generator):
+    _, a, b = SIZES[size]
+    values = randn(n, a, b, generator=generator)
+    return Dense(values), values
+
+
+def outer(n, size, generator):
+    t, a, b = SIZES[size]
+    left, right = randn(n, t, a, generator=generator), randn(n, t, b, generator=generator)
+    return Outer(left, right), torch.einsum("nta,ntb->nab", left, right)
+
+
+def rows(n, size, generator):
+    t, a, b = SIZES[size]
+    index = torch.randint(a, (n, t), generator=generator)
+    cotangent = randn(n, t, b, generator=generator)
+    return Rows(index, cotangent, a), torch.einsum("nta,ntb->nab", F.one_hot(index, a).to(cotangent.dtype), cotangent)
+
+
+def sum_of(*kinds):
+    def recipe(n, size, generator):
+        made = [kind(n, size, generator) for kind in kinds]
+        _, a, b = SIZES[size]
+        like = torch.zeros(n, 0)
+        total = sum((tensor for _, tensor in made), torch.zeros(n, a, b))
+        return Sum([factor for factor, _ in made], like, torch.Size((a, b))), total
+
+    return recipe
+
+
+MATRICES = {
+    "Dense": dense,
+    "Outer": outer,
+    "Rows": rows,
+    "Sum of nothing": sum_of(),
+    "Sum of Rows and Outer": sum_of(rows, outer),
+    "Sum of all": sum_of(rows, dense, outer, rows),
+    "Sum of a Sum": sum_of(sum_of(rows, rows), outer),
+}
+
+# (images, in, out, groups, input shape, kernel, stride, padding, dilation); the last two favour the product over positions.
+CONVS = {
+    "1-D": (1, 3, 4, 1, (8,), (3,), (1,), (0,), (1,)),
+    "1-D dilated": (2, 2, 2, 1, (9,), (3,), (2,), (1,), (3,)),
+    "2-D": (1, 3, 2, 1, (5, 6), (3, 2), (1, 2), (1, 0), (1, 1)),
+    "2-D grouped": (2, 4, 6, 2, (5, 5), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "2-D depthwise": (1, 3, 6, 3, (5, 5), (3, 3), (1, 1), (1, 1), (1, 2)),
+    "3-D": (1, 2, 2, 2, (3, 4, 3), (2, 2, 2), (1, 1, 1), (0, 1, 0), (1, 1, 1)),
+    "few positions": (1, 36, 40, 1, (4, 4), (3, 3), (1, 1), (0, 0), (1, 1)),
+    "few positions, grouped": (1, 16, 24, 2, (4, 4), (3, 3), (1, 1), (0, 0), (1, 1)),
+    "one position": (1, 8, 6, 1, (3, 3), (3, 3), (1, 1), (0, 0), (1, 1)),
+}
+
+
+def conv(n, size, generator):
+    images, i, o, groups, spatial, kernel, stride, padding, dilation = CONVS[size]
+    op = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(spatial)]
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    input = randn(n, images, i, *spatial, generator=generator)
+    weight = torch.zeros(o, i // groups, *kernel)
+    out = op(torch.zeros(1, i, *spatial), weight, **options).shape[1:]
+    cotangent = randn(n, images, *out, generator=generator)
+    tensor = loop_grad(lambda w, x, c: (op(x, w, **options) * c).sum())(weight, input, cotangent)
+    return Conv(cotangent, input, Geometry(kernel, stride, padding, dilation, groups)), tensor
+
+
+def vector(n, size, generator):
+    values = randn(n, 7, generator=generator)
+    return Dense(values), values
+
+
+def scalar(n, size, generator):
+    values = randn(n, generator=generator)
+    return Dense(values), values
+
+
+MATRIX_ROWS = [(kind, size, recipe) for kind, recipe in MATRICES.items() for size in SIZES]
+CONV_ROWS = [("Conv", size, conv) for size in CONVS]
+ROWS = [*MATRIX_ROWS, *CONV_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
+each_factor = pytest.mark.parametrize("kind, size, recipe", ROWS, ids=[f"{kind}, {size}" for kind, size, _ in ROWS])
+each_count = pytest.mark.parametrize("n", [0, 1, 3])
+
+
+@pytest.fixture
+def make(device):
+    generator = torch.Generator().manual_seed(0)
+
+    def make(recipe, n, size):
+        factor, tensor = recipe(n, size, generator)
+        return factor.map(lambda part: part.to(device)), tensor.to(device)
+
+    return make
+
+
+@each_count
+@each_factor
+class TestOneFactor:
+    def test_materialize(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        assert_trees_close(factor.materialize(), tensor)
+        assert (factor.n, factor.shape, factor.dtype, factor.device) == (n, tensor.shape[1:], tensor.dtype, tensor.device)
+
+    def test_squared_norm(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        assert_trees_close(factor.squared_norm(), reference_norm(tensor).square())
+
+    def test_weighted_sum(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        weights = torch.linspace(-1, 2, n, device=tensor.device)
+        assert_trees_close(factor.weighted_sum(weights), reference_weighted_sum(tensor, weights), per_sample=False)
+
+    def test_dot(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        direction = torch.randn(tensor.shape[1:], device=tensor.device)
+        assert_trees_close(factor.dot(direction), reference_dot(tensor, direction))
+
+    def test_gram_with_itself(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        assert_trees_close(factor.gram(), reference_gram(tensor))
+        assert_trees_close(factor.inner(factor), reference_norm(tensor).square())
+
+    def test_settle(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        assert_trees_close(factor.settle().materialize(), tensor)
+
+    def test_zero_of_a_sample_that_is_not_finite(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        keep = torch.arange(n, device=tensor.device) % 2 == 0
+        spoiled = factor.map(lambda part: part.masked_fill(~keep.reshape(-1, *[1] * (part.dim() - 1)), float("nan"))
+                             if part.is_floating_point() else part)  # fmt: skip
+        expected = torch.where(keep.reshape(-1, *[1] * (tensor.dim() - 1)), tensor, 0)
+        assert_trees_close(spoiled.zero(keep).materialize(), expected)
+        assert_trees_close(spoiled.zero(keep).weighted_sum(torch.ones(n, device=tensor.device)), expected.sum(0), per_sample=False)
+
+    def test_trees_of_factors_go_through_tree_map(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+
+        def double(part):
+            return part
+
+        by_optree = optree.tree_map(double, {"w": factor}, namespace=NAMESPACE)["w"]
+        by_torch = torch_pytree.tree_map(double, {"w": factor})["w"]
+        for copy in (by_optree, by_torch):
+            assert type(copy) is type(factor)
+            assert (copy.n, copy.shape) == (factor.n, factor.shape)
+            assert_trees_close(copy.materialize(), tensor)
+
+    def test_repr_says_what_it_stands_for(self, kind, size, recipe, n, make):
+        factor, tensor = make(recipe, n, size)
+        for part in (kind.split()[0], str(n), str(tuple(tensor.shape[1:]))):
+            assert part in repr(factor)
+
+
+@each_factor
+@pytest.mark.parametrize("index", [[2, 0], [], [1, 1, 1]], ids=str)
+def test_take(kind, size, recipe, index, make):
+    factor, tensor = make(recipe, 3, size)
+    at = torch.tensor(index, dtype=torch.int64, device=tensor.device)
+    assert_trees_close(factor.take(at).materialize(), tensor[at])
+    assert_trees_close(factor.take(slice(1, None)).materialize(), tensor[1:])
+    assert_trees_close(factor.take(torch.tensor([True, False, True], device=tensor.device)).materialize(), tensor[[0, 2]])
+
+
+# --- pairs --------------------------------------------------------------------------------------------------
+
+PAIRS = [(f"{a} x {b}, {size}", MATRICES[a], MATRICES[b], size) for a in MATRICES for b in MATRICES for size in SIZES]
+PAIRS += [(f"Conv x Conv, {size}", conv, conv, size) for size in CONVS]
+each_pair = pytest.mark.parametrize("first, second, size", [row[1:] for row in PAIRS], ids=[row[0] for row in PAIRS])
+
+
+@each_pair
+@each_count
+def test_inner(first, second, size, n, make):
+    (x, x_tensor), (y, y_tensor) = make(first, n, size), make(second, n, size)
+    assert_trees_close(x.inner(y), (x_tensor * y_tensor).flatten(1).sum(1))
+
+
+@each_pair
+@pytest.mark.parametrize("n, m", [(3, 2), (1, 1), (0, 2), (2, 0), (0, 0)])
+def test_gram(first, second, size, n, m, make):
+    (x, x_tensor), (y, y_tensor) = make(first, n, size), make(second, m, size)
+    assert_trees_close(x.gram(y), reference_gram(x_tensor, y_tensor))
+
+
+@pytest.mark.parametrize("size", CONVS)
+@each_count
+def test_conv_meets_dense_and_sum(size, n, make):
+    (x, x_tensor), (other, other_tensor) = make(conv, n, size), make(conv, n, size)
+    both = Sum([x, other], torch.zeros(n, 0, device=x.device), x.shape)
+    plain = Dense(other_tensor)
+    for y, y_tensor in ((plain, other_tensor), (both, x_tensor + other_tensor)):
+        assert_trees_close(x.inner(y), (x_tensor * y_tensor).flatten(1).sum(1))
+        assert_trees_close(y.inner(x), (x_tensor * y_tensor).flatten(1).sum(1))
+        assert_trees_close(x.gram(y), reference_gram(x_tensor, y_tensor))
+        assert_trees_close(y.gram(x), reference_gram(y_tensor, x_tensor))
+    assert_trees_close(both.squared_norm(), (x_tensor + other_tensor).flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_convs_of_other_geometry_meet(n, make):
+    # One kernel used at two places with other strides and paddings.
+    first, first_tensor = make(conv, n, "2-D depthwise")
+    generator = torch.Generator().manual_seed(1)
+    input = torch.randn(n, 2, 3, 9, 9, generator=generator).to(first.device)
+    weight = torch.zeros(6, 1, 3, 3, device=first.device)
+    cotangent = torch.randn(n, 2, 6, 4, 4, generator=generator).to(first.device)
+    tensor = loop_grad(lambda w, x, c: (F.conv2d(x, w, stride=2, groups=3) * c).sum())(weight, input, cotangent)
+    second = Conv(cotangent, input, Geometry((3, 3), (2, 2), (0, 0), (1, 1), 3))
+    assert_trees_close(first.inner(second), (first_tensor * tensor).flatten(1).sum(1))
+    assert_trees_close(first.gram(second), reference_gram(first_tensor, tensor))
+
+
+# --- what is easy to get wrong --------------------------------------------------------------------------------
+
+
+def test_groups_never_mix(device):
+    # The inner product over all channels at once would count products between the groups.
+    input = torch.ones(1, 1, 4, 3, 3, device=device)
+    input[:, :, 2:] = -1
+    cotangent = torch.ones(1, 1, 2, 1, 1, device=device)
+    factor = Conv(cotangent, input, Geometry((3, 3), (1, 1), (0, 0), (1, 1), 2))
+    assert factor.squared_norm().item() == 36.0  # two groups x two channels x nine entries of one
+    assert factor.gram().item() == 36.0
+
+
+def test_positions_with_one_id_add_up_before_they_are_squared(device):
+    index = torch.tensor([[1, 1, 1, 0]], device=device)
+    cotangent = torch.tensor([[[1.0], [2.0], [-3.0], [5.0]]], device=device)
+    assert Rows(index, cotangent, 3).squared_norm().item() == 25.0
+
+
+def test_a_true_zero_is_never_negative(device):
+    # The Gram form over positions cancels here: its rounding must not become the root of a negative number.
+    left = torch.randn(4, 1, 50, dtype=torch.float32, device=device).expand(4, 2, 50) * torch.tensor([[1.0], [-1.0]], device=device)
+    right = torch.randn(4, 1, 60, dtype=torch.float32, device=device).expand(4, 2, 60)
+    factor = Outer(left.float(), right.float())
+    assert (factor.squared_norm() >= 0).all()
+    rows = Rows(torch.zeros(4, 2, dtype=torch.int64, device=device), left.float(), 1)
+    twins = Sum([rows, Rows(rows.index, -rows.cotangent, 1)], torch.zeros(4, 0, device=device), rows.shape)
+    assert (twins.squared_norm() >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reductions_accumulate_in_float32(dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    for _, size, recipe in [row for row in ROWS if row[1] != "few positions"]:
+        factor, _ = recipe(3, size, generator)
+        low = factor.to(dtype).map(lambda part: part.to(device))
+        exact = low.map(lambda part: part.double() if part.is_floating_point() else part)
+        for name in ("squared_norm", "gram"):
+            found, wanted = getattr(low, name)(), getattr(exact, name)()
+            assert found.dtype == torch.float32
+            assert_trees_close(found.double(), wanted, rtol=psg_rtol(dtype), name=f"{size}: {name}")
+        assert low.weighted_sum(torch.ones(3, device=device)).dtype == dtype
+
+
+def psg_rtol(dtype):
+    from psg.testing import default_rtol
+
+    return default_rtol(dtype)
+
+
+def test_merge_keeps_the_sum(make):
+    made = [make(recipe, 2, "square") for recipe in (outer, rows, dense, outer, dense, rows)]
+    total = sum(tensor for _, tensor in made)
+    merged = merge([factor for factor, _ in made])
+    assert_trees_close(merged.materialize(), total)
+    assert_trees_close(merged.squared_norm(), reference_norm(total).square())
+    assert isinstance(merge([made[0][0], made[3][0]]), Outer)
+
+
+@given(
+    n=st.integers(0, 3),
+    t=st.integers(0, 5),
+    a=st.integers(1, 5),
+    b=st.integers(1, 5),
+    kinds=st.tuples(st.sampled_from(list(MATRICES)), st.sampled_from(list(MATRICES))),
+    seed=st.integers(0, 2**16),
+)
+def test_pairs_over_drawn_shapes(n, t, a, b, kinds, seed):
+    generator = torch.Generator().manual_seed(seed)
+    SIZES["drawn"] = (t, a, b)
+    try:
+        (x, x_tensor), (y, y_tensor) = (MATRICES[kind](n, "drawn", generator) for kind in kinds)
+    finally:
+        del SIZES["drawn"]
+    assert_trees_close(x.squared_norm(), reference_norm(x_tensor).square(), atol=1e-12)
+    assert_trees_close(x.inner(y), (x_tensor * y_tensor).flatten(1).sum(1), atol=1e-12)
+    assert_trees_close(x.gram(y), reference_gram(x_tensor, y_tensor), atol=1e-12)

@@ -1,0 +1,103 @@
+"""Convolutions over drawn shapes and options."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, on
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.testing import tensors
+
+OPS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@st.composite
+def conv_problems(draw, dims):
+    """Stride, padding in numbers and words, dilation, groups, images, layouts: all that fit, and only those."""
+    each = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(dims))  # noqa: E731
+    n = draw(st.integers(0, 3))
+    images = draw(st.sampled_from([None, 1, 2]))  # None: one image without a batch dimension of its own
+    groups = draw(st.integers(1, 3))
+    i, o = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    kernel, dilation = each(1, 3), each(1, 2)
+    kind = draw(st.sampled_from(["numbers", "number", "same", "valid"]))
+    stride = (1,) * dims if kind == "same" else each(1, 3)
+    padding = {"numbers": lambda: each(0, 2), "number": lambda: draw(st.integers(0, 2))}.get(kind, lambda: kind)()
+    # The padded image must hold one window at least; what is beyond that is drawn.
+    pads = padding if isinstance(padding, tuple) else (padding if isinstance(padding, int) else 0,) * dims
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    spatial = tuple(max(r - 2 * p, 1) + draw(st.integers(0, 3)) for r, p in zip(reach, pads, strict=True))
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if draw(st.booleans()) and dims > 1:
+        options = {**options, "stride": stride[0], "dilation": dilation}
+    params = {"weight": draw(tensors((o, i // groups, *kernel)))}
+    if draw(st.booleans()):
+        params["bias"] = draw(tensors((o,)))
+    x = draw(tensors((n, *(() if images is None else (images,)), i, *spatial)))
+    return Problem(lambda p, x: score(OPS[dims](x, p["weight"], p.get("bias"), **options)), (params, x))
+
+
+@pytest.mark.parametrize("dims", OPS)
+@given(data=st.data(), rules=st.sampled_from([True, False]))
+def test_conv(dims, data, rules, device):
+    assert_agrees(on(data.draw(conv_problems(dims)), device), rules=rules)
+
+
+@given(
+    groups=st.integers(1, 3), same=st.booleans(), n=st.integers(0, 3), memory=st.sampled_from(["weight", "input", "both"]), seed=st.integers(0, 99)
+)  # fmt: skip
+def test_channels_last(groups, same, n, memory, seed, device):
+    torch.manual_seed(seed)
+    weight, x = torch.randn(2 * groups, 2, 3, 3, device=device), torch.randn(n, 2 * groups, 5, 6, device=device)
+    if memory != "input":
+        weight = weight.to(memory_format=torch.channels_last)
+    if memory != "weight":
+        x = x.to(memory_format=torch.channels_last)
+    padding = "same" if same else 1
+    assert_agrees(Problem(lambda w, x: score(F.conv2d(x[None], w, padding=padding, groups=groups)), (weight, x)))
+
+
+# (images, in, out, groups, side, kernel): shapes at which another algorithm is the cheapest.
+CHOICES = [
+    (1, 3, 8, 1, 12, 5),
+    (1, 32, 36, 1, 4, 3),
+    (1, 64, 64, 1, 3, 3),
+    (2, 32, 32, 1, 3, 2),
+    (1, 24, 48, 2, 4, 3),
+    (1, 16, 16, 16, 6, 3),
+    (4, 2, 2, 1, 6, 1),
+    (1, 40, 48, 1, 8, 1),
+]
+
+
+@pytest.mark.parametrize("images, i, o, groups, side, kernel", CHOICES)
+def test_shapes_that_take_every_cost_choice(images, i, o, groups, side, kernel, device):
+    weight = torch.randn(o, i // groups, kernel, kernel, device=device) / (i * kernel)
+    x = torch.randn(3, images, i, side, side, device=device)
+    assert_agrees(Problem(lambda w, x: score(F.conv2d(x, w, groups=groups)), (weight, x)))
+
+
+def test_groups_do_not_mix(device):
+    # Two groups whose gradients are (1, 0) and (0, 1) at different samples: their inner product is zero.
+    weight = torch.zeros(2, 1, 1, 1, device=device)
+    x = torch.eye(2, device=device).reshape(2, 2, 1, 1)
+    factors = psg.factored_grad(lambda w, x: F.conv2d(x, w, groups=2).sum())(weight, x)
+    assert psg.tree.gram(factors).tolist() == [[1, 0], [0, 1]]
+    assert psg.tree.norm(factors).tolist() == [1, 1]
+
+
+def test_the_rule_gives_a_conv(device):
+    params = {"weight": torch.randn(4, 3, 2, 2, device=device), "bias": torch.randn(4, device=device)}
+    factors = psg.factored_grad(lambda p, x: score(F.conv2d(x, **p)))(params, torch.randn(2, 3, 5, 5, device=device))
+    assert isinstance(factors["weight"], psg.factors.Conv)
+    assert isinstance(factors["bias"], psg.factors.Dense)
+
+
+@given(n=st.integers(0, 3), stride=st.integers(1, 2), groups=st.integers(1, 2), seed=st.integers(0, 99))
+def test_transposed_convolution_without_a_rule(n, stride, groups, seed, device):
+    torch.manual_seed(seed)
+    weight, x = torch.randn(2 * groups, 3, 2, 2, device=device), torch.randn(n, 1, 2 * groups, 3, 4, device=device)
+    assert_agrees(Problem(lambda w, x: score(F.conv_transpose2d(x, w, stride=stride, groups=groups)), (weight, x)))

@@ -1,0 +1,109 @@
+"""Lookups over drawn shapes and options."""
+
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, on
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.testing import shapes, tensors
+
+each_rule = st.sampled_from([True, False])
+
+
+@st.composite
+def embedding_problems(draw):
+    """Few rows, so that ids repeat; every option, padding ids counted from the end included."""
+    n, rows, d = draw(st.integers(0, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    options = draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "padding_idx": st.integers(-rows, rows - 1),
+                "scale_grad_by_freq": st.booleans(),
+                "max_norm": st.sampled_from([0.5, 1.0, 2.0]),
+                "norm_type": st.sampled_from([1.0, 2.0, 3.0]),
+            },
+        )
+    )
+    ids = draw(tensors((n, *draw(shapes(min_dims=0, max_dims=2, max_side=6))), high=rows))
+    ids = ids.to(draw(st.sampled_from([torch.int64, torch.int32])))
+    return Problem(lambda w, ids: score(F.embedding(ids, w, **options)), (draw(tensors((rows, d))), ids))
+
+
+@st.composite
+def tied_problems(draw):
+    """One weight as table and as head, with and without tokens that are padding."""
+    n, rows, d, t = (draw(st.integers(low, 4)) for low in (0, 1, 1, 1))
+    padding_idx = draw(st.none() | st.integers(0, rows - 1))
+    tokens = draw(tensors((n, t), high=rows))
+    params = {"table": draw(tensors((rows, d))), "bias": draw(tensors((rows,)))}
+
+    def fn(p, tokens):
+        hidden = F.embedding(tokens, p["table"], padding_idx=padding_idx).cumsum(0).tanh()
+        return F.cross_entropy(F.linear(hidden, p["table"], p["bias"]), tokens)
+
+    return Problem(fn, (params, tokens))
+
+
+@st.composite
+def shared_id_problems(draw):
+    """Position ids that are the same for every sample, bound in fn or passed unbatched."""
+    n, rows, d, t = (draw(st.integers(low, 4)) for low in (0, 1, 1, 1))
+    ids = draw(tensors((t,), high=rows))
+    args = draw(tensors((rows, d))), ids, draw(tensors((n, t, d)))
+    if draw(st.booleans()):
+        return Problem(lambda w, _, x: score(F.embedding(ids.to(x.device), w) * x), args, options={"in_dims": (None, None, 0)})
+    return Problem(lambda w, ids, x: score(F.embedding(ids, w) * x), args, options={"in_dims": (None, None, 0)})
+
+
+@given(problem=embedding_problems(), rules=each_rule)
+def test_embedding(problem, rules, device):
+    # vmap(grad) cannot run max_norm, which torch does by writing into the weight; the rule can.
+    assert_agrees(on(problem, device), rules=rules, may_fall="" if rules else "max_norm")
+
+
+@given(problem=tied_problems(), rules=each_rule)
+def test_tied_embedding_and_head(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=shared_id_problems(), rules=each_rule)
+def test_shared_ids(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+def test_the_rule_gives_rows(device):
+    table, ids = torch.randn(7, 3, device=device), torch.randint(7, (2, 5), device=device)
+    assert isinstance(psg.factored_grad(lambda w, ids: score(F.embedding(ids, w)))(table, ids), psg.factors.Rows)
+
+
+def test_a_large_vocabulary_is_never_materialised(device):
+    # [n, rows, d] would take 32 GB here, and t x rows of one sample 4 GB.
+    table = torch.randn(1, 4, device=device, dtype=torch.float32).expand(10**8, 4)
+    ids = torch.randint(10**8, (20, 10), device=device)
+    factors = psg.factored_grad(lambda w, ids: F.embedding(ids, w).square().sum())(table, ids)
+    counts = (ids[:, :, None] == ids[:, None, :]).sum(2)
+    expected = 2 * table[0].norm() * counts.float().sum(1).sqrt()
+    psg.testing.assert_trees_close(psg.tree.norm(factors), expected)
+    assert psg.tree.gram(factors).shape == (20, 20)
+
+
+def test_max_norm_does_not_write_into_the_table(device):
+    table = 5 * torch.ones(4, 2, device=device)
+    psg.per_sample_grad(lambda w, ids: F.embedding(ids, w, max_norm=1.0).sum())(table, torch.arange(4, device=device)[:, None])
+    assert (table == 5).all()
+
+
+@given(mode=st.sampled_from(["sum", "mean", "max"]), n=st.integers(0, 3), t=st.integers(1, 5), weighted=st.booleans(), seed=st.integers(0, 99))
+def test_embedding_bag_without_a_rule(mode, n, t, weighted, seed, device):
+    torch.manual_seed(seed)
+    table, ids = torch.randn(4, 3, device=device), torch.randint(4, (n, t), device=device)
+    weights = torch.randn(n, 1, t, device=device)
+
+    def fn(w, ids, weights):
+        return score(F.embedding_bag(ids[None], w, mode=mode, per_sample_weights=weights if weighted and mode == "sum" else None))
+
+    assert_agrees(Problem(fn, (table, ids, weights)))

@@ -1,0 +1,108 @@
+"""Linear maps over drawn shapes and options: F.linear, matmul, addmm."""
+
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, on
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.testing import layouts, shapes, tensors
+
+each_rule = st.sampled_from([True, False])
+
+
+@st.composite
+def linear_problems(draw):
+    """A linear layer on a sample of one to four dimensions, with drawn memory layouts."""
+    n, i, o = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    positions = draw(shapes(min_dims=0, max_dims=3, max_side=3))
+    x = draw(layouts(draw(tensors((n, *positions, i)))))
+    params = {"weight": draw(layouts(draw(tensors((o, i)))))}
+    if draw(st.booleans()):
+        params["bias"] = draw(tensors((o,)))
+    return Problem(lambda p, x: score(F.linear(x, p["weight"], p.get("bias"))), (params, x))
+
+
+@st.composite
+def stacked_problems(draw):
+    """Several linear layers, some frozen, some used twice, with a nonlinearity between them."""
+    n, width = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    t = draw(st.integers(1, 3))
+    layers = draw(st.lists(st.sampled_from(["a", "b", "frozen"]), min_size=1, max_size=4))
+    frozen = draw(tensors((width, width)))
+    params = {"a": draw(tensors((width, width))), "b": draw(tensors((width, width))), "bias": draw(tensors((width,)))}
+
+    def fn(p, x):
+        for layer in layers:
+            weight = frozen.to(x.device) if layer == "frozen" else p[layer]
+            x = F.linear(x, weight, p["bias"]).tanh()
+        return score(x)
+
+    return Problem(fn, (params, draw(tensors((n, t, width)))))
+
+
+@st.composite
+def product_problems(draw):
+    """x @ W in its spellings, with position dimensions before the last."""
+    n, i, o = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    positions = draw(shapes(min_dims=0, max_dims=2, max_side=3))
+    spelling = draw(
+        st.sampled_from(
+            [
+                lambda x, w: x @ w,
+                torch.matmul,
+                lambda x, w: x.matmul(w),
+                lambda x, w: torch.tensordot(x, w, 1),
+                lambda x, w: torch.einsum("...i,io->...o", x, w),
+                lambda x, w: F.linear(x, w.T),
+                lambda x, w: (w.mT @ x.unsqueeze(-1)).squeeze(-1),
+            ]
+        )
+    )
+    return Problem(lambda w, x: score(spelling(x, w)), (draw(tensors((i, o))), draw(tensors((n, *positions, i)))))
+
+
+@st.composite
+def addmm_problems(draw):
+    n, t, i, o = draw(st.integers(0, 4)), draw(st.integers(0, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    options = draw(st.fixed_dictionaries({}, optional={"beta": st.sampled_from([0, 1, -2.0]), "alpha": st.sampled_from([0, 1, 0.5])}))
+    bias = draw(st.sampled_from([(o,), (1, o), (t, o)]))
+    params = {"bias": draw(tensors(bias)), "weight": draw(tensors((i, o)))}
+    return Problem(lambda p, x: score(torch.addmm(p["bias"], x, p["weight"], **options)), (params, draw(tensors((n, t, i)))))
+
+
+@given(problem=linear_problems(), rules=each_rule)
+def test_linear(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=stacked_problems(), rules=each_rule)
+def test_stacks_of_linear_layers(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=product_problems(), rules=each_rule)
+def test_products(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=addmm_problems(), rules=each_rule)
+def test_addmm(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+def test_the_rule_gives_an_outer(device):
+    params = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, device=device)}
+    factors = psg.factored_grad(lambda p, x: score(F.linear(x, **p)))(params, torch.randn(2, 5, 3, device=device))
+    assert isinstance(factors["weight"], psg.factors.Outer)
+    assert isinstance(factors["bias"], psg.factors.Dense)
+
+
+def test_long_and_wide_shapes_take_every_cost_choice(device):
+    # Few positions and wide layers, many positions and narrow ones: the norms are computed in different ways.
+    for t, i, o in [(1, 96, 80), (2, 96, 80), (64, 8, 6), (12, 24, 24)]:
+        params = {"weight": torch.randn(o, i, device=device) / i}
+        x = torch.randn(3, t, i, device=device)
+        assert_agrees(Problem(lambda p, x: score(F.linear(x, p["weight"])), (params, x)))

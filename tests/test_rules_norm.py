@@ -1,0 +1,114 @@
+"""Normalisation layers over drawn shapes and options."""
+
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, on
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+import psg
+from psg.testing import assert_trees_close, loop_grad, shapes, tensors
+
+each_rule = st.sampled_from([True, False])
+counts = st.integers(0, 3)
+
+
+def some(draw, **params):
+    """A drawn subset of the parameters, one of them at least."""
+    names = draw(st.lists(st.sampled_from(sorted(params)), min_size=1, unique=True))
+    return {name: draw(tensors(params[name])) for name in names}
+
+
+@st.composite
+def layer_norm_problems(draw):
+    shape, positions = draw(shapes(min_dims=1, max_dims=2)), draw(shapes(min_dims=0, max_dims=2))
+    params = some(draw, weight=shape, bias=shape)
+    eps = draw(st.sampled_from([1e-5, 1e-2]))
+    x = draw(tensors((draw(counts), *positions, *shape)))
+    return Problem(lambda p, x: score(F.layer_norm(x, shape, p.get("weight"), p.get("bias"), eps)), (params, x))
+
+
+@st.composite
+def rms_norm_problems(draw):
+    shape, positions = draw(shapes(min_dims=1, max_dims=2)), draw(shapes(min_dims=0, max_dims=2))
+    eps = draw(st.sampled_from([None, 1e-5, 1e-2]))
+    x = draw(tensors((draw(counts), *positions, *shape)))
+    return Problem(lambda p, x: score(F.rms_norm(x, shape, weight=p["weight"], eps=eps)), ({"weight": draw(tensors(shape))}, x))
+
+
+@st.composite
+def group_norm_problems(draw):
+    groups = draw(st.integers(1, 3))
+    channels = groups * draw(st.integers(1, 3))
+    # torch wants more than one value a channel, over images and positions together.
+    images = draw(st.integers(1, 2))
+    spatial = draw(shapes(min_dims=0, max_dims=2, max_side=3)) if images > 1 else (draw(st.integers(2, 3)), *draw(shapes(0, 1, 2)))
+    # Eager torch fails on a bias without a weight: the test below has that case.
+    params = {"weight": draw(tensors((channels,))), **(some(draw, bias=(channels,)) if draw(st.booleans()) else {})}
+    x = draw(tensors((draw(counts), images, channels, *spatial)))
+    return Problem(lambda p, x: score(F.group_norm(x, groups, p.get("weight"), p.get("bias"), 1e-3)), (params, x))
+
+
+@st.composite
+def instance_norm_problems(draw):
+    channels, images = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    spatial = (draw(st.integers(2, 3)), *draw(shapes(min_dims=0, max_dims=2, max_side=2)))
+    params = some(draw, weight=(channels,), bias=(channels,))
+    x = draw(tensors((draw(counts), images, channels, *spatial)))
+    return Problem(lambda p, x: score(F.instance_norm(x, weight=p.get("weight"), bias=p.get("bias"), eps=1e-3)), (params, x))
+
+
+@given(problem=layer_norm_problems(), rules=each_rule)
+def test_layer_norm(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=rms_norm_problems(), rules=each_rule)
+def test_rms_norm(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=group_norm_problems(), rules=each_rule)
+def test_group_norm(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(n=counts, groups=st.integers(1, 3), seed=st.integers(0, 99))
+def test_group_norm_of_a_bias_alone(n, groups, seed, device):
+    # "tensor does not have a device": eager torch cannot differentiate this call, so the loop has an equal one.
+    torch.manual_seed(seed)
+    bias, x = torch.randn(2 * groups, device=device), torch.randn(n, 2, 2 * groups, 3, device=device)
+    grads = psg.per_sample_grad(lambda b, x: score(F.group_norm(x, groups, bias=b)))(bias, x)
+    expected = loop_grad(lambda b, x: score(F.group_norm(x, groups) + b[:, None]))(bias, x)
+    assert_trees_close(grads, expected)
+
+
+@given(problem=instance_norm_problems(), rules=each_rule)
+def test_instance_norm(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(n=counts, affine=st.booleans(), seed=st.integers(0, 99))
+def test_instance_norm_with_running_statistics(n, affine, seed, device):
+    # In evaluation mode the statistics are buffers: no rule, but a right result.
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=affine, track_running_stats=True)).to(device).eval()
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    x = torch.randn(n, 1, 2, 6, device=device)
+    assert_agrees(Problem(lambda p, x: score(functional_call(module, p, (x,))), (params, x)))
+
+
+def test_the_rules_give_dense_factors(device):
+    params = {"weight": torch.randn(4, device=device), "bias": torch.randn(4, device=device)}
+    fns = [
+        lambda p, x: F.layer_norm(x, (4,), p["weight"], p["bias"]),
+        lambda p, x: F.rms_norm(x, (4,), p["weight"]) + p["bias"],
+        lambda p, x: F.group_norm(x[None], 2, p["weight"], p["bias"]),
+        lambda p, x: F.instance_norm(x[None], weight=p["weight"], bias=p["bias"]),
+    ]
+    for fn in fns:
+        factors = psg.factored_grad(lambda p, x: score(fn(p, x)))(params, torch.randn(2, 4, 4, device=device))  # noqa: B023
+        assert all(isinstance(factor, psg.factors.Dense) for factor in factors.values())

@@ -1,0 +1,172 @@
+"""Rules of one's own: registering, declining, listing, and what a wrong registration says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees
+from cases import N, Problem, score
+
+import psg
+from psg.factors import Dense, Outer
+from psg.rules import _registry
+
+
+@pytest.fixture(autouse=True)
+def _put_the_registry_back(monkeypatch):
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+
+
+@psg.primitive
+def bilinear_form(x, weight, scale=1.0):
+    """x^T W x."""
+    return scale * torch.einsum("...i,ij,...j->...", x, weight, x)
+
+
+def problem(device, fn=bilinear_form, **options):
+    w, x = torch.randn(4, 4, device=device), torch.randn(N, 5, 4, device=device)
+    return Problem(lambda w, x: score(fn(x, w, **options)), (w, x))
+
+
+def register(calls, decline=False):
+    @psg.rule(bilinear_form, params=("weight",))
+    def bilinear_rule(x, weight, scale=1.0):
+        calls.append((x.shape, weight.shape, scale))
+        if decline:
+            return NotImplemented
+        output = scale * torch.einsum("nti,ij,ntj->nt", x, weight, x)
+        return output, {"weight": lambda cotangent: Outer(scale * cotangent[..., None] * x, x)}
+
+    return bilinear_rule
+
+
+def test_a_primitive_without_a_rule_is_lifted(device):
+    x, w = torch.randn(5, 4, device=device), torch.randn(4, 4, device=device)
+    assert torch.equal(bilinear_form(x, w), torch.einsum("ti,ij,tj->t", x, w, x))
+    assert_agrees(problem(device))
+    assert bilinear_form.__doc__ == "x^T W x." and bilinear_form.__name__ == "bilinear_form"
+
+
+def test_an_own_rule_runs_on_the_physical_batch(device):
+    calls = []
+    register(calls)
+    assert_agrees(problem(device, scale=2.0))
+    assert set(calls) == {((N, 5, 4), (4, 4), 2.0)}
+    assert isinstance(psg.factored_grad(problem(device).fn)(*problem(device).args), Outer)
+
+
+def test_disabled_rules_do_not_run(device):
+    calls = []
+    register(calls)
+    assert_agrees(problem(device), rules=False)
+    assert not calls
+
+
+def test_a_rule_may_decline(device):
+    calls = []
+    register(calls, decline=True)
+    assert_agrees(problem(device))
+    assert calls
+
+
+def test_a_later_rule_replaces_an_earlier_one(device):
+    first, second = [], []
+    register(first)
+    register(second)
+    assert_agrees(problem(device))
+    assert second and not first
+
+
+def test_a_weight_that_depends_on_the_sample_is_no_parameter(device):
+    calls = []
+    register(calls)
+    w, x = torch.randn(4, 4, device=device), torch.randn(N, 5, 4, device=device)
+    assert_agrees(Problem(lambda w, x: score(bilinear_form(x, w * x.sum())), (w, x)))
+    assert not calls
+
+
+def test_a_parameter_as_data_takes_the_lifted_path(device):
+    calls = []
+    register(calls)
+    w, x = torch.randn(4, 4, device=device), torch.randn(N, 4, device=device)
+    assert_agrees(Problem(lambda w, x: score(bilinear_form(w, w) * x), (w, x)))
+
+
+def test_a_rule_for_torch_s_own_function(device):
+    calls = []
+
+    @psg.rule(F.prelu, params=("weight",))
+    def prelu(input, weight):
+        calls.append(input.shape)
+        negative = input.clamp(max=0)
+        return input.clamp(min=0) + weight * negative, {"weight": lambda cotangent: Dense((cotangent * negative).sum(1))}
+
+    w, x = torch.randn(4, device=device), torch.randn(N, 5, 4, device=device)
+    assert_agrees(Problem(lambda w, x: score(F.prelu(x, w)), (w, x)))
+    assert set(calls) == {(N, 5, 4)}
+
+
+def test_a_rule_for_a_library_op(device):
+    op = torch.ops.aten.mv.default
+    calls = []
+
+    @psg.rule(op, params=("self",))
+    def mv(self, vec):
+        calls.append(vec.shape)
+        return vec @ self.T, {"self": lambda cotangent: Outer(cotangent[:, None], vec[:, None])}
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    assert_agrees(Problem(lambda w, x: score(op(w, x)), (w, x)))
+    assert calls
+
+
+def test_a_rule_with_several_outputs(device):
+    @psg.primitive
+    def both(x, weight):
+        return x * weight, x + weight
+
+    @psg.rule(both, params=("weight",))
+    def both_rule(x, weight):
+        outputs = x * weight, x + weight
+        return outputs, {"weight": lambda cotangents: Dense(cotangents[0] * x + cotangents[1])}
+
+    w, x = torch.randn(4, device=device), torch.randn(N, 4, device=device)
+    assert_agrees(Problem(lambda w, x: score(both(x, w)[0]) + score(both(x, w)[1]), (w, x)))
+    # One output unused: its cotangent never arrives, and counts as zeros.
+    assert_agrees(Problem(lambda w, x: score(both(x, w)[1]), (w, x)))
+    assert_agrees(Problem(lambda w, x: score(both(x, w)[0]), (w, x)))
+
+
+def test_registered_lists_the_rules():
+    rules = psg.rules.registered()
+    for op in (F.linear, F.conv1d, F.conv2d, F.conv3d, F.embedding, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm):
+        assert op in rules, op
+    with pytest.raises(TypeError):
+        rules[F.linear] = None
+
+
+def test_a_function_that_no_mode_sees_is_an_error():
+    def unseen(x, weight):
+        return x @ weight
+
+    with pytest.raises(psg.InputError, match=r"'unseen'.*psg\.primitive"):
+        psg.rule(unseen)(lambda x, weight, bias=None: NotImplemented)
+
+
+def test_a_parameter_that_the_rule_does_not_take_is_an_error():
+    with pytest.raises(psg.InputError, match=r"no argument 'gain'.*it takes \(x, weight\)"):
+
+        @psg.rule(bilinear_form, params=("gain",))
+        def wrong(x, weight):
+            return NotImplemented
+
+
+def test_a_broken_rule_is_named(device):
+    """A factor that does not fit is an error, not a wrong gradient: nothing downstream would notice a shape that broadcasts."""
+
+    @psg.rule(bilinear_form, params=("weight",))
+    def broken_rule(x, weight, scale=1.0):
+        output = scale * torch.einsum("nti,ij,ntj->nt", x, weight, x)
+        return output, {"weight": lambda cotangent: Dense(cotangent.sum(1)[:, None, None])}
+
+    with pytest.raises(psg.PsgError, match=r"bilinear_form.*weight.*\(1, 1\).*\(4, 4\)"):
+        psg.per_sample_grad(problem(device).fn, method="capture")(*problem(device).args)

@@ -1,0 +1,232 @@
+"""From modules to functions: names, frozen and tied parameters, several inputs, keywords, target trees, scripted modules."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N, Tied, convnet
+from torch import nn
+
+import psg
+from psg.testing import assert_trees_close, loop_grad
+
+
+def ordinary(module, *batch, criterion):
+    """The gradient of the summed loss, as training computes it."""
+    module.zero_grad()
+    *inputs, target = batch
+    total = sum(criterion(module(*(x[i : i + 1] for x in inputs)), target[i : i + 1]) for i in range(len(target)))
+    total.backward()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def batch(device):
+    return torch.randn(N, 1, 8, 8, device=device), torch.randint(5, (N,), device=device)
+
+
+def test_params_are_the_detached_parameters_that_require_grad(device):
+    module = convnet().to(device)
+    module[0].weight.requires_grad_(False)
+    _, params = psg.stateless(module, F.cross_entropy)
+    live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    assert list(params) == list(live) and "0.weight" not in params
+    for name, p in params.items():
+        assert not p.requires_grad
+        assert p.data_ptr() == live[name].data_ptr()  # the memory is the module's
+
+
+def test_loss_of_one_sample_is_the_criterion_on_a_batch_of_one(batch, device):
+    module = convnet().to(device)
+    loss, params = psg.stateless(module, F.cross_entropy)
+    x, y = batch
+    expected = F.cross_entropy(module(x[:1]), y[:1])
+    assert_trees_close(loss(params, x[0], y[0]), expected, per_sample=False)
+
+
+def test_gradients_sum_to_training_s(batch, device):
+    module = convnet().to(device)
+    loss, params = psg.stateless(module, F.cross_entropy)
+    grads = psg.per_sample_grad(loss)(params, *batch)
+    expected = ordinary(module, *batch, criterion=F.cross_entropy)
+    assert_trees_close({name: leaf.sum(0) for name, leaf in grads.items()}, expected, per_sample=False)
+
+
+def test_frozen_parameters_and_buffers_are_read_at_every_call(device):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device).eval()
+    module[0].requires_grad_(False)
+    loss, params = psg.stateless(module, F.cross_entropy)
+    x, y = torch.randn(N, 3, device=device), torch.randint(2, (N,), device=device)
+    before = psg.per_sample_grad(loss)(params, x, y)
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+        module[1].running_mean.add_(1)
+    after = psg.per_sample_grad(loss)(params, x, y)
+    assert_trees_close(after, loop_grad(loss)(params, x, y))
+    assert (before["2.weight"] - after["2.weight"]).abs().max() > 1e-3
+
+
+def test_a_tied_parameter_appears_once(device):
+    module = Tied().to(device)
+    tokens, target = torch.randint(11, (N, 6), device=device), torch.randint(11, (N, 6), device=device)
+    loss, params = psg.stateless(module, lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()))
+    assert "embed.weight" in params and "head.weight" not in params
+    grads = psg.per_sample_grad(loss)(params, tokens, target)
+    assert_trees_close(grads, loop_grad(loss)(params, tokens, target))
+    expected = ordinary(module, tokens, target, criterion=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
+    assert_trees_close({name: leaf.sum(0) for name, leaf in grads.items()}, expected, per_sample=False)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(2, 4)
+
+    def forward(self, x, y, scale=None):
+        out = self.left(x) + self.right(y)
+        return out if scale is None else out * scale
+
+
+def test_several_inputs(device):
+    loss, params = psg.stateless(TwoInputs().to(device), F.mse_loss)
+    args = params, torch.randn(N, 3, device=device), torch.randn(N, 2, device=device), torch.randn(N, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))
+
+
+def test_a_dict_is_spread_as_keywords(device):
+    loss, params = psg.stateless(TwoInputs().to(device), F.mse_loss)
+    x, y, scale = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device), torch.randn(N, 4, device=device)
+    target = torch.randn(N, 4, device=device)
+    grads = psg.per_sample_grad(loss)(params, {"x": x, "y": y, "scale": scale}, target)
+    mixed = psg.per_sample_grad(loss)(params, x, {"y": y, "scale": scale}, target)
+    assert_trees_close(mixed, grads)
+    assert_trees_close(grads, loop_grad(lambda p, x, y, s, t: loss(p, x, {"y": y, "scale": s}, t))(params, x, y, scale, target))
+
+
+Pair = namedtuple("Pair", "labels weights")
+
+
+def test_targets_may_be_trees(device):
+    def criterion(out, target):
+        losses = F.cross_entropy(out, target.labels, reduction="none")
+        return (losses * target.weights).sum()
+
+    loss, params = psg.stateless(nn.Linear(3, 4).to(device), criterion)
+    target = Pair(torch.randint(4, (N,), device=device), torch.rand(N, device=device))
+    args = params, torch.randn(N, 3, device=device), target
+    assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))
+
+
+def test_a_dict_target_is_a_target(device):
+    def criterion(out, target):
+        return F.cross_entropy(out, target["labels"])
+
+    loss, params = psg.stateless(nn.Linear(3, 4).to(device), criterion)
+    args = params, torch.randn(N, 3, device=device), {"labels": torch.randint(4, (N,), device=device)}
+    assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(3, 4), wrap
+
+    def forward(self, x, labels=None):
+        return self.wrap(F.cross_entropy(self.linear(x), labels))
+
+
+Output = namedtuple("Output", "loss")
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, Output], ids=["the loss", ".loss"])
+def test_without_a_criterion_the_module_gives_the_loss(wrap, device):
+    loss, params = psg.stateless(OwnLoss(wrap).to(device))
+    x, labels = torch.randn(N, 3, device=device), torch.randint(4, (N,), device=device)
+    grads = psg.per_sample_grad(loss)(params, {"x": x, "labels": labels})
+    assert_trees_close(grads, psg.per_sample_grad(loss)(params, x, labels))
+    expected = loop_grad(lambda p, x, y: F.cross_entropy(F.linear(x, p["linear.weight"], p["linear.bias"]), y))(params, x, labels)
+    assert_trees_close(grads, expected)
+
+
+def test_an_output_without_a_loss_is_an_error(device):
+    loss, params = psg.stateless(OwnLoss(lambda loss: {"value": loss}).to(device))
+    with pytest.raises(psg.InputError, match=r"without a criterion.*\.loss; got dict"):
+        loss(params, torch.randn(3, device=device), torch.tensor(1, device=device))
+
+
+def test_a_module_without_trainable_parameters_is_an_error():
+    module = nn.Linear(3, 4).requires_grad_(False)
+    with pytest.raises(psg.InputError, match=r"stateless\(Linear\): no parameter requires grad"):
+        psg.stateless(module, F.mse_loss)
+    with pytest.raises(psg.InputError, match=r"no parameter requires grad"):
+        psg.stateless(nn.ReLU(), F.mse_loss)
+
+
+def test_a_missing_target_is_an_error(device):
+    loss, params = psg.stateless(nn.Linear(3, 4).to(device), F.mse_loss)
+    with pytest.raises(psg.InputError, match=r"loss\(params, \*inputs, target\)"):
+        loss(params)
+
+
+def test_arguments_that_are_no_tensors_pass_through(device):
+    class Flagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x, activation):
+            return getattr(self.linear(x), activation)()
+
+    loss, params = psg.stateless(Flagged().to(device), F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    grads = psg.per_sample_grad(loss)(params, x, "tanh", y)
+    expected = loop_grad(lambda p, x, y: F.mse_loss(F.linear(x, p["linear.weight"], p["linear.bias"]).tanh(), y))(params, x, y)
+    assert_trees_close(grads, expected)
+
+
+def test_the_mode_at_the_call_counts(device):
+    module = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5), nn.Linear(64, 1)).to(device)
+    loss, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 1, device=device)
+    noisy = [psg.per_sample_norm(loss)(params, x, y) for _ in range(2)]
+    assert not torch.equal(*noisy)
+    module.eval()
+    assert torch.equal(psg.per_sample_norm(loss)(params, x, y), psg.per_sample_norm(loss)(params, x, y))
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
+
+
+def test_the_module_is_left_as_it_was(batch, device):
+    module = convnet().to(device)
+    before = OrderedDict((key, value.clone()) for key, value in module.state_dict().items())
+    live = dict(module.named_parameters())
+    loss, params = psg.stateless(module, F.cross_entropy)
+    psg.clipped_grad(loss, 1.0)(params, *batch)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert all(p is live[name] and p.grad is None for name, p in module.named_parameters())
+
+
+def test_lora(device):
+    """Frozen base, trained update: the gradient of the factors, none of the base."""
+
+    class LoRA(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(6, 5).requires_grad_(False)
+            self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.a.T @ self.b.T + F.linear(x, self.base.weight + self.b @ self.a)
+
+    loss, params = psg.stateless(LoRA().to(device), F.mse_loss)
+    assert set(params) == {"a", "b"}
+    args = params, torch.randn(N, 3, 6, device=device), torch.randn(N, 3, 5, device=device)
+    assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))
+
+
+def test_parametrised_modules(device):
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
+    loss, params = psg.stateless(module.to(device), F.mse_loss)
+    assert "0.parametrizations.weight.original0" in params
+    args = params, torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))

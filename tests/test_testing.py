@@ -1,0 +1,276 @@
+"""The oracle is held to hand-written gradients, and the comparison must fail where it should."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N, score
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+import psg
+from psg import testing
+from psg.testing import Mismatch, assert_trees_close, loop_grad, loop_value_and_grad
+
+# --- the oracle ---------------------------------------------------------------------------------------------
+
+
+def test_loop_of_a_known_gradient(device):
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    values, grads = loop_value_and_grad(lambda w, x: (w @ x).square().sum() / 2)(w, x)
+    outputs = x @ w.T
+    assert_trees_close(values, outputs.square().sum(1) / 2)
+    assert_trees_close(grads, outputs[:, :, None] * x[:, None, :])
+
+
+def test_loop_uses_no_vmap(monkeypatch, device):
+    monkeypatch.setattr(torch, "vmap", None)
+    monkeypatch.setattr(torch.func, "vmap", None)
+    w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    assert_trees_close(loop_grad(lambda w, x: (w * x).sum())(w, x), x)
+
+
+def test_loop_takes_contiguous_copies(device):
+    images = torch.randn(N, 2, 4, 4, device=device).to(memory_format=torch.channels_last)
+    seen = []
+
+    def fn(w, x):
+        seen.append((x.is_contiguous(), w.is_contiguous()))
+        x.zero_()  # its own copy
+        return w.sum()
+
+    loop_grad(fn)(torch.randn(3, 4, device=device).T, images)
+    assert seen == [(True, True)] * N
+    assert images.any()
+
+
+def test_loop_argnums_in_dims_and_aux(device):
+    a, x, b = torch.randn(3, device=device), torch.randn(3, N, device=device), torch.randn(N, 3, device=device)
+    values, grads = loop_value_and_grad(lambda a, x, b: (a * x * b).sum(), (2, 0), in_dims=(None, 1, 0))(a, x, b)
+    assert_trees_close(values, (a * x.T * b).sum(1))
+    assert isinstance(grads, tuple)
+    assert_trees_close(grads, (a * x.T, x.T * b))
+    grads, aux = loop_grad(lambda a, b: ((a * b).sum(), {"b": b}), has_aux=True)(a, b)
+    assert_trees_close((grads, aux), (b, {"b": b}))
+
+
+def test_loop_of_an_unused_parameter_and_of_no_samples(device):
+    params = {"a": torch.randn(2, device=device), "b": torch.randn(3, 4, device=device)}
+    x = torch.randn(N, 2, device=device)
+    grads = loop_grad(lambda p, x: (p["a"] * x).sum())(params, x)
+    assert grads["b"].shape == (N, 3, 4) and not grads["b"].any()
+    values, grads = loop_value_and_grad(lambda p, x: 1 / 0)(params, x[:0])
+    assert values.shape == (0,) and grads["b"].shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [((torch.ones(2),), "no argument is batched"), ((torch.ones(2), torch.ones(3), torch.ones(4)), r"batch sizes disagree: \[3, 4\]")],
+)  # fmt: skip
+def test_loop_errors(args, message):
+    with pytest.raises(psg.InputError, match=message):
+        loop_grad(lambda *args: args[0].sum())(*args)
+
+
+def test_loop_wants_a_scalar():
+    with pytest.raises(psg.InputError, match=r"scalar.*\(2,\)"):
+        loop_grad(lambda w, x: w * x)(torch.ones(2), torch.ones(3, 2))
+
+
+# --- the comparison -------------------------------------------------------------------------------------------
+
+
+def trees():
+    return {"w": torch.arange(1.0, 25.0).reshape(4, 3, 2), "deep": [torch.ones(4), (torch.ones(4, 2),)]}
+
+
+def test_equal_trees_pass():
+    assert assert_trees_close(trees(), trees()) == 0
+
+
+@pytest.mark.parametrize("path, place", [("grads['w']", (2, 1, 0)), ("grads['deep'][0]", (3,)), ("grads['deep'][1][0]", (0, 1))])
+def test_the_message_names_leaf_sample_entry_and_error(path, place):
+    actual = trees()
+    eval(path, {"grads": actual})[place] += 0.25
+    with pytest.raises(Mismatch) as caught:
+        assert_trees_close(actual, trees(), name="grads")
+    error = caught.value
+    assert (error.path, error.sample, error.error) == (path, place[0], 0.25)
+    entry = f", entry {list(place[1:])}" if place[1:] else ""
+    assert str(error).startswith(f"{path}, sample {place[0]}{entry}: got ")
+    assert "error 2.5e-01" in str(error) and "1 of 3 leaves differ" in str(error)
+
+
+def test_leaves_without_samples_have_entries_alone():
+    with pytest.raises(Mismatch, match=r"^tree, entry \[1\]: got") as caught:
+        assert_trees_close(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), per_sample=False)
+    assert caught.value.sample is None
+
+
+@pytest.mark.parametrize(
+    "actual, message",
+    [
+        ({"w": torch.ones(2)}, "structure"),
+        ([torch.ones(3)], "structure"),
+        ({"v": torch.ones(3)}, "got shape"),
+        ({"v": torch.ones(2, dtype=torch.float32)}, "got dtype torch.float32, expected torch.float64"),
+    ],
+)
+def test_structure_shape_and_dtype_differ(actual, message):
+    if "structure" in message and isinstance(actual, dict):
+        expected = {"v": torch.ones(2)}
+    else:
+        expected = {"v": torch.ones(2, dtype=torch.float64)}
+    with pytest.raises(Mismatch, match=message):
+        assert_trees_close(actual, expected)
+
+
+def test_the_scale_of_the_leaf_decides():
+    expected = {"a": torch.tensor([1.0, 0.0], dtype=torch.float64)}
+    assert_trees_close({"a": torch.tensor([1.0, 5e-10], dtype=torch.float64)}, expected)
+    with pytest.raises(Mismatch):
+        assert_trees_close({"a": torch.tensor([1.0, 2e-9], dtype=torch.float64)}, expected)
+
+
+def test_a_leaf_of_zeros_is_held_to_the_tree():
+    zeros = torch.zeros(3, dtype=torch.float64)
+    expected = {"a": torch.ones(3, dtype=torch.float64), "b": zeros}
+    assert_trees_close({**expected, "b": zeros + 9e-12}, expected)
+    with pytest.raises(Mismatch, match=r"tree\['b'\], sample 0"):
+        assert_trees_close({**expected, "b": zeros + 2e-11}, expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_agrees_with_itself_alone(bad):
+    same = torch.tensor([1.0, bad])
+    assert_trees_close(same, same.clone())
+    for other in (torch.tensor([1.0, 1.0]), torch.tensor([1.0, -bad if bad == bad else 0.0])):
+        for pair in ((same, other), (other, same)):
+            with pytest.raises(Mismatch, match="sample 1"):
+                assert_trees_close(*pair, atol=1e30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128])
+def test_default_tolerance_is_wider_than_the_rounding_and_narrower_than_a_mistake(dtype):
+    rtol = testing.default_rtol(dtype)
+    assert torch.finfo(dtype).eps < rtol < 0.1
+
+
+def test_integers_must_be_equal():
+    assert testing.default_rtol(torch.int64) == 0
+    with pytest.raises(Mismatch):
+        assert_trees_close(torch.tensor([10**6]), torch.tensor([10**6 + 1]))
+
+
+# --- check --------------------------------------------------------------------------------------------------
+
+
+def loss(p, x):
+    return score(F.linear(x, p["w"], p["b"]))
+
+
+@pytest.fixture
+def args(device):
+    return {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}, torch.randn(N, 5, 3, device=device)
+
+
+def test_check_passes_and_reports(args):
+    checked = psg.check(loss)(*args)
+    assert checked.samples == N and checked.leaves == 2
+    assert 0 <= checked.error < testing.default_rtol(args[1].dtype)
+
+
+@pytest.mark.parametrize("options", [{"method": "vmap"}, {"chunk_size": 2}, {"argnums": (0,)}], ids=str)
+def test_check_takes_psg_s_options(options, args):
+    assert psg.check(loss, **options)(*args).samples == N
+
+
+def test_check_with_aux_and_keywords(args):
+    assert psg.check(lambda p, x, *, k: (k * loss(p, x), x), has_aux=True)(*args, k=2.0).leaves == 2
+
+
+def test_check_of_no_samples(args):
+    params, x = args
+    assert psg.check(loss)(params, x[:0]).samples == 0
+
+
+@pytest.fixture
+def wrong_rule(monkeypatch):
+    """psg with a rule that doubles the bias's gradient of the second sample."""
+    from psg.factors import Dense
+    from psg.rules import _registry
+
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+    right = _registry._rules[F.linear].run
+
+    def wrong(input, weight, bias=None):
+        output, builders = right(input, weight, bias)
+        scale = torch.tensor([1.0, 2.0, 1.0], device=input.device)[:, None]
+        return output, {**builders, "bias": lambda cotangent: Dense(scale * builders["bias"](cotangent).materialize())}
+
+    psg.rule(F.linear)(wrong)
+
+
+def test_check_names_what_differs_and_who_is_right(wrong_rule, args):
+    with pytest.raises(Mismatch) as caught:
+        psg.check(loss)(*args)
+    assert caught.value.path == "grads['b']" and caught.value.sample == 1
+    assert str(caught.value).startswith("grads['b'], sample 1")
+    assert "Central differences along the disagreement" in str(caught.value)
+    assert str(caught.value).endswith("the loop is nearer.")
+
+
+def test_check_tells_random_functions_from_wrong_gradients(args):
+    def noisy(p, x):
+        return F.dropout(loss(p, x) * torch.ones(8, device=x.device), 0.5).sum()
+
+    with pytest.raises(psg.InputError, match=r"random numbers or changes state.*eval"):
+        psg.check(noisy)(*args)
+
+
+def test_check_holds_the_reductions_too(monkeypatch, args):
+    right = psg.factors.Outer.squared_norm
+    monkeypatch.setattr(psg.factors.Outer, "norm", lambda self: 2 * right(self).sqrt())
+    with pytest.raises(Mismatch, match="^norm"):
+        psg.check(loss)(*args)
+
+
+# --- strategies ---------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_shapes(data):
+    shape = data.draw(testing.shapes(min_dims=1, max_dims=2, max_side=3))
+    assert 1 <= len(shape) <= 2 and all(1 <= side <= 3 for side in shape)
+
+
+@given(batch=testing.batches((3, 4), (), ((2,), 5), max_samples=3, dtype=torch.float32))
+def test_batches_share_one_n(batch):
+    x, y, ids = batch
+    n = len(x)
+    assert 0 <= n <= 3
+    assert (x.shape, y.shape, ids.shape) == ((n, 3, 4), (n,), (n, 2))
+    assert x.dtype == y.dtype == torch.float32 and ids.dtype == torch.int64
+    assert ((0 <= ids) & (ids < 5)).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_batches_reach_the_empty_batch_and_the_full_one(n):
+    (x,) = find(testing.batches((2,), max_samples=3), lambda batch: len(batch[0]) == n, settings=settings(database=None))
+    assert x.shape == (n, 2)
+
+
+@given(tensor=testing.tensors((2, 3, 4)), data=st.data())
+def test_layouts_keep_the_values(tensor, data):
+    assert torch.equal(data.draw(testing.layouts(tensor)), tensor)
+
+
+def test_layouts_reach_memory_that_is_not_contiguous():
+    tensor = torch.randn(2, 3, 4)
+    found = find(testing.layouts(tensor), lambda layout: not layout.is_contiguous(), settings=settings(database=None))
+    assert torch.equal(found, tensor)
+
+
+def test_tensors_are_drawn_from_their_seed():
+    for options in ({}, {"dtype": torch.float16}, {"high": 3}):
+        one = find(testing.tensors((50,), **options), lambda tensor: True, settings=settings(database=None))
+        assert one.unique().numel() > 1

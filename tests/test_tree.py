@@ -1,0 +1,217 @@
+"""Reductions over dense, factored and mixed trees, and their errors."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.factors import Dense, Factor, Outer, Rows, Sum
+from psg.testing import (
+    assert_trees_close,
+    reference_dot,
+    reference_flat,
+    reference_gram,
+    reference_norm,
+    reference_weighted_sum,
+)
+from psg.testing._loop import tree_map
+
+
+def factored_tree(n, device="cpu"):
+    generator = torch.Generator().manual_seed(n)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    index = torch.randint(4, (n, 6), generator=generator).to(device)
+    rows = Rows(index, randn(n, 6, 3), 4)
+    tied = Sum([Rows(index, randn(n, 6, 3), 4), Outer(randn(n, 5, 4), randn(n, 5, 3))], torch.zeros(n, 0, device=device), torch.Size((4, 3)))
+    return {"head": [Outer(randn(n, 2, 5), randn(n, 2, 3)), Dense(randn(n, 5))], "table": (rows, tied), "scale": Dense(randn(n))}
+
+
+def dense_tree(tree):
+    return psg.tree.materialize(tree)
+
+
+def mixed_tree(tree):
+    return {**tree, "head": dense_tree(tree["head"]), "scale": dense_tree(tree["scale"])}
+
+
+KINDS = {"factored": lambda tree: tree, "dense": dense_tree, "mixed": mixed_tree}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+each_count = pytest.mark.parametrize("n", [0, 1, 4])
+
+
+def direction_of(dense):
+    return tree_map(lambda leaf: torch.randn(leaf.shape[1:], device=leaf.device), dense)
+
+
+@each_kind
+@each_count
+class TestReductions:
+    def test_materialize(self, kind, n, device):
+        tree = factored_tree(n, device)
+        assert_trees_close(psg.tree.materialize(kind(tree)), dense_tree(tree))
+        assert all(isinstance(leaf, torch.Tensor) for leaf in (psg.tree.materialize(kind(tree))["table"]))
+
+    def test_norm(self, kind, n, device):
+        tree = factored_tree(n, device)
+        assert_trees_close(psg.tree.norm(kind(tree)), reference_norm(dense_tree(tree)))
+        assert_trees_close(psg.tree.squared_norm(kind(tree)), reference_norm(dense_tree(tree)).square())
+
+    def test_weighted_sum(self, kind, n, device):
+        tree = factored_tree(n, device)
+        weights = torch.linspace(-1, 2, n, device=device)
+        expected = reference_weighted_sum(dense_tree(tree), weights)
+        assert_trees_close(psg.tree.weighted_sum(kind(tree), weights), expected, per_sample=False)
+
+    def test_sum_and_mean(self, kind, n, device):
+        tree = factored_tree(n, device)
+        dense = dense_tree(tree)
+        assert_trees_close(psg.tree.sum(kind(tree)), tree_map(lambda leaf: leaf.sum(0), dense), per_sample=False)
+        assert_trees_close(psg.tree.mean(kind(tree)), tree_map(lambda leaf: leaf.mean(0), dense), per_sample=False)
+
+    def test_dot(self, kind, n, device):
+        tree = factored_tree(n, device)
+        direction = direction_of(dense_tree(tree))
+        assert_trees_close(psg.tree.dot(kind(tree), direction), reference_dot(dense_tree(tree), direction))
+
+    def test_gram_inner_cosine_with_itself(self, kind, n, device):
+        tree = factored_tree(n, device)
+        gram, norms = reference_gram(dense_tree(tree)), reference_norm(dense_tree(tree))
+        assert_trees_close(psg.tree.gram(kind(tree)), gram)
+        assert_trees_close(psg.tree.inner(kind(tree), kind(tree)), gram.diagonal())
+        assert_trees_close(psg.tree.cosine(kind(tree)), gram / norms[:, None] / norms)
+
+    @pytest.mark.parametrize("other_kind", KINDS.values(), ids=KINDS.keys())
+    def test_gram_inner_cosine_with_another_tree(self, kind, n, other_kind, device):
+        tree, other = factored_tree(n, device), factored_tree(3, device)
+        a, b = dense_tree(tree), dense_tree(other)
+        gram = reference_gram(a, b)
+        assert_trees_close(psg.tree.gram(kind(tree), other_kind(other)), gram)
+        cosine = gram / reference_norm(a)[:, None] / reference_norm(b)
+        assert_trees_close(psg.tree.cosine(kind(tree), other_kind(other)), cosine)
+        same = factored_tree(n + 10, device)
+        same = psg.tree.take(same, slice(0, n))
+        inner = (reference_flat(a) * reference_flat(dense_tree(same))).sum(1)
+        assert_trees_close(psg.tree.inner(kind(tree), other_kind(same)), inner)
+
+    def test_flatten_and_unflatten(self, kind, n, device):
+        tree = factored_tree(n, device)
+        dense = dense_tree(tree)
+        flat = psg.tree.flatten(kind(tree))
+        assert_trees_close(flat, reference_flat(dense))
+        like = tree_map(lambda leaf: torch.zeros(leaf.shape[1:], device=leaf.device), dense)
+        assert_trees_close(psg.tree.unflatten(flat, like), dense)
+
+    def test_take(self, kind, n, device):
+        tree = kind(factored_tree(n, device))
+        indices = [slice(0, 2), torch.arange(n, device=device) % 2 == 0, torch.zeros(3 if n else 0, dtype=torch.int64, device=device)]
+        for index in indices:
+            expected = tree_map(lambda leaf: leaf[index], dense_tree(tree))  # noqa: B023
+            assert_trees_close(psg.tree.materialize(psg.tree.take(tree, index)), expected)
+
+    def test_concat(self, kind, n, device):
+        trees = [kind(factored_tree(count, device)) for count in (n, 2, 0)]
+        joined = psg.tree.concat(trees)
+        expected = tree_map(lambda *leaves: torch.cat(leaves), *map(dense_tree, trees))
+        assert_trees_close(psg.tree.materialize(joined), expected)
+
+
+def test_take_and_concat_keep_factors(device):
+    tree = factored_tree(3, device)
+    for kept in (psg.tree.take(tree, slice(1, 3)), psg.tree.concat([tree, tree])):
+        assert type(kept["head"][0]) is Outer
+        assert type(kept["table"][0]) is Rows
+        assert type(kept["table"][1]) is Sum
+
+
+def test_take_and_concat_keep_tensors(device):
+    tree = dense_tree(factored_tree(3, device))
+    for kept in (psg.tree.take(tree, slice(1, 3)), psg.tree.concat([tree, tree])):
+        assert isinstance(kept["head"][0], torch.Tensor)
+
+
+def test_concat_of_factors_that_differ_in_positions(device):
+    def tree(n, t):
+        return [Outer(torch.randn(n, t, 3, device=device), torch.randn(n, t, 2, device=device))]
+
+    trees = [tree(2, 5), tree(1, 3)]
+    expected = torch.cat([leaf.materialize() for (leaf,) in trees])
+    assert_trees_close(psg.tree.materialize(psg.tree.concat(trees)), [expected])
+
+
+def test_cosine_of_a_zero_gradient_is_zero(device):
+    grads = {"w": torch.tensor([[3.0, 4.0], [0.0, 0.0]], device=device)}
+    assert psg.tree.cosine(grads).tolist() == [[pytest.approx(1.0), 0.0], [0.0, 0.0]]
+
+
+def test_complex_leaves_count_as_pairs_of_real_numbers(device):
+    values = torch.complex(torch.randn(3, 4), torch.randn(3, 4)).to(device)
+    other = torch.complex(torch.randn(3, 4), torch.randn(3, 4)).to(device)
+    weights = torch.linspace(-1, 1, 3, device=device)
+    for kind in (lambda x: x, Dense):
+        assert_trees_close(psg.tree.norm([kind(values)]), torch.linalg.vector_norm(values, dim=1))
+        assert_trees_close(psg.tree.gram([kind(values)], [kind(other)]), (values @ other.mH).real)
+        assert_trees_close(psg.tree.inner([kind(values)], [kind(other)]), (values * other.conj()).sum(1).real)
+        assert_trees_close(psg.tree.dot([kind(values)], [other[0]]), (values * other[0].conj()).sum(1).real)
+        assert_trees_close(psg.tree.weighted_sum([kind(values)], weights), [weights.to(values.dtype) @ values], per_sample=False)
+
+
+def test_functions_of_a_bare_leaf(device):
+    values = torch.randn(3, 2, device=device)
+    for leaf in (values, Dense(values)):
+        assert_trees_close(psg.tree.norm(leaf), torch.linalg.vector_norm(values, dim=1))
+        assert_trees_close(psg.tree.materialize(leaf), values)
+
+
+@given(n=st.integers(0, 5), split=st.integers(0, 5), seed=st.integers(0, 2**16))
+def test_take_undoes_concat(n, split, seed, device):
+    tree = factored_tree(n, device)
+    parts = [psg.tree.take(tree, slice(0, split)), psg.tree.take(tree, slice(split, None))]
+    assert_trees_close(dense_tree(psg.tree.concat(parts)), dense_tree(tree))
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(device)
+    assert_trees_close(psg.tree.norm(psg.tree.take(tree, order)), psg.tree.norm(tree)[order])
+
+
+@given(n=st.integers(1, 5), seed=st.integers(0, 2**16))
+def test_cauchy_schwarz_and_symmetry(n, seed, device):
+    tree = factored_tree(n, device)
+    gram, norms = psg.tree.gram(tree), psg.tree.norm(tree)
+    assert_trees_close(gram, gram.T)
+    assert_trees_close(gram.diagonal().sqrt(), norms)
+    assert (psg.tree.cosine(tree).abs() <= 1 + 1e-6).all()
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+VALUES = torch.ones(3, 2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: psg.tree.norm({}), r"psg\.tree\.norm: .*no leaves"),
+        (lambda: psg.tree.norm({"w": "text"}), r"psg\.tree\.norm: expected .*tensors \[n, \.\.\.\].*got str"),
+        (lambda: psg.tree.norm(torch.tensor(1.0)), r"psg\.tree\.norm: .*got a scalar tensor"),
+        (lambda: psg.tree.norm([VALUES, VALUES[:2]]), r"psg\.tree\.norm: .*disagree.*\[2, 3\]"),
+        (lambda: psg.tree.weighted_sum(VALUES, torch.ones(2)), r"psg\.tree\.weighted_sum: expected .*\(3,\), got \(2,\)"),
+        (lambda: psg.tree.dot({"a": VALUES}, {"b": VALUES[0]}), r"psg\.tree\.dot: .*structure"),
+        (lambda: psg.tree.dot(VALUES, torch.ones(5)), r"psg\.tree\.dot: .*\(5,\), expected \(2,\)"),
+        (lambda: psg.tree.inner(VALUES, VALUES[:2]), r"psg\.tree\.inner: .*3 and 2 samples.*gram"),
+        (lambda: psg.tree.inner([VALUES], [VALUES, VALUES]), r"psg\.tree\.inner: .*differ in structure"),
+        (lambda: psg.tree.gram([VALUES], (VALUES,)), r"psg\.tree\.gram: .*differ in structure"),
+        (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: .*integer 1.*slice\(1, 2\)"),
+        (lambda: psg.tree.concat([]), r"psg\.tree\.concat: .*at least one tree"),
+        (lambda: psg.tree.concat([[VALUES], (VALUES,)]), r"psg\.tree\.concat: .*differ in structure"),
+        (lambda: psg.tree.unflatten(torch.ones(3, 5), {"a": torch.zeros(2)}), r"psg\.tree\.unflatten: expected 2 .*got 5"),
+    ],
+)  # fmt: skip
+def test_errors(call, message):
+    with pytest.raises(psg.InputError, match=message):
+        call()
+
+
+def test_factor_is_the_name_of_all_kinds():
+    assert all(issubclass(kind, Factor) for kind in (Dense, Outer, Rows, Sum, psg.factors.Conv))
