@@ -1,15 +1,14 @@
 """One call of a function on a batch: its arguments checked, flattened, and split into chunks and samples."""
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from psg import _trees
+from psg import _ambient, _trees
 from psg._errors import InputError
 
 
@@ -167,7 +166,7 @@ def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any
             _check_params(name, own, own_paths)
         for leaf, dim, path in zip(own, own_dims, own_paths, strict=True):
             dims.append(_check_dim(name, leaf, dim, path, default=options.in_dims is None))
-        leaves += own
+        leaves += map(_ambient.usable, own)
         paths += own_paths
 
     _, spec = _trees.flatten(args)
@@ -244,15 +243,10 @@ def _check_dim(name: str, leaf: Any, dim: Any, path: str, default: bool) -> int 
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise InputError(f"{name}: in_dims for {path} is {dim!r}; expected an integer or None.")
     if not isinstance(leaf, Tensor):
-        if hasattr(leaf, "shape") or isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes)):
+        if hasattr(leaf, "shape") or isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):
             raise InputError(
                 f"{name}: {path} is a {type(leaf).__name__}, which is neither a tensor nor a tree that optree knows. Convert it with "
                 'torch.as_tensor, or register its type with optree (namespace="psg"), or pass it by keyword to share it.'
-            )
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            raise InputError(
-                f"{name}: {path} is a dataclass {type(leaf).__name__} that optree does not know. Declare it with "
-                'optree.dataclasses.dataclass(namespace="psg"), or pass it by keyword to share it.'
             )
         return None  # a number, a string, a flag: the same for every sample
     if not -leaf.ndim <= dim < leaf.ndim:

@@ -33,7 +33,7 @@ from psg._ops import (
     places_of,
     replace_at,
     substitute,
-    writes,
+    target_of,
 )
 from psg.factors import Dense, Factor, Sum, merge
 from psg.rules import _registry
@@ -41,6 +41,10 @@ from psg.rules import _registry
 
 class Unsupported(PsgError):
     """Capture cannot run this function; the next rung of the ladder can."""
+
+
+class _WritesInput(Unsupported):
+    """The function writes into one of its inputs that is no parameter."""
 
 
 class Captured(NamedTuple):
@@ -81,12 +85,31 @@ def capture(
     Raises:
         Unsupported: The function does what lifting cannot follow.
     """
-    tensors, dims = [tensor.detach() for tensor in tensors], list(in_dims)
+    tensors = [tensor.detach() for tensor in tensors]
+    try:
+        return _one_pass(function, tensors, in_dims, params, n, randomness)
+    except _WritesInput:
+        # An activation in place on the sample itself, say: harmless to the caller on a copy.
+        tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
+        return _one_pass(function, tensors, in_dims, params, n, randomness, copied=True)
+
+
+def _one_pass(
+    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    in_dims: Sequence[int | None],
+    params: Sequence[int],
+    n: int,
+    randomness: str,
+    copied: bool = False,
+) -> Captured:
+    tensors, dims = list(tensors), list(in_dims)
+    inputs = () if copied else [tensor for position, tensor in enumerate(tensors) if position not in params]
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in params]
     for position, value in zip(params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = _Mode(n, lifted, tensors)
+    mode = _Mode(n, lifted, inputs)
 
     def watched(*samples: Tensor) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
@@ -185,10 +208,12 @@ class _Anchor(torch.autograd.Function):
 class _Mode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
-    def __init__(self, n: int, params: Sequence[Lifted], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.n = n
-        self.owned = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+        # Memory that the function must not write into: parameters, values derived from them, and the caller's inputs.
+        self.owned = {_memory(value.leaf) for value in params}
+        self.inputs = {_memory(tensor) for tensor in inputs if tensor.numel()}
         self.level = -1
         self.params = params
         self.values = list(params)  # and, as they appear, the derived ones
@@ -207,7 +232,7 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
-        target = args[0] if writes(func) else kwargs.get("out")
+        target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(name_of(func), target)
         if _functorch.current_level() != self.level:
@@ -235,8 +260,12 @@ class _Mode(TorchFunctionMode):
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
         while isinstance(target, Tensor) and _functorch.is_wrapped(target):
             target = _functorch.value_of(target)
-        if isinstance(target, Tensor) and target.untyped_storage().data_ptr() in self.owned:
-            raise Unsupported(f"{op} writes into a parameter or an input, or a view of one")
+        if not isinstance(target, Tensor):
+            return
+        if _memory(target) in self.owned:
+            raise Unsupported(f"{op} writes into a parameter, or a view of one")
+        if _memory(target) in self.inputs:
+            raise _WritesInput(f"{op} writes into an input, or a view of one")
 
     def _avoid_leak(self, func: Any) -> None:
         reason = _registry.find_leak(func)
@@ -280,7 +309,7 @@ class _Mode(TorchFunctionMode):
             lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
             self.by_handle[id(lifted.handle)] = lifted
             self.values.append(lifted)
-            self.owned.add(part.untyped_storage().data_ptr())
+            self.owned.add(_memory(part))
         return tuple(parts) if several else parts[0]
 
     def _history(self, leaf: Any) -> Any:
@@ -406,3 +435,7 @@ class _Mode(TorchFunctionMode):
         for value, gradient in zip(roots, pulled, strict=True):
             if gradient is not None:
                 value.terms.append(Dense(gradient))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

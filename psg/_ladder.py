@@ -180,7 +180,9 @@ def _run_loop(call: Call) -> Result:
         with torch.enable_grad(), _Guard(call.name):
             loss, extra = call.evaluate(leaves)
         gradients = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
-        gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(own, gradients, strict=True)]
+        gradients = [
+            torch.zeros_like(leaf) if g is None else g.to_dense() if g.is_sparse else g for leaf, g in zip(own, gradients, strict=True)
+        ]
         rows.append((*gradients, loss.detach(), *(tensor.detach() for tensor in aux.split(extra))))
         if call.randomness == "error" and not _random.same_state(state, _random.get_state(leaves[i] for i in call.tensors)):
             raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')

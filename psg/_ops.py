@@ -67,12 +67,29 @@ def derives(func: Any) -> bool:
     return name_of(func) in _DERIVING and (builtin or getattr(func, "__module__", "").split(".")[0] == "torch")
 
 
+def target_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the call writes into, or None."""
+    if _writes(func):
+        return args[0]
+    position = _inplace_position(func)
+    if position is not None and (kwargs.get("inplace") or (position < len(args) and args[position])):
+        return args[0] if args else kwargs.get("input")
+    return kwargs.get("out")
+
+
 @cache
-def writes(func: Any) -> bool:
+def _writes(func: Any) -> bool:
     name = name_of(func)
     if name in ("requires_grad_", "detach_"):
         return False  # change what is recorded, not what is stored
     return name in ("__setitem__", "__set__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+@cache
+def _inplace_position(func: Any) -> int | None:
+    # torch.nn.functional's activations are Python functions with an option for it.
+    names = func.__code__.co_varnames[: func.__code__.co_argcount] if isinstance(func, FunctionType) else ()
+    return names.index("inplace") if "inplace" in names else None
 
 
 Place = tuple[str, int | None]

@@ -1,9 +1,12 @@
 """Trees of arguments: flattening, in_dims as a prefix tree, paths for messages. Trees are optree's."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import optree
+import torch.utils._pytree as torch_pytree
 
 from psg._errors import InputError
 
@@ -12,7 +15,42 @@ NAMESPACE = "psg"
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a tree."""
-    return optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    adopted = [leaf for leaf in leaves if not (is_leaf and is_leaf(leaf)) and _adopt(type(leaf))]
+    return flatten(tree, is_leaf) if adopted else (leaves, spec)
+
+
+@cache
+def _adopt(kind: type) -> bool:
+    """Make a container that optree does not know a node of our namespace; False for what is no container.
+
+    Dataclasses, what torch's own pytree knows (transformers' model outputs), and mappings that can be made from a dict (its batches).
+    """
+    register: Any = optree.register_pytree_node  # typed for collections; these are nodes of other kinds
+    if kind in torch_pytree.SUPPORTED_NODES:
+        node = torch_pytree.SUPPORTED_NODES[kind]
+        register(kind, node.flatten_fn, lambda context, children: node.unflatten_fn(list(children), context), namespace=NAMESPACE)
+    elif dataclasses.is_dataclass(kind):
+        names = tuple(field.name for field in dataclasses.fields(kind))
+
+        def unflatten(_: Any, children: Sequence[Any]) -> Any:
+            value = object.__new__(kind)  # no __init__: it may check or derive, and the children may be anything
+            for name, child in zip(names, children, strict=True):
+                object.__setattr__(value, name, child)
+            return value
+
+        register(kind, lambda value: ([getattr(value, name) for name in names], None, names), unflatten, namespace=NAMESPACE)
+    elif issubclass(kind, Mapping):
+        make: Any = kind
+        register(
+            kind,
+            lambda value: (list(value.values()), tuple(value), tuple(value)),
+            lambda keys, children: make(dict(zip(keys, children, strict=True))),
+            namespace=NAMESPACE,
+        )
+    else:
+        return False
+    return True
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
@@ -52,3 +90,9 @@ def _skeleton(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
 def keys(tree: Any) -> list[tuple[Any, ...]]:
     """The path to every leaf as a tuple of keys, indices and attribute names."""
     return list(optree.tree_paths(tree, namespace=NAMESPACE))
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree with the function applied to every leaf."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [function(leaf) for leaf in leaves])

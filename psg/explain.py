@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psg import _autocast, _functorch, _ladder, _trees
+from psg import _ambient, _functorch, _ladder, _trees
 from psg._call import Options, prepare
 from psg._errors import InputError
 from psg.factors import Factor
@@ -100,11 +100,12 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         name = getattr(fn, "__name__", type(fn).__name__)
-        call = prepare(f"explain({name})", _autocast.keep(fn), options, args, kwargs)
-        if call.n == 0:
-            raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")
+        kept = _ambient.keep(fn)
         inside = _functorch.transform_active() and method == "auto"
-        with _autocast.off():
+        with _ambient.off():
+            call = prepare(f"explain({name})", kept, options, args, kwargs)
+            if call.n == 0:
+                raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")
             result = _ladder.run(call, "vmap" if inside else method)
         leaves = tuple(
             _leaf(call.paths[position], factor, uses)

@@ -1,12 +1,12 @@
 """From an nn.Module to a function of one sample and the parameters it is differentiated for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
 
+from psg import _trees
 from psg._errors import InputError, StateError
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -26,7 +26,7 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
 
     Returns:
         `(loss, params)`. `loss(params, *inputs, target)`, without a target if criterion is None, passes the inputs on to the module; a
-        dict among them is spread as keyword arguments, as in `module(**batch)`. `params` maps names to the parameters that require
+        mapping among them is spread as keyword arguments, as in `module(**batch)`. `params` maps names to the parameters that require
         grad, detached: they share their memory with the module's.
 
     Raises:
@@ -57,10 +57,10 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
                 )
         if criterion is not None and not sample:
             raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
-        batch = [optree.tree_map(_add_batch_dim, argument) for argument in sample]
+        batch = [_trees.map_leaves(_add_batch_dim, argument) for argument in sample]
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
-        positional = [argument for argument in inputs if not isinstance(argument, dict)]
-        keyword = {key: value for argument in inputs if isinstance(argument, dict) for key, value in argument.items()}
+        positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
+        keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
         output = _call(module, params, positional, keyword)
         return _loss_of(output) if criterion is None else criterion(output, target)
 

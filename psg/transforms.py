@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _autocast, _functorch, _ladder, _primitive, _random, _trees, clipping
+from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clipping
 from psg._call import Call, Options, prepare
 from psg._errors import InputError
 from psg._ladder import Result
@@ -369,9 +369,10 @@ def _over_batches(
         return _Reduced(combine(list(reduced)), torch.cat(values), _concat_aux(aux))
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Reduced]:
-        call = prepare(label, _autocast.keep(fn), options, args, kwargs)
-        check(call)
-        with _autocast.off():
+        kept = _ambient.keep(fn)
+        with _ambient.off():
+            call = prepare(label, kept, options, args, kwargs)
+            check(call)
             if factored and options.method == "auto" and _primitive.needs_derivative(call):
                 return call, compute(call, "vmap")
             return call, _primitive.differentiable(compute, call, options.method)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees
-from psg._autocast import never
+from psg._ambient import never
 from psg._errors import InputError
 from psg.factors import Dense, Factor, joint_norm
 

@@ -4,7 +4,8 @@ import warnings
 from contextlib import nullcontext
 
 import torch
-from cases import Problem
+import torch.nn.functional as F
+from cases import N, Problem, score
 
 import psg
 from psg._trees import unflatten
@@ -81,3 +82,14 @@ def samples(problem: Problem, index: list[int]) -> Problem:
 def on(problem: Problem, device) -> Problem:
     """The same problem on another device."""
     return problem._replace(args=tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, problem.args))
+
+
+def linear_loss(p, x):
+    """A small function for tests that need any one."""
+    return score(F.linear(x, p["w"], p["b"]))
+
+
+def linear_args(device, n=N):
+    """Parameters and a batch for `linear_loss`."""
+    p = {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}
+    return p, torch.randn(n, 5, 3, device=device)

@@ -1,4 +1,4 @@
-"""The capture pass itself: one call, no weight gradient, derived values once, and both routes below vmap."""
+"""The capture pass itself: one call, no weight gradient, derived values once, nothing left behind."""
 
 import gc
 import weakref
@@ -6,11 +6,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import N, each_case, score
+from cases import N, score
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
-from psg import _functorch
 from psg.testing import assert_trees_close, loop_grad
 
 
@@ -88,15 +87,6 @@ def test_a_zero_gradient_of_a_used_leaf_is_not_an_unused_leaf(device):
     params = {"a": torch.randn(3, device=device), "b": torch.randn(3, device=device)}
     grads = psg.per_sample_grad(fn)(params, torch.randn(N, 3, device=device))
     assert not grads["a"].any() and grads["b"].any()
-
-
-@each_case(lambda case: not case.not_capture)
-def test_the_public_route_below_vmap_agrees(case, device, monkeypatch):
-    problem = case.build(device)
-    light = psg.per_sample_grad(problem.fn, **problem.options, method="capture")(*problem.args, **problem.shared)
-    monkeypatch.setattr(_functorch, "run_below", _functorch.run_below_public)
-    public = psg.per_sample_grad(problem.fn, **problem.options, method="capture")(*problem.args, **problem.shared)
-    assert_trees_close(public, light)
 
 
 def test_nothing_is_kept_after_the_call(device):

@@ -93,6 +93,7 @@ def test_public_names_are_documented():
 
     readme = (ROOT / "README.md").read_text()
     names = [name for name in psg.__all__ if callable(getattr(psg, name)) and not issubclass(type(getattr(psg, name)), type)]
-    names += [f"tree.{name}" for name in dir(psg.tree) if not name.startswith("_") and getattr(getattr(psg.tree, name), "__module__", "") == "psg.tree"]  # fmt: skip
+    tree = {name: value for name, value in vars(psg.tree).items() if not name.startswith("_")}
+    names += [f"tree.{name}" for name, value in tree.items() if getattr(value, "__module__", "") == "psg.tree"]
     missing = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", readme)]
     assert not missing

@@ -99,7 +99,9 @@ def test_frozen_parameters_and_buffers_have_no_gradient(device):
 def test_a_frozen_weight_costs_no_factor(device):
     # The bias of a layer whose weight is frozen: what the weight's factor would hold is not held.
     frozen = torch.randn(4, 3, device=device)
-    factors = psg.factored_grad(lambda b, x: score(F.linear(x, frozen, b)))(torch.randn(4, device=device), torch.randn(N, 5, 3, device=device))
+    factors = psg.factored_grad(lambda b, x: score(F.linear(x, frozen, b)))(
+        torch.randn(4, device=device), torch.randn(N, 5, 3, device=device)
+    )
     assert isinstance(factors, psg.factors.Dense)
 
 
@@ -191,15 +193,18 @@ def test_a_batch_leaf_that_is_no_tensor(batch, kind, params):
         psg.per_sample_grad(loss)(params, batch)
 
 
-def test_an_unregistered_dataclass_in_the_batch(params, x):
+def test_an_array_inside_a_dataclass_of_the_batch(params, x):
     import dataclasses
+
+    numpy = pytest.importorskip("numpy")
 
     @dataclasses.dataclass
     class Batch:
         x: torch.Tensor
+        y: object
 
-    with pytest.raises(psg.InputError, match=r"batch is a dataclass Batch.*optree"):
-        psg.per_sample_grad(lambda p, batch: loss(p, batch.x))(params, Batch(x))
+    with pytest.raises(psg.InputError, match=r"batch.y is a ndarray.*torch\.as_tensor"):
+        psg.per_sample_grad(lambda p, batch: loss(p, batch.x))(params, Batch(x, numpy.zeros(N)))
 
 
 # --- options that do not exist --------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ def attention_problems(draw):
         if kind == "boolean":
             mask = mask > 0
             mask[..., 0] = True  # a row without any source is 0/0 in torch itself
-    params = {name: draw(tensors((heads_of * width, 4))) for name, heads_of, width in (("q", heads, e), ("k", key_heads, e), ("v", key_heads, f))}
+    params = {
+        name: draw(tensors((heads_of * width, 4))) for name, heads_of, width in (("q", heads, e), ("k", key_heads, e), ("v", key_heads, f))
+    }
 
     def fn(p, x, memory, mask):
         def split(name, source, count):

@@ -47,8 +47,12 @@ def test_conv(dims, data, rules, device):
 
 
 @given(
-    groups=st.integers(1, 3), same=st.booleans(), n=st.integers(0, 3), memory=st.sampled_from(["weight", "input", "both"]), seed=st.integers(0, 99)
-)  # fmt: skip
+    groups=st.integers(1, 3),
+    same=st.booleans(),
+    n=st.integers(0, 3),
+    memory=st.sampled_from(["weight", "input", "both"]),
+    seed=st.integers(0, 99),
+)
 def test_channels_last(groups, same, n, memory, seed, device):
     torch.manual_seed(seed)
     weight, x = torch.randn(2 * groups, 2, 3, 3, device=device), torch.randn(n, 2 * groups, 5, 6, device=device)

@@ -97,7 +97,9 @@ def test_max_norm_does_not_write_into_the_table(device):
     assert (table == 5).all()
 
 
-@given(mode=st.sampled_from(["sum", "mean", "max"]), n=st.integers(0, 3), t=st.integers(1, 5), weighted=st.booleans(), seed=st.integers(0, 99))
+@given(
+    mode=st.sampled_from(["sum", "mean", "max"]), n=st.integers(0, 3), t=st.integers(1, 5), weighted=st.booleans(), seed=st.integers(0, 99)
+)
 def test_embedding_bag_without_a_rule(mode, n, t, weighted, seed, device):
     torch.manual_seed(seed)
     table, ids = torch.randn(4, 3, device=device), torch.randint(4, (n, t), device=device)

@@ -29,16 +29,28 @@ def reference_clipped(p, x):
     return {key: torch.einsum("n,n...->...", coef, leaf) for key, leaf in grads.items()}
 
 
+def reference_norms(p, x):
+    return flat(reference_gradients(p, x)).norm(dim=1)
+
+
+def reference_gram(p, x):
+    rows = flat(reference_gradients(p, x))
+    return rows @ rows.T
+
+
 # Name -> (psg's function, the same by torch.func alone).
 FUNCTIONS = {
     "per_sample_grad": (psg.per_sample_grad(loss), reference_gradients),
-    "per_sample_value_and_grad": (psg.per_sample_value_and_grad(loss), lambda p, x: (vmap(loss, in_dims=(None, 0))(p, x), reference_gradients(p, x))),
-    "per_sample_norm": (psg.per_sample_norm(loss), lambda p, x: flat(reference_gradients(p, x)).norm(dim=1)),
-    "gram": (lambda p, x: psg.tree.gram(psg.factored_grad(loss)(p, x)), lambda p, x: flat(reference_gradients(p, x)) @ flat(reference_gradients(p, x)).T),
+    "per_sample_value_and_grad": (
+        psg.per_sample_value_and_grad(loss),
+        lambda p, x: (vmap(loss, in_dims=(None, 0))(p, x), reference_gradients(p, x)),
+    ),
+    "per_sample_norm": (psg.per_sample_norm(loss), reference_norms),
+    "gram": (lambda p, x: psg.tree.gram(psg.factored_grad(loss)(p, x)), reference_gram),
     "clipped_grad": (lambda p, x: psg.clipped_grad(loss, 0.8)(p, x).grads, reference_clipped),
     "in chunks": (psg.per_sample_grad(loss, chunk_size=2), reference_gradients),
     "method vmap": (psg.per_sample_grad(loss, method="vmap"), reference_gradients),
-}  # fmt: skip
+}
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 

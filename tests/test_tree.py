@@ -26,7 +26,9 @@ def factored_tree(n, device="cpu"):
 
     index = torch.randint(4, (n, 6), generator=generator).to(device)
     rows = Rows(index, randn(n, 6, 3), 4)
-    tied = Sum([Rows(index, randn(n, 6, 3), 4), Outer(randn(n, 5, 4), randn(n, 5, 3))], torch.zeros(n, 0, device=device), torch.Size((4, 3)))
+    tied = Sum(
+        [Rows(index, randn(n, 6, 3), 4), Outer(randn(n, 5, 4), randn(n, 5, 3))], torch.zeros(n, 0, device=device), torch.Size((4, 3))
+    )
     return {"head": [Outer(randn(n, 2, 5), randn(n, 2, 3)), Dense(randn(n, 5))], "table": (rows, tied), "scale": Dense(randn(n))}
 
 

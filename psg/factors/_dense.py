@@ -8,7 +8,6 @@ from torch import Tensor
 
 from psg.factors._base import Factor, wide, widen
 
-
 _BLOCK = 4096
 
 

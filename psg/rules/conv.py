@@ -37,6 +37,8 @@ def _convolution(dims: int) -> Any:
         if padding == "valid":
             padding = 0
         elif padding == "same":
+            if any(step != 1 for step in stride):
+                return NotImplemented  # torch refuses it
             padding, extra = _same_padding(dilation, kernel)
             input = F.pad(input, extra) if any(extra) else input
         padding = _each(padding, dims)

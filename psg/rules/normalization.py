@@ -54,6 +54,8 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
     """Over groups of channels of each image: ([n,images,c,*], [c], [c]) -> [n,images,c,*]."""
     if input.ndim < 3 or input.numel() == 0 or _any_complex(input, weight, bias):
         return NotImplemented
+    if input[0].numel() == num_groups:
+        return NotImplemented  # one value a group: torch refuses it
     images = input.flatten(0, 1)
     output, mean, rstd = torch.native_group_norm(
         images, weight, bias, images.shape[0], images.shape[1], math.prod(images.shape[2:]), num_groups, eps

@@ -1,4 +1,7 @@
-"""Autocast is for fn alone: what psg computes around it keeps the precision that it states."""
+"""What surrounds a call: autocast is for fn alone, and inference mode for neither.
+
+Under autocast, what psg computes around fn keeps the precision that it states. Under inference mode nothing could be differentiated.
+"""
 
 import contextlib
 import functools
@@ -30,12 +33,19 @@ def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Run the body without autocast."""
+    """Run the body without autocast and outside of inference mode."""
     with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def usable(leaf: Any) -> Any:
+    """A tensor made under inference mode as one that autograd can use; everything else as it is. Call it outside of that mode."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
 
 
 def never(function: Callable[..., Any]) -> Callable[..., Any]:
