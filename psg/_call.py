@@ -29,7 +29,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("randomness", self.randomness, ("different", "same", "error"))
-        _one_of("method", self.method, ("auto", "capture", "vmap", "loop"))
+        _one_of("method", self.method, ("auto", "capture", "vmap", "loop", "batch"))
         chunk = self.chunk_size
         if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
             raise InputError(f"chunk_size={chunk!r}: expected an integer of at least 1, or None for the whole batch at once.")
@@ -84,11 +84,11 @@ class Call:
         """The tree that is differentiated, or the tuple of them, with these leaves."""
         return _trees.unflatten(self.gradient_spec, leaves)
 
-    def evaluate(self, leaves: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Call fn on one sample's leaves -> (loss, aux).
+    def evaluate(self, leaves: Sequence[Any], batch: bool = False) -> tuple[Tensor, Any]:
+        """Call fn on one sample's leaves -> (loss, aux); on those of the whole batch if that is what fn takes.
 
         Raises:
-            InputError: fn does not return a real scalar, or with has_aux no pair.
+            InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair.
         """
         output = self.fn(*_trees.unflatten(self.spec, leaves), **self.kwargs)
         aux = None
@@ -99,7 +99,12 @@ class Call:
         if not isinstance(output, Tensor):
             hint = " To return more than the loss, pass has_aux=True." if isinstance(output, tuple) else ""
             raise InputError(f"{self.name}: expected fn to return a scalar tensor for one sample, got {_describe(output)}.{hint}")
-        if output.ndim != 0:
+        if batch and output.shape != (self.n,):
+            raise InputError(
+                f'{self.name}, method="batch": expected fn to return one loss for each of the {self.n} samples, '
+                f"got a tensor of shape {tuple(output.shape)}."
+            )
+        if not batch and output.ndim != 0:
             raise InputError(
                 f"{self.name}: expected fn to return a scalar for one sample, got a tensor of shape {tuple(output.shape)}. "
                 "Reduce it inside fn, for example with .sum() or .mean()."
@@ -114,6 +119,19 @@ class Call:
             leaf if dim is None else leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
+
+    def single(self) -> "Call":
+        """The call of a function of one sample that calls fn, a function of a batch, on a batch of one."""
+
+        def fn(*sample: Any, **kwargs: Any) -> Any:
+            leaves, spec = _trees.flatten(sample)
+            leaves = [leaf if dim is None else leaf.unsqueeze(dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
+            loss, aux = replace(self, kwargs=kwargs, n=1).evaluate(leaves, batch=True)
+            return (
+                (loss[0], _trees.map_leaves(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, aux)) if self.has_aux else loss[0]
+            )
+
+        return replace(self, fn=fn)
 
     def chunk(self, start: int, size: int) -> "Call":
         """The same call on the samples from `start` on, at most `size` of them."""

@@ -119,7 +119,7 @@ def _one_pass(
     with torch.enable_grad():
         outputs = torch.func.vmap(watched, in_dims=tuple(dims), randomness=randomness)(*tensors)
     mode.backward(outputs[0])
-    mode.pull_back()
+    pull_back(mode.values, lifted, n)
     factors = [value.factor(n).detach() for value in lifted]
     return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted])
 
@@ -171,6 +171,20 @@ class Lifted:
         carried = [(term, carry(term)) for term in self.terms]
         parent.terms += [new for _, new in carried if new is not None]
         self.terms = [term for term, new in carried if new is None]
+
+    def accept(self, factor: Factor, place: str, n: int) -> Factor:
+        """A rule's factor in the parameter's dtype: under autocast its two sides may come in different ones.
+
+        Raises:
+            PsgError: The factor does not fit the parameter, so the rule is broken.
+        """
+        got, expected = (factor.n, tuple(factor.shape)), (n, tuple(self.leaf.shape[1:]))
+        if got != expected:
+            raise PsgError(
+                f"a rule is broken: its factor for {place} has {got[0]} samples of shape {got[1]}, "
+                f"the parameter has {expected[0]} samples of shape {expected[1]}"
+            )
+        return factor.detach().to(self.leaf.dtype)
 
     def factor(self, n: int) -> Factor:
         """The terms as one factor of the parameter's dtype."""
@@ -326,6 +340,7 @@ class _Mode(TorchFunctionMode):
             return NotImplemented
         own: dict[Place, Lifted] = {}
         data: dict[Place, Tensor] = {}
+        shared: list[Place] = []
         for place, argument in places_of(bound.arguments):
             value = self.by_handle.get(id(argument))
             if place[0] not in rule.params:
@@ -333,8 +348,11 @@ class _Mode(TorchFunctionMode):
             elif value is not None and value.value is not None:
                 own[place] = value
             elif _functorch.is_wrapped(argument):
-                return NotImplemented  # every sample has a weight of its own
-            # What is left is a frozen parameter: it goes in as it is.
+                if not rule.mixed:
+                    return NotImplemented  # every sample has a weight of its own
+                data[place] = argument
+            else:
+                shared.append(place)  # a frozen parameter: it goes in as it is
         if rule.params:
             fits = own and any(id(tensor) not in self.by_handle for tensor in data.values())
         else:
@@ -349,6 +367,8 @@ class _Mode(TorchFunctionMode):
             nonlocal declined, single
             replaced = dict(zip(data, values, strict=True)) | {place: value.value for place, value in own.items()}
             bound.arguments.update(replace_at(bound.arguments, replaced))
+            if rule.mixed:
+                bound.arguments["shared"] = {place_name(place) for place in (*own, *shared)}
             result = rule.run(*bound.args, **bound.kwargs)
             if result is NotImplemented:
                 declined = True
@@ -372,12 +392,7 @@ class _Mode(TorchFunctionMode):
         return outputs[0] if single else outputs
 
     def _tap(self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        # An in-place op on a view would lead the gradient around the edge that is taken here.
-        outputs = tuple(output.clone() if output._is_view() else output for output in outputs)
-        anchor = torch.empty(0, requires_grad=True)
-        outputs = tuple(output if output.requires_grad else _Anchor.apply(output, anchor) for output in outputs)
-        # Taken now: a later in-place op of the user's gives the tensor another edge.
-        edges = tuple(get_gradient_edge(output) for output in outputs)
+        outputs, edges = zip(*map(anchor, outputs), strict=True)
         shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
         self.taps.append(_Tap(op, edges, shapes, builders, [(tensor, tensor._version) for tensor in inputs]))
         return outputs
@@ -409,32 +424,35 @@ class _Mode(TorchFunctionMode):
         else:
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
         for name, value, build in tap.builders:
-            factor = build(cotangent)
-            got, expected = (factor.n, tuple(factor.shape)), (self.n, tuple(value.leaf.shape[1:]))
-            if got != expected:
-                raise PsgError(
-                    f"the rule of {tap.op} is broken: its factor for {name} has {got[0]} samples of shape {got[1]}, "
-                    f"the parameter has {expected[0]} samples of shape {expected[1]}"
-                )
-            # Under autocast the two sides of a factor may come in different dtypes; the parameter's is what autograd would give.
-            value.terms.append(factor.detach().to(value.leaf.dtype))
+            value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", self.n))
 
-    def pull_back(self) -> None:
-        """Turn the terms of derived values into terms of the parameters they were computed from."""
-        derived = [value for value in self.values if value.derived is not None]
-        for value in reversed(derived):  # children stand after their parents
-            value.carry_terms()
-        derived = [value for value in derived if value.terms]
-        roots = [value for value in self.params if value.root is not None]
-        if not derived:
-            return
-        outputs: Any = [value.derived for value in derived]
-        inputs: Any = [value.root for value in roots]
-        cotangents = [value.factor(self.n).materialize() for value in derived]
-        pulled = torch.autograd.grad(outputs, inputs, cotangents, is_grads_batched=True, allow_unused=True)
-        for value, gradient in zip(roots, pulled, strict=True):
-            if gradient is not None:
-                value.terms.append(Dense(gradient))
+
+def anchor(output: Tensor) -> tuple[Tensor, GradientEdge]:
+    """A rule's output with a history, and the edge at which its cotangent will arrive."""
+    if output._is_view():
+        output = output.clone()  # an in-place op on a view would lead the gradient around the edge
+    if not output.requires_grad:
+        output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
+    # Taken now: a later in-place op of the user's gives the tensor another edge.
+    return output, get_gradient_edge(output)
+
+
+def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
+    """Turn the terms of derived values into terms of the parameters they were computed from."""
+    derived = [value for value in values if value.derived is not None]
+    for value in reversed(derived):  # children stand after their parents
+        value.carry_terms()
+    derived = [value for value in derived if value.terms]
+    roots = [value for value in params if value.root is not None]
+    if not derived:
+        return
+    outputs: Any = [value.derived for value in derived]
+    inputs: Any = [value.root for value in roots]
+    cotangents = [value.factor(n).materialize() for value in derived]
+    pulled = torch.autograd.grad(outputs, inputs, cotangents, is_grads_batched=True, allow_unused=True)
+    for value, gradient in zip(roots, pulled, strict=True):
+        if gradient is not None:
+            value.terms.append(Dense(gradient))
 
 
 def _memory(tensor: Tensor) -> int:

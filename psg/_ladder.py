@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _random, _trees
+from psg._batch import capture_batch
 from psg._call import Call
 from psg._capture import capture
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
@@ -192,7 +193,27 @@ def _run_loop(call: Call) -> Result:
     return Result(stacked[count], aux.join(stacked[count + 1 :]), factors, "loop", (), [[] for _ in factors])
 
 
-_RUNGS: dict[str, Callable[[Call], Result]] = {"capture": _run_capture, "vmap": _run_vmap, "loop": _run_loop}
+def _run_batch(call: Call) -> Result:
+    if _functorch.transform_active():
+        return _run_vmap(call.single())
+    aux, order = _Aux(), call.tensors
+
+    def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        losses, extra = call.evaluate(call.with_tensors(tensors).leaves, batch=True)
+        return (losses, *aux.split(extra))
+
+    params = {order.index(position): call.paths[position] for position in call.params}
+    captured = capture_batch(function, [call.leaves[i] for i in order], params, call.n)
+    values, *extra = captured.outputs
+    return Result(values, aux.join(extra), captured.factors, "batch", (), captured.uses)
+
+
+_RUNGS: dict[str, Callable[[Call], Result]] = {
+    "capture": _run_capture,
+    "vmap": _run_vmap,
+    "loop": _run_loop,
+    "batch": _run_batch,
+}
 
 
 class _Guard(TorchFunctionMode):

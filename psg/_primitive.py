@@ -13,6 +13,7 @@ from torch import Tensor
 
 from psg import _functorch, _random, _trees
 from psg._call import Call
+from psg._errors import StateError
 
 Compute = Callable[[Call, str], Any]
 
@@ -41,7 +42,8 @@ def differentiable(compute: Compute, call: Call, method: str) -> Any:
         skeleton[:] = [leaves, spec]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
-    results = iter(_Primitive.apply(run, method, *tensors))
+    reference = "batch" if method == "batch" else "vmap"
+    results = iter(_Primitive.apply(run, method, reference, *tensors))
     leaves, spec = skeleton
     return _trees.unflatten(spec, [next(results) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
@@ -53,15 +55,17 @@ def needs_derivative(call: Call) -> bool:
 
 class _Primitive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], method: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], method: str, reference: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         before = _random.get_state(tensors)
         outputs = run(tensors, method)
         if not _random.same_state(before, _random.get_state(tensors)):
             # fn draws random numbers. The backward pass replays the reference from this state, so the forward pass must be the
             # reference too: another rung may draw them in another order.
             _random.set_state(before)
-            outputs = run(tensors, "vmap")
-        ctx.run = run
+            if reference == "batch":
+                raise StateError('method="batch": fn draws random numbers, which a derivative of the result could not draw again.')
+            outputs = run(tensors, reference)
+        ctx.run, ctx.reference = run, reference
         ctx.state = before
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(output for output in outputs if not _differentiable(output)))
@@ -70,19 +74,19 @@ class _Primitive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
-        wanted = [i for i, tensor in enumerate(tensors) if ctx.needs_input_grad[i + 2]]
+        wanted = [i for i, tensor in enumerate(tensors) if ctx.needs_input_grad[i + 3]]
 
         def reference(*inputs: Tensor) -> tuple[Tensor, ...]:
             full = list(tensors)
             for i, tensor in zip(wanted, inputs, strict=True):
                 full[i] = tensor
-            return tuple(output for output in ctx.run(tuple(full), "vmap") if _differentiable(output))
+            return tuple(output for output in ctx.run(tuple(full), ctx.reference) if _differentiable(output))
 
         with _random.replay(ctx.state):
             _, pull_back, *_ = torch.func.vjp(reference, *(tensors[i] for i in wanted))
         cotangents = tuple(c for c in cotangents if c is not None and _differentiable(c))
         gradients = dict(zip(wanted, pull_back(cotangents), strict=True))
-        return (None, None, *(gradients.get(i) for i in range(len(tensors))))
+        return (None, None, None, *(gradients.get(i) for i in range(len(tensors))))
 
 
 def _differentiable(tensor: Tensor) -> bool:

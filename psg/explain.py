@@ -80,7 +80,7 @@ def explain(
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
-        method: "auto", "capture", "vmap" or "loop".
+        method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
         A function of the same arguments as fn over a batch of at least one sample. It returns a `Report`.

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from psg import _trees
 from psg._errors import InputError, StateError
 
-_BatchNorm = nn.modules.batchnorm._BatchNorm
-
 
 def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
     """A pure function of one sample's loss, and the parameters to differentiate it for.
@@ -20,7 +18,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     (tied) appears once, under the first.
 
     Args:
-        module: Any module; its mode (train or eval) at the time of a call counts.
+        module: Any module, scripted and traced ones and those of exported programs included; its mode (train or eval) at the time of a
+            call counts. A scripted module holds other parameters while it runs: do not call it from two threads at once.
         criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
             `F.cross_entropy` with its default reduction gives. None if the module's output is the loss, or has it as `.loss`.
 
@@ -45,13 +44,13 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
-    batch_norms = {name: child for name, child in module.named_modules() if isinstance(child, _BatchNorm)}
+    batch_norms = {name: child for name, child in module.named_modules() if _mixes_samples(child)}
 
     def loss(params: dict[str, Tensor], *sample: Any) -> Tensor:
         for name, child in batch_norms.items():
             if child.training:
                 raise StateError(
-                    f"stateless: {name or 'the module'} ({type(child).__name__}) is in training mode, where it mixes the samples of a "
+                    f"stateless: {name or 'the module'} ({_kind(child)}) is in training mode, where it mixes the samples of a "
                     "batch and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
                     "GroupNorm, LayerNorm or InstanceNorm."
                 )
@@ -71,18 +70,48 @@ def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], k
     """Call the module with other parameters; raise if that has changed a buffer."""
     buffers = dict(module.named_buffers())
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    state = {**params, **buffers}
-    output = torch.func.functional_call(module, state, tuple(positional), keyword)
+    if isinstance(module, torch.jit.ScriptModule):
+        state = buffers
+        output = _call_script(module, params, positional, keyword)
+    else:
+        state = {**params, **buffers}
+        output = torch.func.functional_call(module, state, tuple(positional), keyword)
     # A buffer that was assigned anew is a new tensor in `state`; one that was written into has a new version.
     changed = [name for name, buffer in buffers.items() if state[name] is not buffer or buffer._version != versions[name]]
     if changed:
         owner = changed[0].rpartition(".")[0]
-        kind = type(module.get_submodule(owner)).__name__
+        kind = _kind(dict(module.named_modules())[owner])
         raise StateError(
             f"stateless: the forward pass of {owner or 'the module'} ({kind}) changes its buffer {changed[0]!r}, so that one sample's "
             "gradient would depend on the samples before it. Put the module in eval mode, or take the update out of forward."
         )
     return output
+
+
+def _call_script(module: torch.jit.ScriptModule, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]) -> Any:
+    """`functional_call` for a scripted or traced module: its parameter slots hold other tensors while it runs."""
+    slots = {}
+    for name in params:
+        *path, attribute = name.split(".")
+        holder = module._c
+        for part in path:
+            holder = holder.getattr(part)
+        slots[name] = (holder, attribute, holder.getattr(attribute))
+    try:
+        for name, (holder, attribute, _) in slots.items():
+            holder.setattr(attribute, params[name])
+        return module(*positional, **keyword)
+    finally:
+        for holder, attribute, own in slots.values():
+            holder.setattr(attribute, own)
+
+
+def _kind(module: nn.Module) -> str:
+    return getattr(module, "original_name", type(module).__name__)  # a scripted module knows what it was scripted from
+
+
+def _mixes_samples(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or _kind(module).startswith("BatchNorm")
 
 
 def _add_batch_dim(leaf: Any) -> Any:

@@ -11,6 +11,11 @@ Arguments that all five share:
     chunk_size: At most so many samples at a time. It changes memory and speed, and no result but through "different" random numbers.
     method:     "auto" takes the highest rung of capture -> vmap(grad) -> loop that can run fn, and warns once (FallbackWarning) if it is
                 not the first; "capture", "vmap" or "loop" takes that one. All are right; `psg.explain` tells which runs and why.
+                "batch" is for another kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called once, without vmap.
+                Choose it where vmap cannot run fn and a loop is slow: data-dependent routing (mixtures of experts), `.item()`, kernels
+                without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that meets a
+                parameter needs a rule, or an error names the parameter, the op and the line; StateError if losses share rows of data,
+                as under batch normalisation. It takes a second backward pass, which measures the sample of every row.
 
 Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
 
@@ -78,7 +83,7 @@ def per_sample_grad(
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         chunk_size: At most so many samples at a time; None for all at once.
-        method: "auto", "capture", "vmap" or "loop".
+        method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
         A function of the same arguments over a batch. It returns the tree of the differentiated argument with a tensor [n, *shape] at
@@ -123,7 +128,7 @@ def per_sample_value_and_grad(
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         chunk_size: At most so many samples at a time; None for all at once.
-        method: "auto", "capture", "vmap" or "loop".
+        method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
         A function of the same arguments over a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
@@ -166,7 +171,7 @@ def per_sample_norm(
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         chunk_size: At most so many samples at a time; None for all at once.
-        method: "auto", "capture", "vmap" or "loop".
+        method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
         A function of the same arguments over a batch. It returns the norms, [n], real and at least float32; with has_aux
@@ -213,7 +218,7 @@ def factored_grad(
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         chunk_size: At most so many samples at a time; None for all at once.
-        method: "auto", "capture", "vmap" or "loop".
+        method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
         A function of the same arguments over a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor` at
@@ -269,7 +274,7 @@ def clipped_grad(
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         chunk_size: At most so many samples at a time; None for all at once.
-        method: "auto", "capture", "vmap" or "loop".
+        method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
         A function of the same arguments over a batch, and of the keyword `mask`, booleans [n]: samples where it is False contribute
@@ -382,7 +387,7 @@ def _over_batches(
 
 def _chunks(call: Call, method: str, size: int | None) -> Iterator[tuple[int, Result]]:
     if call.n == 0:
-        yield 0, _ladder.empty(call)
+        yield 0, _ladder.empty(call.single() if method == "batch" else call)
         return
     state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
     for start in range(0, call.n, size or call.n):

@@ -209,6 +209,14 @@ def test_per_leaf(norms, args):
     assert float(out.sensitivity) == pytest.approx(math.hypot(*each.values()))
 
 
+def test_clip_norms_of_groups_may_be_tensors(args, device):
+    numbers = {"a": 0.1, "b": 2.0, "c": 0.3}
+    as_tensors = {name: torch.tensor(value, device=device) for name, value in numbers.items()}
+    out, expected = (psg.clipped_grad(loss, PerLeaf(norms))(*args) for norms in (as_tensors, numbers))
+    summed(out.grads, expected.grads, "grads")
+    assert float(out.sensitivity) == pytest.approx(float(expected.sensitivity))
+
+
 def test_per_leaf_takes_a_prefix_of_the_tree(device):
     params = {"layers": [torch.randn(3, device=device), torch.randn(3, device=device)], "head": torch.randn(3, device=device)}
     x = torch.randn(N, 3, device=device)

@@ -29,7 +29,14 @@ def randn(*shape, generator):
 # All matrix kinds of one `size` have one shape, so that any two can meet. `size` also moves the cost choices: with few
 # positions and wide matrices products are formed between positions, with many positions the tensor is materialised.
 
-SIZES = {"wide": (1, 6, 5), "square": (4, 4, 3), "long": (40, 2, 3), "one column": (3, 4, 1), "no positions": (0, 3, 2)}
+SIZES = {
+    "wide": (1, 6, 5),
+    "wider": (2, 90, 70),
+    "square": (4, 4, 3),
+    "long": (40, 2, 3),
+    "one column": (3, 4, 1),
+    "no positions": (0, 3, 2),
+}
 
 
 def dense(n, size, generator):
@@ -195,6 +202,16 @@ def test_take(kind, size, recipe, index, make):
     assert_trees_close(factor.take(torch.tensor([True, False, True], device=tensor.device)).materialize(), tensor[[0, 2]])
 
 
+@each_count
+@each_factor
+def test_regroup(kind, size, recipe, n, make):
+    # Groups of samples add up; an index of n stands for no sample, and a sample may be in several groups.
+    factor, tensor = make(recipe, n, size)
+    table = torch.tensor([[0, n], [n, n], [max(n - 1, 0), 0]] if n else [[0, 0]], device=tensor.device)
+    padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
+    assert_trees_close(factor.regroup(table).materialize(), padded[table].sum(1))
+
+
 # --- pairs --------------------------------------------------------------------------------------------------
 
 PAIRS = [(f"{a} x {b}, {size}", MATRICES[a], MATRICES[b], size) for a in MATRICES for b in MATRICES for size in SIZES]
@@ -242,6 +259,46 @@ def test_convs_of_other_geometry_meet(n, make):
     second = Conv(cotangent, input, Geometry((3, 3), (2, 2), (0, 0), (1, 1), 3))
     assert_trees_close(first.inner(second), (first_tensor * tensor).flatten(1).sum(1))
     assert_trees_close(first.gram(second), reference_gram(first_tensor, tensor))
+
+
+# --- every algorithm, whether or not it is the cheapest here ----------------------------------------------------
+
+
+@each_count
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("convolve", [True, False])
+@pytest.mark.parametrize("size", CONVS)
+def test_conv_by_every_algorithm(size, convolve, keep, gram, n, make, monkeypatch):
+    # Patches are an algorithm of one group; more groups always convolve.
+    monkeypatch.setattr(Conv, "_convolves", lambda self: convolve or self.geometry.groups > 1)
+    monkeypatch.setattr(Conv, "_prefers_gram", lambda self: gram)
+    monkeypatch.setattr(Conv, "_keeps", lambda self: keep)
+    factor, tensor = make(conv, n, size)
+    holds_all_operations(factor, tensor)
+    holds_all_operations(factor.settle(), tensor)
+
+
+@each_count
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_outer_by_every_algorithm(size, keep, gram, n, make, monkeypatch):
+    monkeypatch.setattr(Outer, "_prefers_gram", lambda self: gram)
+    monkeypatch.setattr(Outer, "_keeps", lambda self: keep)
+    factor, tensor = make(outer, n, size)
+    holds_all_operations(factor, tensor)
+    holds_all_operations(factor.settle(), tensor)
+
+
+def holds_all_operations(factor, tensor):
+    weights = torch.linspace(-1, 2, factor.n, device=tensor.device)
+    direction = torch.randn(tensor.shape[1:], device=tensor.device)
+    assert_trees_close(factor.materialize(), tensor)
+    assert_trees_close(factor.squared_norm(), reference_norm(tensor).square())
+    assert_trees_close(factor.weighted_sum(weights), reference_weighted_sum(tensor, weights), per_sample=False)
+    assert_trees_close(factor.dot(direction), reference_dot(tensor, direction))
+    assert_trees_close(factor.gram(), reference_gram(tensor))
 
 
 # --- what is easy to get wrong --------------------------------------------------------------------------------

@@ -230,3 +230,18 @@ def test_parametrised_modules(device):
     assert "0.parametrizations.weight.original0" in params
     args = params, torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
     assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted modules stay in use, and psg takes them
+@pytest.mark.parametrize("compile", ["script", "trace"])
+def test_scripted_and_traced_modules(compile, device):
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    scripted = torch.jit.script(module) if compile == "script" else torch.jit.trace(module, torch.randn(1, 3, device=device))
+    x, y = torch.randn(N, 3, device=device), torch.randint(2, (N,), device=device)
+    loss, params = psg.stateless(module, F.cross_entropy)
+    scripted_loss, scripted_params = psg.stateless(scripted, F.cross_entropy)
+    assert set(scripted_params) == set(params)
+    assert_trees_close(psg.per_sample_grad(scripted_loss)(scripted_params, x, y), psg.per_sample_grad(loss)(params, x, y))
+    # The slots of the module hold its own parameters again.
+    assert_trees_close(scripted(x).detach(), module(x).detach())
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(scripted.parameters(), module.parameters(), strict=True))

@@ -50,6 +50,15 @@ def joint_norm(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in norms]), dim=0)
 
 
+def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
+    """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
+    order = table.reshape(-1)
+    if order.shape[0] == tensor.shape[0] and torch.equal(order, torch.arange(len(order), device=order.device)):
+        return tensor.reshape(table.shape[0], -1, *tensor.shape[2:])  # already side by side
+    padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
+    return padded[table].flatten(1, 2)
+
+
 class Factor(ABC):
     """A per-sample gradient tensor [n, *shape], held as what it is made of.
 
@@ -102,6 +111,17 @@ class Factor(ABC):
     @abstractmethod
     def map(self, function) -> Self:
         """The same kind with `function` applied to every tensor that has the samples in dim 0."""
+
+    @abstractmethod
+    def regroup(self, table: Tensor) -> "Factor":
+        """Sum the gradients of groups of samples.
+
+        Args:
+            table: [m, k], the samples of each of m groups; an index of n, one past the last, stands for no sample.
+
+        Returns:
+            The factor of m samples.
+        """
 
     def inner(self, other: "Factor") -> Tensor:
         """<gradient[n], other[n]> of the same sample -> [n]."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors._base import CACHED, FRESH, KEEP_BYTES, KEPT, Factor, scale_rows, widen
+from psg.factors._base import CACHED, FRESH, KEEP_BYTES, KEPT, Factor, gather_groups, scale_rows, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 
@@ -175,6 +175,9 @@ class Conv(Factor):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.cotangent), function(self.input), self.geometry)
+
+    def regroup(self, table: Tensor) -> Factor:
+        return Conv(gather_groups(self.cotangent, table), gather_groups(self.input, table), self.geometry)
 
     def settle(self) -> Factor:
         return Dense(self.materialize()) if self._keeps() else self

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, wide, widen
+from psg.factors._base import Factor, gather_groups, wide, widen
 
 _BLOCK = 4096
 
@@ -67,6 +67,9 @@ class Dense(Factor):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.values))
+
+    def regroup(self, table: Tensor) -> Factor:
+        return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))
 
 
 def _memory_order(values: Tensor) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import CACHED, KEEP_BYTES, KEPT, Factor, scale_rows, widen
+from psg.factors._base import CACHED, KEEP_BYTES, KEPT, Factor, gather_groups, scale_rows, widen
 from psg.factors._dense import Dense
 
 
@@ -93,6 +93,9 @@ class Outer(Factor):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.left), function(self.right))
+
+    def regroup(self, table: Tensor) -> Factor:
+        return Outer(gather_groups(self.left, table), gather_groups(self.right, table))
 
     def transpose(self) -> "Outer":
         """The gradient of the transposed parameter: [n, b, a]."""

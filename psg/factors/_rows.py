@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, scale_rows, widen
+from psg.factors._base import Factor, gather_groups, scale_rows, widen
 from psg.factors._dense import Dense
 
 
@@ -66,6 +66,9 @@ class Rows(Factor):
 
     def plan(self) -> str:
         return "sorted rows, one scatter"
+
+    def regroup(self, table: Tensor) -> Factor:
+        return Rows(gather_groups(self.index, table), gather_groups(self.cotangent, table), self.num_rows)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.index), function(self.cotangent), self.num_rows)

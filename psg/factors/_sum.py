@@ -69,6 +69,9 @@ class Sum(Factor):
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)([term.map(function) for term in self.terms], function(self.like), self.shape)
 
+    def regroup(self, table: Tensor) -> Factor:
+        return Sum([term.regroup(table) for term in self.terms], self.like.new_empty(table.shape[0], 0), self.shape)
+
     def settle(self) -> Factor:
         terms = [term.settle() for term in self.terms]
         if any(isinstance(term, Dense) for term in terms):

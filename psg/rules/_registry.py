@@ -26,11 +26,13 @@ class Rule(NamedTuple):
         run: Takes the op's arguments and returns `(output, {parameter name: builder})`, or NotImplemented to decline the call.
         params: The arguments that may be parameters.
         signature: Of `run`, to which calls are bound.
+        mixed: Whether `run` takes the keyword `shared`: then data may stand in the places of `params` too.
     """
 
     run: Callable[..., Any]
     params: tuple[str, ...]
     signature: inspect.Signature
+    mixed: bool
 
 
 _rules: dict[Any, Rule] = {}
@@ -46,6 +48,10 @@ def rule(*ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"))
     dimension and detached. Every other tensor arrives with the samples in dim 0. It runs the ordinary batched op and returns the output
     (samples in dim 0; a tensor or a tuple of them) and, for each parameter, how to build its factor from the output's cotangent. It may
     return NotImplemented: the call then takes the lifted path, which is right for everything and slower.
+
+    Where either operand may be the parameter, the function takes a keyword `shared`: the names of those in `params` that arrive without a
+    batch dimension ("mat2"; of a list "operands[1]"). The others of `params` are then data, with the samples in dim 0. Without it a call
+    with data in such a place takes the lifted path.
 
     A rule with no `params` only says how an op runs best on the true batch.
 
@@ -85,7 +91,7 @@ def rule(*ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"))
                     f"psg.rule({getattr(op, '__name__', op)!r}): torch's function mode does not see calls of this function. "
                     "Decorate it with psg.primitive first."
                 )
-            _rules[op] = Rule(run, tuple(params), signature)
+            _rules[op] = Rule(run, tuple(params), signature, "shared" in signature.parameters)
         return run
 
     return register

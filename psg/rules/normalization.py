@@ -56,7 +56,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         return NotImplemented
     if input[0].numel() == num_groups:
         return NotImplemented  # one value a group: torch refuses it
-    images = input.flatten(0, 1)
+    images = input.flatten(0, 1).contiguous()
     output, mean, rstd = torch.native_group_norm(
         images, weight, bias, images.shape[0], images.shape[1], math.prod(images.shape[2:]), num_groups, eps
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import transforms, tree
+from psg._call import Options, prepare
 from psg._errors import InputError
 from psg._trees import flatten
 from psg.testing._compare import Mismatch, assert_trees_close
@@ -53,7 +54,8 @@ def check(
         in_dims: as in `psg.per_sample_grad`.
         has_aux: as in `psg.per_sample_grad`; `aux` is not compared.
         chunk_size: as in `psg.per_sample_grad`.
-        method: as in `psg.per_sample_grad`.
+        method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says
+            that the samples do not interact.
         rtol: as in `assert_trees_close`.
         atol: as in `assert_trees_close`.
 
@@ -69,7 +71,8 @@ def check(
 
     def checked(*args: Tree, **shared: Any) -> Checked:
         scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn
-        loop = loop_value_and_grad(scalar, argnums, in_dims=in_dims)
+        single = _single(scalar, argnums, in_dims, args) if method == "batch" else scalar
+        loop = loop_value_and_grad(single, argnums, in_dims=in_dims)
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
         (values, grads), (found_values, found) = loop(*args, **shared), both(*args, **shared)
         try:
@@ -81,13 +84,18 @@ def check(
                     "check: fn gives another value or gradient for the same sample when it is called again. It draws"
                     " random numbers or changes state: compare it in evaluation mode, model.eval()."
                 ) from mismatch
-            verdict = _arbitrate(scalar, argnums, in_dims, args, shared, found, grads, mismatch.sample)
+            verdict = _arbitrate(single, argnums, in_dims, args, shared, found, grads, mismatch.sample)
             raise Mismatch(f"{mismatch}{verdict}", mismatch.path, mismatch.sample, mismatch.error) from None
         factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
         assert_reductions_close(factored, grads, rtol, atol)
         return Checked(len(values), len(flatten(grads)[0]), error)
 
     return checked
+
+
+def _single(fn: Callable, argnums: Any, in_dims: Any, args: tuple) -> Callable:
+    """The function of one sample that calls a function of a batch on a batch of one."""
+    return prepare("check", fn, Options(argnums, in_dims, False, "different", None, "batch"), args, {}).single().fn
 
 
 def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = None, atol: float = 0.0) -> None:

@@ -102,6 +102,7 @@ class Batch:
             in_dims = tuple(None if k in positions else 0 for k in range(len(args)))
         elif not isinstance(in_dims, int):
             in_dims = tuple(in_dims)
+        flatten(args)  # makes nodes of containers that optree does not know
         self.leaves, self.spec = optree.tree_flatten(list(args), none_is_leaf=True, namespace=NAMESPACE)
         prefix = optree.broadcast_prefix(in_dims, args, none_is_leaf=True, namespace=NAMESPACE)
         self.dims = [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, prefix, strict=True)]

@@ -1,0 +1,173 @@
+"""Every case of the table against the loop, and the properties that a per-sample gradient must have."""
+
+import pytest
+import torch
+from agreement import assert_agrees, cut, samples, summed
+from cases import N, each_case, falling
+
+import psg
+from psg._trees import flatten
+from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad, reference_norm, reference_weighted_sum
+from psg.testing._loop import tree_map
+
+
+def only_grads(result, problem):
+    return result[0] if problem.options.get("has_aux") else result
+
+
+def gradients(problem, **options):
+    return only_grads(psg.per_sample_grad(problem.fn, **problem.options, **options)(*problem.args, **problem.shared), problem)
+
+
+def oracle(problem):
+    return only_grads(loop_grad(problem.fn, **problem.options)(*problem.args, **problem.shared), problem)
+
+
+def runs_on_capture(case):
+    return not case.not_capture
+
+
+# --- every case against the loop ----------------------------------------------------------------------------
+
+
+@each_case()
+def test_equals_the_loop(case, device):
+    with falling(case.not_capture):
+        assert_agrees(case.build(device))
+
+
+@each_case()
+def test_rules_disabled_equals_the_loop(case, device):
+    if case.vmap_wrong:
+        pytest.skip(case.vmap_wrong)
+    with falling(case.not_vmap):
+        assert_agrees(case.build(device), rules=False)
+
+
+@each_case(runs_on_capture)
+def test_method_capture(case, device):
+    problem = case.build(device)
+    assert_trees_close(gradients(problem, method="capture"), oracle(problem), name="grads")
+
+
+@each_case(lambda case: not case.not_vmap)
+def test_method_vmap(case, device):
+    if case.vmap_wrong:
+        pytest.skip(case.vmap_wrong)
+    problem = case.build(device)
+    assert_trees_close(gradients(problem, method="vmap"), oracle(problem), name="grads")
+
+
+@each_case()
+def test_method_loop(case, device):
+    problem = case.build(device)
+    assert_trees_close(gradients(problem, method="loop"), oracle(problem), name="grads")
+
+
+@each_case()
+def test_arguments_are_left_alone(case, device):
+    problem = case.build(device)
+    before = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, problem.args)
+    with falling(case.not_capture):
+        gradients(problem)
+    for now, then in zip(flatten(problem.args)[0], flatten(before)[0], strict=True):
+        assert not isinstance(now, torch.Tensor) or torch.equal(now, then)
+
+
+@each_case(lambda case: case.not_capture)
+def test_method_capture_does_not_fall(case, device):
+    problem = case.build(device)
+    with pytest.raises(Exception):  # noqa: B017  (the error is torch's or psg's; test_ladder has their texts)
+        gradients(problem, method="capture")
+
+
+# --- properties, on every case that the capture pass runs -----------------------------------------------------
+
+
+@each_case(runs_on_capture)
+def test_no_samples(case, device):
+    problem = samples(case.build(device), [])
+    found = gradients(problem)
+    assert_trees_close(found, oracle(problem), name="grads")
+    assert_agrees(problem) if not problem.options.get("has_aux") else None
+
+
+@each_case(runs_on_capture)
+def test_one_sample(case, device):
+    assert_agrees(samples(case.build(device), [1]))
+
+
+@each_case(runs_on_capture)
+def test_permuted_samples_give_permuted_gradients(case, device):
+    problem = case.build(device)
+    order = [2, 0, 1]
+    expected = tree_map(lambda leaf: leaf[order], gradients(problem))
+    assert_trees_close(gradients(samples(problem, order)), expected, name="grads")
+
+
+@each_case(runs_on_capture)
+def test_another_sample_leaves_a_row_untouched(case, device):
+    problem = case.build(device)
+    before, after = gradients(problem), gradients(samples(problem, [0, 0, 2]))
+    for index in (0, 2):
+        kept = tree_map(lambda leaf: leaf[index], before)  # noqa: B023
+        assert_trees_close(tree_map(lambda leaf: leaf[index], after), kept, name="grads", per_sample=False)  # noqa: B023
+
+
+@each_case(runs_on_capture)
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7])
+def test_chunks_change_nothing(case, chunk_size, device):
+    problem = case.build(device)
+    expected = oracle(problem)
+    assert_trees_close(gradients(problem, chunk_size=chunk_size), expected, name="grads")
+    factored = only_grads(psg.factored_grad(problem.fn, chunk_size=chunk_size, **problem.options)(*problem.args, **problem.shared), problem)
+    assert_trees_close(psg.tree.norm(factored), reference_norm(expected), name="norm")
+
+
+@each_case(runs_on_capture)
+def test_a_masked_sample_contributes_exactly_zero(case, device):
+    problem = case.build(device)
+    clipped = psg.clipped_grad(problem.fn, float("inf"), **problem.options)
+    mask = torch.tensor([True, False, True], device=device)
+    problem = samples(problem, [0, 1, 2])  # one memory layout for both calls
+    out = clipped(*problem.args, mask=mask, **problem.shared)
+    assert not out.norms[1] and not out.values[1]
+    summed(out.grads, reference_weighted_sum(oracle(problem), mask.to(out.norms.dtype)), "grads")
+    # Exactly: what the masked sample holds changes no bit of the sum.
+    other = samples(problem, [0, 2, 2])
+    again = clipped(*other.args, mask=mask, **problem.shared)
+    tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), again.grads, out.grads)
+
+
+@each_case(runs_on_capture)
+def test_linear_in_the_loss(case, device):
+    problem = case.build(device)
+    if problem.options.get("has_aux"):
+        doubled = lambda *args, **shared: (lambda value, aux: (-2.5 * value, aux))(*problem.fn(*args, **shared))  # noqa: E731
+    else:
+        doubled = lambda *args, **shared: -2.5 * problem.fn(*args, **shared)  # noqa: E731
+    expected = tree_map(lambda leaf: -2.5 * leaf, gradients(problem))
+    assert_trees_close(gradients(problem._replace(fn=doubled)), expected, name="grads")
+
+
+@each_case(runs_on_capture)
+def test_clipped_sample_has_at_most_the_clip_norm(case, device):
+    problem = case.build(device)
+    norms = reference_norm(oracle(problem))
+    clip_norm = norms.median().item()
+    for i in range(N):
+        one = samples(problem, [i])
+        out = psg.clipped_grad(one.fn, clip_norm, **one.options)(*one.args, **one.shared)
+        length = reference_norm(tree_map(lambda leaf: leaf[None], out.grads)).item()
+        assert length <= clip_norm * (1 + 4 * torch.finfo(norms.dtype).eps)
+        assert length == pytest.approx(min(norms[i].item(), clip_norm), rel=psg.testing.default_rtol(norms.dtype))
+
+
+def test_values_and_batch_sizes_of_the_cases(device):
+    # The table's own promise: every row has N samples, so that the properties above mean what they say.
+    for case in each_case().args[1]:
+        problem = case.build(device)
+        assert cut(problem).n == N, case.name
+        values, _ = loop_value_and_grad(problem.fn, **problem.options)(*problem.args, **problem.shared)
+        values = values[0] if problem.options.get("has_aux") else values
+        assert values.shape == (N,) and values.isfinite().all(), case.name

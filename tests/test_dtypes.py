@@ -1,0 +1,72 @@
+"""Low precision, autocast, and numbers that are not finite."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import linear_args, linear_loss
+from cases import N, each_case
+
+import psg
+from psg.testing import assert_trees_close, loop_grad, reference_norm
+from psg.testing._loop import tree_map
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["linear 2-D", "conv2d groups", "embedding", "layer_norm", "group_norm", "instance_norm", "rms_norm"])
+def test_low_precision_follows_torch(name, dtype, device):
+    problem = next(case for case in each_case().args[1] if case.name == name).build(device)
+    args = tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, problem.args)
+    grads = psg.per_sample_grad(problem.fn)(*args)
+    assert_trees_close(grads, loop_grad(problem.fn)(*args), name="grads")
+    norms = psg.per_sample_norm(problem.fn)(*args)
+    assert norms.dtype == torch.float32
+    assert_trees_close(norms, reference_norm(grads), rtol=psg.testing.default_rtol(dtype), name="norms")
+
+
+def test_norms_of_half_precision_do_not_overflow(device):
+    # 300^2 is beyond float16, whose largest number is 65504.
+    p, x = torch.ones(4, device=device, dtype=torch.float16), torch.full((2, 4), 300.0, device=device, dtype=torch.float16)
+    norms = psg.per_sample_norm(lambda p, x: (p * x).sum())(p, x)
+    assert_trees_close(norms, torch.full((2,), 600.0, device=device, dtype=torch.float32))
+    w = torch.ones(1, 4, device=device, dtype=torch.float16)
+    assert_trees_close(psg.per_sample_norm(lambda w, x: F.linear(x, w).sum())(w, x), norms)
+
+
+def test_autocast(device):
+    def fn(p, x):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            y = F.linear(F.linear(x, p["a"], p["c"]).relu(), p["b"])
+        return y.float().square().mean()
+
+    params = {"a": torch.randn(8, 6), "c": torch.randn(8), "b": torch.randn(3, 8)}
+    params = {name: p.to(device, torch.float32) for name, p in params.items()}
+    x = torch.randn(N, 5, 6, device=device, dtype=torch.float32)
+    expected = loop_grad(fn)(params, x)
+    grads = psg.per_sample_grad(fn)(params, x)
+    assert_trees_close(grads, expected, rtol=psg.testing.default_rtol(torch.bfloat16), name="grads")
+    norms = psg.per_sample_norm(fn)(params, x)
+    assert_trees_close(norms, reference_norm(grads), rtol=psg.testing.default_rtol(torch.bfloat16), name="norms")
+
+
+def test_autocast_outside_the_call(device):
+    params, x = linear_args(device)
+    params, x = tree_map(torch.Tensor.float, (params, x))
+    fn = lambda p, x: F.linear(x, p["w"], p["b"]).float().square().mean()  # noqa: E731
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        grads, expected = psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x)
+    assert_trees_close(grads, expected, rtol=psg.testing.default_rtol(torch.bfloat16), name="grads")
+
+
+# --- numbers that are not finite stay where they are ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_sample_spoils_its_own_row_alone(bad, device):
+    params, x = linear_args(device)
+    clean = psg.per_sample_grad(linear_loss)(params, x)
+    x[1, 0, 0] = bad
+    grads, norms = psg.per_sample_grad(linear_loss)(params, x), psg.per_sample_norm(linear_loss)(params, x)
+    assert not torch.isfinite(norms[1])
+    rest = [0, 2]
+    assert_trees_close(tree_map(lambda leaf: leaf[rest], grads), tree_map(lambda leaf: leaf[rest], clean))
+    assert_trees_close(norms[rest], reference_norm(clean)[rest])

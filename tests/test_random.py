@@ -1,0 +1,76 @@
+"""Random numbers in fn: each sample its own, one draw for all results of a call."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import psg
+from psg.testing import assert_trees_close
+
+
+def dropout_loss(p, x):
+    """The gradient of sample n for p is its dropout mask times x[n]: it can be read off."""
+    return F.dropout(p * x, 0.5).sum()
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_each_sample_draws_its_own_mask(method, device):
+    p, x = torch.ones(64, device=device), torch.ones(8, 64, device=device)
+    grads = psg.per_sample_grad(dropout_loss, method=method)(p, x)
+    assert set(grads.unique().tolist()) == {0.0, 2.0}
+    assert len({tuple(row.tolist()) for row in grads}) == 8
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_randomness_same_draws_one_mask(method, device):
+    p, x = torch.ones(64, device=device), torch.ones(8, 64, device=device)
+    grads = psg.per_sample_grad(dropout_loss, method=method, randomness="same")(p, x)
+    assert set(grads.unique().tolist()) == {0.0, 2.0}
+    assert len({tuple(row.tolist()) for row in grads}) == 1
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+def test_randomness_error_refuses_to_draw(method, device):
+    p, x = torch.ones(4, device=device), torch.ones(8, 4, device=device)
+    with pytest.raises(RuntimeError, match="random"):
+        psg.per_sample_grad(dropout_loss, method=method, randomness="error")(p, x)
+
+
+PARAMETER_NOISE = {
+    "dropped weights": lambda w, x: F.linear(x, F.dropout(w, 0.5)),
+    "noise like the weights": lambda w, x: F.linear(x, w + torch.randn_like(w)),
+    "weights as probabilities": lambda w, x: F.linear(x, w * torch.bernoulli(w.detach() * 0.5)),
+    "fresh noise": lambda w, x: F.linear(x, w * torch.rand(8, 8, device=w.device)),
+    "alpha dropout": lambda w, x: F.linear(x, F.alpha_dropout(w, 0.5, training=True)),
+    "normal around the weights": lambda w, x: F.linear(x, torch.normal(w, 1.0)).square(),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("name", PARAMETER_NOISE)
+def test_noise_on_parameters_is_drawn_for_each_sample(name, method, device):
+    # No sample enters the noisy weight, and it is still not the same for all.
+    w, x = torch.ones(8, 8, device=device), torch.ones(4, 8, device=device)
+    fn = PARAMETER_NOISE[name]
+    values = psg.per_sample_value_and_grad(lambda w, x: fn(w, x).square().sum(), method=method)(w, x)[0]
+    assert values.unique().numel() == 4
+
+
+def test_norms_and_sums_of_one_call_see_the_same_mask(device):
+    p, x = torch.ones(64, device=device), torch.ones(1, 64, device=device)
+    out = psg.clipped_grad(dropout_loss, float("inf"))(p, x)
+    assert_trees_close(torch.linalg.vector_norm(out.grads)[None], out.norms)
+    assert_trees_close(out.grads.sum()[None], out.values)
+    out = psg.clipped_grad(dropout_loss, 0.25)(p, x)
+    assert torch.linalg.vector_norm(out.grads).item() == pytest.approx(0.25)
+
+
+def test_dropout_before_a_rule_is_the_same_in_both_passes(device):
+    # The factor of the second layer must hold the masked input that the forward pass used.
+    def fn(p, x):
+        return F.linear(F.dropout(F.linear(x, p["a"]), 0.5), p["b"]).sum()
+
+    params = {"a": torch.ones(16, 1, device=device), "b": torch.ones(1, 16, device=device)}
+    values, grads = psg.per_sample_value_and_grad(fn)(params, torch.ones(4, 1, device=device))
+    assert_trees_close(grads["b"].sum((1, 2)), values)
+    assert_trees_close(grads["a"].sum((1, 2)), values)
