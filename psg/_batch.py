@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from psg._capture import Captured, Lifted, anchor, pull_back
+from psg._capture import Captured
 from psg._errors import InputError, StateError
+from psg._lifted import Lifted, anchor, pull_back
 from psg._ops import CARRIES, METADATA, REQUIRES_GRAD, leaves_of, name_of, substitute
 from psg.factors import Factor
 from psg.rules import _registry
+from psg.rules.leaks import refuse_updates
 from psg.rules.rows import ELEMENTWISE, split_rows
 
 
@@ -84,6 +86,7 @@ class _BatchMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
+        refuse_updates(func, args, kwargs)
         met = [leaf for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
         if not met:
             return func(*args, **kwargs)
@@ -97,7 +100,9 @@ class _BatchMode(TorchFunctionMode):
         decompose = _registry.find_decomposition(func)
         if decompose is not None:
             with self:
-                return decompose(*args, **kwargs)
+                output = decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         names = ", ".join(self.names[id(leaf)] for leaf in met)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Call:
     spec: Any
     dims: list[int | None]
     params: list[int]
-    paths: list[str]
+    paths: "Paths"
     kwargs: dict[str, Any]
     gradient_spec: Any
     has_aux: bool
@@ -139,6 +140,11 @@ class Call:
         leaves = [leaf if dim is None else leaf.narrow(dim, start, size) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
         return replace(self, leaves=leaves, n=size)
 
+    def take(self, index: Tensor) -> "Call":
+        """The same call on the samples at these indices."""
+        leaves = [leaf if dim is None else leaf.index_select(dim, index) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
+        return replace(self, leaves=leaves, n=len(index))
+
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
         """The same call with other tensors in the places of `self.tensors`."""
         leaves = list(self.leaves)
@@ -169,40 +175,67 @@ def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any
     """
     numbers = _argument_numbers(name, options.argnums, len(args))
     in_dims = _in_dims(name, options.in_dims, numbers, len(args))
-    names = _argument_names(fn, len(args))
+    paths = Paths(fn, args)
 
     leaves: list[Any] = []
     dims: list[int | None] = []
-    paths: list[str] = []
     params: dict[int, range] = {}
-    for i, argument in enumerate(args):
-        own, _ = _trees.flatten(argument)
-        own_dims = _trees.broadcast(in_dims[i], argument, f"{name}: in_dims for {names[i]}")
-        own_paths = _trees.paths(argument, names[i])
+    specs: list[Any] = []
+    for i, (argument, in_dim) in enumerate(zip(args, in_dims, strict=True)):
+        own, spec = _trees.flatten(argument)
+        start = len(leaves)
+        if in_dim is None or isinstance(in_dim, int):
+            own_dims: list[Any] = [in_dim] * len(own)
+        else:
+            own_dims = _trees.broadcast(in_dim, argument, f"{name}: in_dims for {paths.names[i]}")
         if i in numbers:
-            params[i] = range(len(leaves), len(leaves) + len(own))
-            _check_params(name, own, own_paths)
-        for leaf, dim, path in zip(own, own_dims, own_paths, strict=True):
-            dims.append(_check_dim(name, leaf, dim, path, default=options.in_dims is None))
+            params[i] = range(start, start + len(own))
+            _check_params(name, own, paths, start)
+        for position, (leaf, dim) in enumerate(zip(own, own_dims, strict=True), start):
+            dims.append(_check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
         leaves += map(_ambient.usable, own)
-        paths += own_paths
+        specs.append(spec)
 
-    _, spec = _trees.flatten(args)
-    chosen = args[numbers[0]] if isinstance(options.argnums, int) else tuple(args[number] for number in numbers)
+    single = isinstance(options.argnums, int)
     return Call(
         name=name,
         fn=fn,
         leaves=leaves,
-        spec=spec,
+        spec=_trees.spec_of_tuple(specs),
         dims=dims,
         params=[position for number in numbers for position in params[number]],
         paths=paths,
         kwargs=kwargs,
-        gradient_spec=_trees.flatten(chosen)[1],
+        gradient_spec=specs[numbers[0]] if single else _trees.spec_of_tuple([specs[number] for number in numbers]),
         has_aux=options.has_aux,
         randomness=options.randomness,
         n=_batch_size(name, leaves, dims, paths),
     )
+
+
+class Paths:
+    """How to reach each leaf of the arguments, for messages: worked out when one needs it."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._fn = fn
+        self._args = args
+
+    @cached_property
+    def names(self) -> list[str]:
+        """What messages call the positional arguments: their own names where fn has them."""
+        try:
+            parameters = list(inspect.signature(self._fn).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [named[i] if i < len(named) else f"args[{i}]" for i in range(len(self._args))]
+
+    @cached_property
+    def _paths(self) -> list[str]:
+        return [path for name, argument in zip(self.names, self._args, strict=True) for path in _trees.paths(argument, name)]
+
+    def __getitem__(self, position: int) -> str:
+        return self._paths[position]
 
 
 def _argument_numbers(name: str, argnums: int | tuple[int, ...], count: int) -> list[int]:
@@ -229,56 +262,46 @@ def _in_dims(name: str, in_dims: Any, numbers: list[int], count: int) -> list[An
     return list(in_dims)
 
 
-def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """What messages call the positional arguments: their own names where fn has them."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [named[i] if i < len(named) else f"args[{i}]" for i in range(count)]
-
-
-def _check_params(name: str, leaves: list[Any], paths: list[str]) -> None:
+def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> None:
     if not leaves:
         raise InputError(f"{name}: the argument to differentiate has no leaves.")
-    for leaf, path in zip(leaves, paths, strict=True):
+    for position, leaf in enumerate(leaves, start):
         if not isinstance(leaf, Tensor):
             raise InputError(
-                f"{name}: {path} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. "
+                f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. "
                 "Bind what is no parameter with functools.partial, or pass it in another argument."
             )
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise InputError(
-                f"{name}: {path} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "
+                f"{name}: {paths[position]} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "
                 "Pass integer tensors in another argument."
             )
 
 
-def _check_dim(name: str, leaf: Any, dim: Any, path: str, default: bool) -> int | None:
+def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, default: bool) -> int | None:
     if dim is None:
         return None
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise InputError(f"{name}: in_dims for {path} is {dim!r}; expected an integer or None.")
+        raise InputError(f"{name}: in_dims for {paths[position]} is {dim!r}; expected an integer or None.")
     if not isinstance(leaf, Tensor):
         if hasattr(leaf, "shape") or isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):
             raise InputError(
-                f"{name}: {path} is a {type(leaf).__name__}, which is neither a tensor nor a tree that optree knows. Convert it with "
-                'torch.as_tensor, or register its type with optree (namespace="psg"), or pass it by keyword to share it.'
+                f"{name}: {paths[position]} is a {type(leaf).__name__}, which is neither a tensor nor a tree that optree knows. Convert it "
+                'with torch.as_tensor, or register its type with optree (namespace="psg"), or pass it by keyword to share it.'
             )
         return None  # a number, a string, a flag: the same for every sample
     if not -leaf.ndim <= dim < leaf.ndim:
         hint = " If it is the same for every sample, say so with in_dims (None for it) or pass it by keyword." if default else ""
-        raise InputError(f"{name}: {path} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}")
+        raise InputError(f"{name}: {paths[position]} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}")
     return dim % leaf.ndim
 
 
-def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: list[str]) -> int:
-    sizes = {path: leaf.shape[dim] for leaf, dim, path in zip(leaves, dims, paths, strict=True) if dim is not None}
+def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Paths) -> int:
+    sizes = {position: leaf.shape[dim] for position, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)) if dim is not None}
     if not sizes:
         raise InputError(f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims.")
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        listed = ", ".join(f"{paths[position]} has {size}" for position, size in sizes.items())
         raise InputError(
             f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it)."
         )

@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
 from psg._errors import PsgError
+from psg._lifted import Lifted, anchor, pull_back
 from psg._ops import (
     CARRIES,
+    CONVERSIONS,
+    FACTORIES,
     METADATA,
     REQUIRES_GRAD,
     Place,
@@ -35,12 +38,26 @@ from psg._ops import (
     substitute,
     target_of,
 )
-from psg.factors import Dense, Factor, Sum, merge
+from psg.factors import Dense, Factor
 from psg.rules import _registry
+from psg.rules.leaks import refuse_updates
 
 
 class Unsupported(PsgError):
     """Capture cannot run this function; the next rung of the ladder can."""
+
+
+class Diverged(PsgError):
+    """The function turned a tensor into a Python value that is not the same for all samples.
+
+    Attributes:
+        groups: The samples that agree, as one index tensor for each value.
+    """
+
+    def __init__(self, op: str, labels: Tensor) -> None:
+        super().__init__(f"{op} gives different Python values for different samples")
+        count = int(labels.max()) + 1
+        self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
 
 
 class _WritesInput(Unsupported):
@@ -84,14 +101,24 @@ def capture(
 
     Raises:
         Unsupported: The function does what lifting cannot follow.
+        Diverged: The function goes different ways for different samples.
+        RuntimeError: What vmap cannot run, and the function's own errors.
     """
     tensors = [tensor.detach() for tensor in tensors]
-    try:
-        return _one_pass(function, tensors, in_dims, params, n, randomness)
-    except _WritesInput:
-        # An activation in place on the sample itself, say: harmless to the caller on a copy.
-        tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
-        return _one_pass(function, tensors, in_dims, params, n, randomness, copied=True)
+    copied = filled = False
+    while True:
+        try:
+            return _one_pass(function, tensors, in_dims, params, n, randomness, copied, filled)
+        except _WritesInput:
+            # An activation in place on the sample itself, say: harmless to the caller on a copy.
+            tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
+            copied = True
+        except RuntimeError as error:
+            if filled or isinstance(error, PsgError):
+                raise
+            # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
+            # which under vmap is one for all samples. Give every sample its own.
+            filled = True
 
 
 def _one_pass(
@@ -101,7 +128,8 @@ def _one_pass(
     params: Sequence[int],
     n: int,
     randomness: str,
-    copied: bool = False,
+    copied: bool,
+    filled: bool,
 ) -> Captured:
     tensors, dims = list(tensors), list(in_dims)
     inputs = () if copied else [tensor for position, tensor in enumerate(tensors) if position not in params]
@@ -109,7 +137,7 @@ def _one_pass(
     for position, value in zip(params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = _Mode(n, lifted, inputs)
+    mode = _Mode(n, lifted, inputs, filled)
 
     def watched(*samples: Tensor) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
@@ -124,75 +152,6 @@ def _one_pass(
     return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted])
 
 
-class Lifted:
-    """A value computed from parameters alone, once, and what its per-sample gradient is made of.
-
-    Attributes:
-        leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
-        value: The one unexpanded value, detached: what rules use. None if every sample has its own.
-        root: For a parameter, an autograd leaf over `value`, from which derived values are computed.
-        derived: For a derived value, the value with its history up to the roots.
-        carry: For a derived value that is its parent in another layout or dtype: the parent, and how to carry factors over.
-        handle: The wrapper that the function holds; kept, so that its id stays its own.
-    """
-
-    def __init__(self, leaf: Tensor, value: Tensor | None) -> None:
-        self.leaf = leaf
-        self.value = value
-        self.root: Tensor | None = None
-        self.derived: Tensor | None = None
-        self.carry: tuple[Lifted, Callable[[Factor], Factor | None]] | None = None
-        self.handle: Tensor | None = None
-        self.terms: list[Factor] = []
-        self.uses: list[str] = []
-
-    @classmethod
-    def parameter(cls, value: Tensor, in_dim: int | None, n: int) -> "Lifted":
-        """Lift a parameter; one with a dimension for the samples is its own leaf."""
-        if in_dim is not None:
-            return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None)
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
-        lifted.root = value.detach().requires_grad_()
-        return lifted
-
-    @classmethod
-    def derivation(cls, derived: Tensor, n: int) -> "Lifted":
-        """Lift a value that has been computed from lifted ones."""
-        value = derived.detach()
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
-        lifted.derived = derived
-        return lifted
-
-    def carry_terms(self) -> None:
-        """Hand the terms to the parent of which this value is another layout or dtype, where their kind allows it."""
-        if self.carry is None:
-            return
-        parent, carry = self.carry
-        carried = [(term, carry(term)) for term in self.terms]
-        parent.terms += [new for _, new in carried if new is not None]
-        self.terms = [term for term, new in carried if new is None]
-
-    def accept(self, factor: Factor, place: str, n: int) -> Factor:
-        """A rule's factor in the parameter's dtype: under autocast its two sides may come in different ones.
-
-        Raises:
-            PsgError: The factor does not fit the parameter, so the rule is broken.
-        """
-        got, expected = (factor.n, tuple(factor.shape)), (n, tuple(self.leaf.shape[1:]))
-        if got != expected:
-            raise PsgError(
-                f"a rule is broken: its factor for {place} has {got[0]} samples of shape {got[1]}, "
-                f"the parameter has {expected[0]} samples of shape {expected[1]}"
-            )
-        return factor.detach().to(self.leaf.dtype)
-
-    def factor(self, n: int) -> Factor:
-        """The terms as one factor of the parameter's dtype."""
-        if not self.terms:
-            return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
-        return merge(self.terms)
-
-
 class _Tap(NamedTuple):
     """Where a rule's output joins the graph, and what to make of the cotangent that arrives there."""
 
@@ -203,28 +162,13 @@ class _Tap(NamedTuple):
     inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
 
 
-class _Anchor(torch.autograd.Function):
-    """Give a history to a tensor that has none, without a copy and without making it a leaf or a view.
-
-    An in-place op of the user's on the output of a first layer is then as legal as in plain PyTorch.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        return cotangents[0], None
-
-
 class _Mode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
-    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], filled: bool) -> None:
         super().__init__()
         self.n = n
+        self.filled = filled
         # Memory that the function must not write into: parameters, values derived from them, and the caller's inputs.
         self.owned = {_memory(value.leaf) for value in params}
         self.inputs = {_memory(tensor) for tensor in inputs if tensor.numel()}
@@ -249,6 +193,7 @@ class _Mode(TorchFunctionMode):
         target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(name_of(func), target)
+        refuse_updates(func, args, kwargs)
         if _functorch.current_level() != self.level:
             return func(*args, **kwargs)
         if func == REQUIRES_GRAD:
@@ -263,12 +208,32 @@ class _Mode(TorchFunctionMode):
         decompose = _registry.find_decomposition(func)
         if decompose is not None:
             with self:
-                return decompose(*args, **kwargs)
+                output = decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
+            return self._convert(func, args, kwargs)
         met = [self.by_handle[id(leaf)] for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
         if met:
             return self._run_lifted(func, met, args, kwargs)
-        self._avoid_leak(func)
-        return func(*args, **kwargs)
+        self._avoid_leak(func, args, kwargs)
+        output = func(*args, **kwargs)
+        if self.filled and func in FACTORIES and isinstance(output, Tensor) and not _functorch.is_wrapped(output):
+            with _functorch.below():
+                output = output.expand(self.n, *output.shape).clone()
+            return _functorch.wrap(output, self.level)
+        return output
+
+    def _convert(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A Python value of a tensor: that of every sample, if they agree. In a loop each would have gone the same way."""
+        with _functorch.below():
+            values = _functorch.physical(args[0], self.level, self.n).detach()
+            if values[0].numel() != 1:
+                return func(values[0], *args[1:], **kwargs)  # the function's own error
+            distinct, labels = values.reshape(self.n).unique(return_inverse=True)
+            if len(distinct) > 1:
+                raise Diverged(name_of(func), labels)
+            return func(values[0], *args[1:], **kwargs)
 
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
@@ -281,8 +246,8 @@ class _Mode(TorchFunctionMode):
         if _memory(target) in self.inputs:
             raise _WritesInput(f"{op} writes into an input, or a view of one")
 
-    def _avoid_leak(self, func: Any) -> None:
-        reason = _registry.find_leak(func)
+    def _avoid_leak(self, func: Any, args: Any, kwargs: Any) -> None:
+        reason = _registry.find_leak(func, args, kwargs, "capture")
         if reason is not None:
             raise Unsupported(reason)
 
@@ -295,7 +260,7 @@ class _Mode(TorchFunctionMode):
             output = self._derive(func, name, met, args, kwargs)
             if output is not NotImplemented:
                 return output
-        self._avoid_leak(func)
+        self._avoid_leak(func, args, kwargs)
         for value in met:
             value.uses.append(f"{name}: lifted")
         return func(*args, **kwargs)
@@ -353,10 +318,10 @@ class _Mode(TorchFunctionMode):
                 data[place] = argument
             else:
                 shared.append(place)  # a frozen parameter: it goes in as it is
-        if rule.params:
-            fits = own and any(id(tensor) not in self.by_handle for tensor in data.values())
+        if own:
+            fits = any(id(tensor) not in self.by_handle for tensor in data.values())
         else:
-            fits = any(_functorch.is_batched(tensor, self.level) for tensor in data.values())
+            fits = (rule.frozen or not rule.params) and any(_functorch.is_batched(tensor, self.level) for tensor in data.values())
         if not fits or any(_functorch.is_wrapped(t) and not _functorch.is_batched(t, self.level) for t in data.values()):
             return NotImplemented
 
@@ -425,34 +390,6 @@ class _Mode(TorchFunctionMode):
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
         for name, value, build in tap.builders:
             value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", self.n))
-
-
-def anchor(output: Tensor) -> tuple[Tensor, GradientEdge]:
-    """A rule's output with a history, and the edge at which its cotangent will arrive."""
-    if output._is_view():
-        output = output.clone()  # an in-place op on a view would lead the gradient around the edge
-    if not output.requires_grad:
-        output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
-    # Taken now: a later in-place op of the user's gives the tensor another edge.
-    return output, get_gradient_edge(output)
-
-
-def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
-    """Turn the terms of derived values into terms of the parameters they were computed from."""
-    derived = [value for value in values if value.derived is not None]
-    for value in reversed(derived):  # children stand after their parents
-        value.carry_terms()
-    derived = [value for value in derived if value.terms]
-    roots = [value for value in params if value.root is not None]
-    if not derived:
-        return
-    outputs: Any = [value.derived for value in derived]
-    inputs: Any = [value.root for value in roots]
-    cotangents = [value.factor(n).materialize() for value in derived]
-    pulled = torch.autograd.grad(outputs, inputs, cotangents, is_grads_batched=True, allow_unused=True)
-    for value, gradient in zip(roots, pulled, strict=True):
-        if gradient is not None:
-            value.terms.append(Dense(gradient))
 
 
 def _memory(tensor: Tensor) -> int:

@@ -4,24 +4,23 @@ Each rung is right wherever the one above cannot run. A rung that raises hands o
 own error and is raised as it is.
 """
 
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _random, _trees
 from psg._batch import capture_batch
 from psg._call import Call
-from psg._capture import capture
+from psg._capture import Diverged, capture
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
-from psg.factors import Dense, Factor, Sum
-from psg.rules._registry import are_disabled
+from psg.factors import Dense, Factor, Sum, concat
+from psg.rules._registry import are_disabled, find_leak
+from psg.rules.leaks import refuse_updates
 
 
 class Result(NamedTuple):
@@ -134,6 +133,32 @@ class _Aux:
 def _run_capture(call: Call) -> Result:
     if _functorch.transform_active():
         raise PsgError("it runs inside a torch.func transform, which sees through vmap(grad) only")
+    state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
+    try:
+        return _capture_together(call)
+    except Diverged as error:
+        # Samples that go different ways are captured apart: each group is then as one batch.
+        if len(error.groups) > max(2, call.n // 4):
+            raise
+        groups = error.groups
+    results = []
+    for index in groups:
+        if state is not None:
+            _random.set_state(state)
+        results.append(_run_capture(call.take(index)))
+    back = torch.cat(groups).argsort()
+    columns = zip(*(result.factors for result in results), strict=True)
+    return Result(
+        values=torch.cat([result.values for result in results])[back],
+        aux=_trees.map_leaves(lambda leaf: leaf[back] if isinstance(leaf, Tensor) else leaf, _trees.concat([r.aux for r in results])),
+        factors=[concat(column).take(back) for column in columns],
+        rung="capture",
+        reasons=(),
+        uses=results[0].uses,
+    )
+
+
+def _capture_together(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
     def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -156,7 +181,8 @@ def _run_vmap(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        loss, extra = call.evaluate(call.with_tensors(tensors).leaves)
+        with _Guard("vmap"):
+            loss, extra = call.evaluate(call.with_tensors(tensors).leaves)
         return loss, (loss, *aux.split(extra))
 
     gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
@@ -178,7 +204,7 @@ def _run_loop(call: Call) -> Result:
             # A copy: a function that writes into its parameter must not write into the caller's.
             leaves[position] = leaves[position].detach().clone().requires_grad_()
         own = [leaves[position] for position in call.params]
-        with torch.enable_grad(), _Guard(call.name):
+        with torch.enable_grad(), _Guard("loop"):
             loss, extra = call.evaluate(leaves)
         gradients = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
         gradients = [
@@ -217,26 +243,19 @@ _RUNGS: dict[str, Callable[[Call], Result]] = {
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses what the loop alone would let through: a batch normalisation that updates its running statistics."""
+    """Refuses what a rung would run wrongly or should not: updates of running statistics, and under vmap the ops that it gets wrong."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, rung: str) -> None:
         super().__init__()
-        self.name = name
+        self.rung = rung
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _UPDATING:
-            options = inspect.signature(func).bind(*args, **kwargs)
-            options.apply_defaults()
-            if options.arguments["running_mean"] is not None and options.arguments[_UPDATING[func]]:
-                raise StateError(
-                    f"{self.name}: a {func.__name__} in training mode updates its running statistics, so that one sample's gradient would "
-                    "depend on the others. Put the module in eval mode, or use GroupNorm, LayerNorm or an InstanceNorm without them."
-                )
+        refuse_updates(func, args, kwargs)
+        reason = find_leak(func, args, kwargs, self.rung)
+        if reason is not None:
+            raise PsgError(reason)
         return func(*args, **kwargs)
-
-
-_UPDATING = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
 def empty(call: Call) -> Result:

@@ -16,6 +16,13 @@ METADATA = {
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "grad_fn")
 } | {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.__len__}
 
+CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
+
+FACTORIES = {
+    *(torch.zeros, torch.ones, torch.full, torch.empty, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
+}
+
 # Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
 # is lifted, which is right too; an op that draws random numbers must not be named.
 _DERIVING = frozenset(

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import optree
+import torch
 import torch.utils._pytree as torch_pytree
 
 from psg._errors import InputError
@@ -58,6 +59,11 @@ def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
     return optree.tree_unflatten(spec, leaves)
 
 
+def spec_of_tuple(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:
+    """The structure of a tuple of trees of these structures."""
+    return optree.treespec_tuple(specs, namespace=NAMESPACE)
+
+
 def paths(tree: Any, root: str = "") -> list[str]:
     """How to reach every leaf, as Python writes it: `args[1]['ids']`."""
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, namespace=NAMESPACE)]
@@ -96,3 +102,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with the function applied to every leaf."""
     leaves, spec = flatten(tree)
     return unflatten(spec, [function(leaf) for leaf in leaves])
+
+
+def concat(parts: Sequence[Any]) -> Any:
+    """One tree from several: tensors joined along dim 0; what is no tensor is that of the first."""
+    columns, specs = zip(*(flatten(part) for part in parts), strict=True)
+    return unflatten(specs[0], [torch.cat(c) if isinstance(c[0], torch.Tensor) else c[0] for c in zip(*columns, strict=True)])

@@ -136,7 +136,6 @@ def groups_of(clip_norm: Any, params: Any) -> list[Group]:
     Raises:
         InputError: A clip norm is no number, negative or NaN; a label has none; a tree does not fit.
     """
-    leaves, _ = _trees.flatten(params)
     if isinstance(clip_norm, PerLeaf):
         norms = _trees.broadcast(clip_norm.clip_norm, params, "PerLeaf(clip_norm)")
         groups = [Group((i,), norm) for i, norm in enumerate(norms)]
@@ -151,7 +150,7 @@ def groups_of(clip_norm: Any, params: Any) -> list[Group]:
             members.setdefault(label, []).append(i)
         groups = [Group(tuple(indices), clip_norm.clip_norm[label]) for label, indices in members.items()]
     else:
-        groups = [Group(tuple(range(len(leaves))), clip_norm)]
+        groups = [Group(tuple(range(len(_trees.flatten(params)[0]))), clip_norm)]
     for group in groups:
         check_clip_norm(group.clip_norm)
     return groups

@@ -44,7 +44,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
-    batch_norms = {name: child for name, child in module.named_modules() if _mixes_samples(child)}
+    children = dict(module.named_modules())
+    batch_norms = {name: child for name, child in children.items() if _mixes_samples(child)}
 
     def loss(params: dict[str, Tensor], *sample: Any) -> Tensor:
         for name, child in batch_norms.items():
@@ -60,15 +61,22 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        output = _call(module, params, positional, keyword)
+        output = _call(module, children, params, positional, keyword)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     return loss, params
 
 
-def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]) -> Any:
+def _call(
+    module: nn.Module, children: dict[str, nn.Module], params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]
+) -> Any:
     """Call the module with other parameters; raise if that has changed a buffer."""
-    buffers = dict(module.named_buffers())
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in children.items()
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    }
     versions = {name: buffer._version for name, buffer in buffers.items()}
     if isinstance(module, torch.jit.ScriptModule):
         state = buffers
@@ -80,7 +88,7 @@ def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], k
     changed = [name for name, buffer in buffers.items() if state[name] is not buffer or buffer._version != versions[name]]
     if changed:
         owner = changed[0].rpartition(".")[0]
-        kind = _kind(dict(module.named_modules())[owner])
+        kind = _kind(children[owner])
         raise StateError(
             f"stateless: the forward pass of {owner or 'the module'} ({kind}) changes its buffer {changed[0]!r}, so that one sample's "
             "gradient would depend on the samples before it. Put the module in eval mode, or take the update out of forward."

@@ -371,7 +371,7 @@ def _over_batches(
         if len(parts) == 1:
             return parts[0]
         reduced, values, aux = zip(*parts, strict=True)
-        return _Reduced(combine(list(reduced)), torch.cat(values), _concat_aux(aux))
+        return _Reduced(combine(list(reduced)), torch.cat(values), _trees.concat(aux))
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Reduced]:
         kept = _ambient.keep(fn)
@@ -394,13 +394,6 @@ def _chunks(call: Call, method: str, size: int | None) -> Iterator[tuple[int, Re
         if state is not None:
             _random.set_state(state)
         yield start, _ladder.run(call.chunk(start, size or call.n), method)
-
-
-def _concat_aux(parts: tuple[Any, ...]) -> Any:
-    """Tensors joined along the samples; what is no tensor is that of the first chunk."""
-    columns, specs = zip(*(_trees.flatten(part) for part in parts), strict=True)
-    joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*columns, strict=True)]
-    return _trees.unflatten(specs[0], joined)
 
 
 # One reduction a transform

@@ -16,6 +16,7 @@ from psg import _trees
 from psg._ambient import never
 from psg._errors import InputError
 from psg.factors import Dense, Factor, joint_norm
+from psg.factors import concat as concat_factors
 
 
 def _factors(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
@@ -364,16 +365,8 @@ def concat(trees: Sequence[Any]) -> Any:
     if any(spec != specs[0] for spec in specs):
         raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
     dense = [isinstance(leaf, Tensor) for leaf in _trees.flatten(trees[0], is_leaf=lambda node: isinstance(node, Factor))[0]]
-    joined = [_join(column) for column in zip(*columns, strict=True)]
+    joined = [concat_factors(column) for column in zip(*columns, strict=True)]
     return _trees.unflatten(specs[0], [f.materialize() if plain else f for f, plain in zip(joined, dense, strict=True)])
-
-
-def _join(column: Sequence[Factor]) -> Factor:
-    parts, specs = zip(*(_trees.flatten(factor) for factor in column), strict=True)
-    same = all(spec == specs[0] for spec in specs)
-    if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):
-        return _trees.unflatten(specs[0], [torch.cat(fields) for fields in zip(*parts, strict=True)])
-    return Dense(torch.cat([factor.materialize() for factor in column]))
 
 
 def _map(tree: Any, function: Callable[[Factor], Factor], name: str) -> Any:

@@ -1,6 +1,7 @@
 """Factors: per-sample gradients held as what they are made of, each kind with the same few operations."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import optree.registry
 import torch
@@ -13,7 +14,7 @@ from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._sum import Sum
 
-__all__ = ["Conv", "Dense", "Factor", "Geometry", "Outer", "Rows", "Sum", "joint_norm", "merge"]
+__all__ = ["Conv", "Dense", "Factor", "Geometry", "Outer", "Rows", "Sum", "concat", "joint_norm", "merge"]
 
 
 def merge(terms: list[Factor]) -> Factor:
@@ -35,6 +36,15 @@ def merge(terms: list[Factor]) -> Factor:
         return merged[0]
     first = merged[0]
     return Sum(merged, torch.empty(first.n, 0, dtype=first.dtype, device=first.device), first.shape)
+
+
+def concat(factors: Sequence[Factor]) -> Factor:
+    """The samples of several factors, one after the other; materialised where kinds or shapes differ."""
+    parts, specs = zip(*(optree.tree_flatten(cast(Any, factor)) for factor in factors), strict=True)
+    same = all(spec == specs[0] for spec in specs)
+    if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):
+        return cast(Factor, optree.tree_unflatten(specs[0], [torch.cat(fields) for fields in zip(*parts, strict=True)]))
+    return Dense(torch.cat([factor.materialize() for factor in factors]))
 
 
 def _register(kind: type[Factor], static: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _sigmoid_slope = torch.ops.aten.sigmoid_backward  # (c, y) -> c y (1 - y)
+_relu_slope = torch.ops.aten.threshold_backward  # (c, y, 0) -> c [y > 0]
 _tanh_slope = torch.ops.aten.tanh_backward  # (c, y) -> c (1 - y^2)
 
 
@@ -34,6 +35,15 @@ class Weights(NamedTuple):
     b_ih: Tensor | None
     b_hh: Tensor | None
     w_hr: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> "Weights":
+        """The same in another dtype."""
+        w_ih, w_hh, *rest = self
+        return Weights(w_ih.to(dtype), w_hh.to(dtype), *(None if weight is None else weight.to(dtype) for weight in rest))
+
+    def present(self) -> list[str]:
+        """The names of those that are there, in torch's order."""
+        return [name for name, weight in self._asdict().items() if weight is not None]
 
 
 class Recurrence(ABC):
@@ -72,13 +82,23 @@ class Recurrence(ABC):
     def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
         """Fill `after`; return the final states."""
 
+    @staticmethod
+    @abstractmethod
+    def step(z: Tensor, state: Sequence[Tensor], weights: Weights) -> list[Tensor]:
+        """One step in plain ops, from z = W_ih x + b_ih: the new states."""
+
     @abstractmethod
     def backward(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> None:
         """Fill `c_input`, `c_hidden` and `c_state` from the cotangents of `after` and `final`; None is zero. May be called again."""
 
-    def terms(self) -> list[tuple[Tensor, Tensor | None]]:
-        """After `backward`, for each of `Weights` (left, right) of its gradient sum_t left_t right_t^T; for a bias (left, None)."""
-        return [(self.c_input, self.input), (self.c_hidden, self.before), (self.c_input, None), (self.c_hidden, None)]
+    def terms(self) -> dict[str, tuple[Tensor, ...]]:
+        """After `backward`, by name of the parameter: (left, right) of its gradient sum_t left_t right_t^T; of a bias (left,)."""
+        return {
+            "w_ih": (self.c_input, self.input),
+            "w_hh": (self.c_hidden, self.before),
+            "b_ih": (self.c_input,),
+            "b_hh": (self.c_hidden,),
+        }
 
     def track(self, first: Tensor) -> tuple[Tensor, Tensor]:
         """Room for a state at every step: what the steps read, the first of them `first`, and what they write."""
@@ -92,6 +112,11 @@ class Recurrence(ABC):
     def project(self, bias: Tensor | None) -> Tensor:
         """W_ih x + bias for all steps: [m, t, g h]."""
         return F.linear(self.input.flatten(0, 1), self.weights.w_ih, bias).unflatten(0, self.input.shape[:2])
+
+    def columns(self) -> Tensor:
+        """W_hh^T for one product with every step."""
+        # A copy costs as much as a step, and makes each step a quarter faster.
+        return self.weights.w_hh.T.contiguous() if len(self.steps) > 8 else self.weights.w_hh.T
 
     def unroll(self, cotangent: Tensor | None, c_h: Tensor, step: Callable[[int], None]) -> None:
         """Backwards through time: add what arrives at each step's output to `c_h`, and let `step` turn that into the one before."""
@@ -116,9 +141,13 @@ class Elman(Recurrence):
 
     gates = 1
 
+    @staticmethod
+    def step(z: Tensor, state: Sequence[Tensor], weights: Weights) -> list[Tensor]:
+        return [torch.tanh(z + F.linear(state[0], weights.w_hh, weights.b_hh))]
+
     def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
         z, before, after = (part.unbind(1) for part in (self.project(_add(self.weights.b_ih, self.weights.b_hh)), self.before, self.after))
-        w_hh = self.weights.w_hh.T
+        w_hh = self.columns()
         for t in self.steps:
             self.activate(torch.addmm(z[t], before[t], w_hh, out=after[t]))
         return [after[self.steps[-1]]]
@@ -146,11 +175,15 @@ class Elman(Recurrence):
 class Relu(Elman):
     """h_t = relu(z_t)."""
 
+    @staticmethod
+    def step(z: Tensor, state: Sequence[Tensor], weights: Weights) -> list[Tensor]:
+        return [torch.relu(z + F.linear(state[0], weights.w_hh, weights.b_hh))]
+
     def activate(self, z: Tensor) -> None:
         z.relu_()
 
     def slope(self) -> Tensor:
-        return (self.after > 0).to(self.after.dtype)
+        return _relu_slope(torch.ones_like(self.after), self.after, 0)
 
 
 class Lstm(Recurrence):
@@ -159,8 +192,15 @@ class Lstm(Recurrence):
     gates = 4
     states = 2
 
+    @staticmethod
+    def step(z: Tensor, state: Sequence[Tensor], weights: Weights) -> list[Tensor]:
+        i, f, g, o = (z + F.linear(state[0], weights.w_hh, weights.b_hh)).chunk(4, -1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return [h if weights.w_hr is None else F.linear(h, weights.w_hr), c]
+
     def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
-        w_hh, w_hr, width = self.weights.w_hh.T, self.weights.w_hr, state[1].shape[1]
+        w_hh, w_hr, width = self.columns(), self.weights.w_hr, state[1].shape[1]
         self.z = self.project(_add(self.weights.b_ih, self.weights.b_hh))
         self.cells, after_c = self.track(state[1])
         self.squashed = torch.empty_like(after_c)
@@ -211,9 +251,9 @@ class Lstm(Recurrence):
         self.unroll(cotangent, c_h, step)
         self.c_input, self.c_hidden, self.c_state = gates, gates, [c_h, c_c]
 
-    def terms(self) -> list[tuple[Tensor, Tensor | None]]:
+    def terms(self) -> dict[str, tuple[Tensor, ...]]:
         terms = super().terms()
-        return terms if self.c_projected is None else [*terms, (self.c_projected, self.hidden)]
+        return terms if self.c_projected is None else terms | {"w_hr": (self.c_projected, self.hidden)}
 
 
 class Gru(Recurrence):
@@ -223,6 +263,12 @@ class Gru(Recurrence):
     """
 
     gates = 3
+
+    @staticmethod
+    def step(z: Tensor, state: Sequence[Tensor], weights: Weights) -> list[Tensor]:
+        (z_r, z_u, z_n), (h_r, h_u, h_n) = z.chunk(3, -1), F.linear(state[0], weights.w_hh, weights.b_hh).chunk(3, -1)
+        u, n = torch.sigmoid(z_u + h_u), torch.tanh(z_n + torch.sigmoid(z_r + h_r) * h_n)
+        return [n + u * (state[0] - n)]
 
     def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
         w_ih, w_hh, b_ih, b_hh, _ = self.weights
@@ -236,7 +282,7 @@ class Gru(Recurrence):
         r_u = self.z[..., : 2 * width].unbind(1)
         r, u, n = (gate.unbind(1) for gate in self.z.split(width, 2))
         hidden_n, before, after = (part.unbind(1) for part in (self.hidden_n, self.before, self.after))
-        w_ru, w_n = w_hh[: 2 * width].T, w_hh[2 * width :].T
+        w_ru, w_n = self.columns().split((2 * width, width), 1)
         for t in self.steps:
             r_u[t].addmm_(before[t], w_ru).sigmoid_()
             if b_n is None:

@@ -26,6 +26,7 @@ class Rule(NamedTuple):
         run: Takes the op's arguments and returns `(output, {parameter name: builder})`, or NotImplemented to decline the call.
         params: The arguments that may be parameters.
         signature: Of `run`, to which calls are bound.
+        frozen: Whether it also runs where none of `params` is differentiated.
         mixed: Whether `run` takes the keyword `shared`: then data may stand in the places of `params` too.
     """
 
@@ -33,15 +34,18 @@ class Rule(NamedTuple):
     params: tuple[str, ...]
     signature: inspect.Signature
     mixed: bool
+    frozen: bool = False
 
 
 _rules: dict[Any, Rule] = {}
 _decompositions: dict[Any, Callable[..., Any]] = {}
-_leaks: dict[Any, str] = {}
+_leaks: "dict[Any, Leak]" = {}
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
 
-def rule(*ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias")) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rule(
+    *ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"), frozen: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fast path of an op.
 
     The function takes the op's arguments under the same names. Those in `params` may be parameters: they arrive without a batch
@@ -58,6 +62,7 @@ def rule(*ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"))
     Args:
         *ops: What torch's function mode sees: a function of torch, a method of Tensor, a `torch.library` op, or a `psg.primitive`.
         params: Names of the arguments that may be parameters.
+        frozen: Also run where none of them is differentiated: for ops that vmap cannot run, or runs slowly.
 
     Returns:
         A decorator that registers the function, in place of an earlier rule for the same op, and returns it.
@@ -91,7 +96,7 @@ def rule(*ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"))
                     f"psg.rule({getattr(op, '__name__', op)!r}): torch's function mode does not see calls of this function. "
                     "Decorate it with psg.primitive first."
                 )
-            _rules[op] = Rule(run, tuple(params), signature, "shared" in signature.parameters)
+            _rules[op] = Rule(run, tuple(params), signature, "shared" in signature.parameters, frozen)
         return run
 
     return register
@@ -125,7 +130,7 @@ def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decomposition(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how to write an op with other ops, for which there are rules."""
+    """Register how to write an op with other ops, for which there are rules; NotImplemented from it declines the call."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _decompositions[op] = function
@@ -142,9 +147,23 @@ def reshape(output: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     return output if output.shape == shape and not output._is_view() else torch.ops.aten._unsafe_view(output, shape)
 
 
-def leak(op: Any, reason: str) -> None:
-    """Register an op for which a lifted parameter gives a wrong gradient: a call that meets one goes down the ladder."""
-    _leaks[op] = reason
+class Leak(NamedTuple):
+    """Where PyTorch's vmap is wrong.
+
+    Attributes:
+        reason: Why, for the message.
+        when: From a call's arguments, whether it is one of those.
+        rungs: On which rungs of the ladder it must not be met.
+    """
+
+    reason: str
+    when: Callable[..., bool]
+    rungs: tuple[str, ...]
+
+
+def leak(*ops: Any, reason: str, when: Callable[..., bool] = lambda *args, **kwargs: True, rungs: tuple[str, ...] = ("capture",)) -> None:
+    """Register ops that a pass must not meet: a call that does goes down the ladder. See `Leak`."""
+    _leaks.update(dict.fromkeys(ops, Leak(reason, when, rungs)))
 
 
 def find_rule(op: Any) -> Rule | None:
@@ -157,9 +176,12 @@ def find_decomposition(op: Any) -> Callable[..., Any] | None:
     return _decompositions.get(op)
 
 
-def find_leak(op: Any) -> str | None:
-    """Why an op must not meet a lifted parameter, if it must not."""
-    return _leaks.get(op)
+def find_leak(op: Any, args: Any, kwargs: Any, rung: str) -> str | None:
+    """Why this rung must not meet this call, if it must not."""
+    found = _leaks.get(op)
+    if found is None or rung not in found.rungs or not found.when(*args, **kwargs):
+        return None
+    return found.reason
 
 
 def registered() -> Mapping[Any, Rule]:

@@ -1,6 +1,5 @@
 """Attention has no parameters of its own; its rule folds the samples into the batch that the native fused kernels know."""
 
-import math
 from types import FunctionType
 from typing import Any
 
@@ -22,30 +21,38 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """softmax(scale q k^T + mask) v: ([n,*,h,t,e], [n,*,h,s,e], [n,*,h,s,f]) -> [n,*,h,t,f].
+    """softmax(scale q k^T + mask) v: ([n,*,h,t,e], [n,*,h,s,e], [n,*,h,s,f]) -> [n,*,h,t,f], dimensions before t broadcast.
 
-    Declines a dropout, whose draws follow vmap's `randomness`, and a mask that is differentiated, which no fused kernel does.
+    A mask that is differentiated (a learned bias) runs by torch's plain mathematics, which torch itself chooses then; under vmap it would
+    not see that. Declines a dropout, whose draws follow vmap's `randomness`.
     """
-    lead = query.ndim - 3  # what is folded into one batch dimension
-    if dropout_p or lead < 1 or key.ndim != query.ndim or value.ndim != query.ndim or query.numel() == 0:
+    dims = max(tensor.ndim - 1 for tensor in (query, key, value))
+    alone = dims == 2  # fn has no dimension for heads
+    if dropout_p or query.numel() == 0 or min(query.ndim, key.ndim, value.ndim) < 3 or (alone and enable_gqa):
         return NotImplemented
-    if key.shape[:lead] != query.shape[:lead] or value.shape[:lead] != query.shape[:lead]:
-        return NotImplemented
+    q, k, v = (_with_dims(tensor, max(dims, 3)) for tensor in (query, key, value))
+    shared = -2 if not enable_gqa else -3  # the dimensions before these are the same for all three
+    try:
+        batch = torch.broadcast_shapes(*(tensor.shape[:shared] for tensor in (q, k, v)))
+    except RuntimeError:
+        return NotImplemented  # torch will say what is wrong
+    q, k, v = (tensor.expand(*batch, *tensor.shape[shared:]) for tensor in (q, k, v))
+    lead = q.shape[:-3]
     if attn_mask is not None:
-        if attn_mask.requires_grad:
+        full = (*q.shape[:-1], k.shape[-2])
+        attn_mask = _with_dims(attn_mask, len(full) - 1)
+        if attn_mask.ndim != len(full) or any(size not in (1, most) for size, most in zip(attn_mask.shape, full, strict=True)):
             return NotImplemented
-        attn_mask = _fold_mask(attn_mask, query.shape, lead, query.shape[-2], key.shape[-2])
-    q, k, v = (tensor.flatten(0, lead - 1) for tensor in (query, key, value))
+        # Expanded only where it must be folded.
+        attn_mask = attn_mask.expand(*lead, attn_mask.shape[-3], *full[-2:]).flatten(0, len(lead) - 1)
+    q, k, v = (tensor.flatten(0, len(lead) - 1) for tensor in (q, k, v))
     output = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return output.unflatten(0, query.shape[:lead]), {}
+    return output.squeeze(1) if alone else output.unflatten(0, lead), {}
 
 
-def _fold_mask(mask: Tensor, query_shape: torch.Size, lead: int, targets: int, sources: int) -> Tensor:
-    """[n, *mask of one sample] -> [n * folded, 1 or h, t, s], expanding only what must be folded."""
-    own = mask.shape[1:]
-    mask = mask.reshape(mask.shape[0], *(1,) * (len(query_shape) - 1 - len(own)), *own)
-    mask = mask.expand(*query_shape[:lead], mask.shape[lead], targets, sources)
-    return mask.reshape(math.prod(query_shape[:lead]), *mask.shape[lead:])
+def _with_dims(tensor: Tensor, dims: int) -> Tensor:
+    """[n, *shape] -> [n, 1, ..., 1, *shape], with `dims` dimensions after the first."""
+    return tensor.reshape(tensor.shape[0], *(1,) * (dims + 1 - tensor.ndim), *tensor.shape[1:])
 
 
 def _opened(function: FunctionType) -> FunctionType:
@@ -64,3 +71,9 @@ _multi_head_attention_forward = _opened(F.multi_head_attention_forward)
 def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     """torch's own code, whose projections are linear ops."""
     return _multi_head_attention_forward(*args, **kwargs)
+
+
+@decomposition(torch._nested_tensor_from_mask_left_aligned)
+def nested_tensor_from_mask_left_aligned(*args: Any) -> bool:
+    """No: nn.TransformerEncoder must not take its path of nested tensors, which has no gradients. It asks before it looks for any."""
+    return False

@@ -1,6 +1,8 @@
-"""Convolutions.
+"""Convolutions, plain and transposed.
 
 With C the cotangent: grad W[n,o,i,k] = sum_t C[n,o,t] x[n,i, stride t + dilation k - padding] and grad b[n,o] = sum_t C[n,o,t].
+A transposed convolution adds x[n,i,t] W[i,o,k] to y[n,o, stride t + dilation k - padding]. So input and cotangent change places:
+grad W[n,i,o,k] = sum_t x[n,i,t] C[n,o, stride t + dilation k - padding], within each group as before.
 """
 
 from typing import Any
@@ -43,23 +45,59 @@ def _convolution(dims: int) -> Any:
             input = F.pad(input, extra) if any(extra) else input
         padding = _each(padding, dims)
 
-        single = input.ndim == dims + 2  # fn convolves one image without a batch dimension of its own
-        images = input.unsqueeze(1) if single else input
-        flat = images.flatten(0, 1)
-        output = torch.convolution(flat, weight, bias, stride, padding, dilation, False, [0] * dims, groups)
+        images = _images(input, dims)
+        output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, False, [0] * dims, groups)
         geometry = Geometry(kernel, stride, padding, dilation, groups)
-
-        def by_image(cotangent: Tensor) -> Tensor:
-            return cotangent.unsqueeze(1) if single else cotangent
-
-        shape = output.shape if single else (*images.shape[:2], *output.shape[1:])
-        return reshape(output, shape), {
-            "weight": lambda cotangent: Conv(by_image(cotangent), images, geometry),
-            "bias": lambda cotangent: Dense(by_image(cotangent).flatten(3).sum((1, 3))),
+        return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
+            "weight": lambda cotangent: Conv(_images(cotangent, dims), images, geometry),
+            "bias": lambda cotangent: _sum_images(_images(cotangent, dims)),
         }
 
     return convolution
 
 
+def _transposed(dims: int) -> Any:
+    def transposed(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        if weight.is_complex() or input.ndim not in (dims + 2, dims + 3):
+            return NotImplemented
+        stride, padding, dilation, output_padding = (_each(option, dims) for option in (stride, padding, dilation, output_padding))
+        images = _images(input, dims)
+        output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, True, output_padding, groups)
+        geometry = Geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups)
+        # An output padding of a stride or more leaves room for windows that belong to no input: zeros stand there.
+        beyond = [amount for extra, pace in zip(reversed(output_padding), reversed(stride), strict=True) for amount in (0, extra // pace)]
+
+        def weight_factor(cotangent: Tensor) -> Conv:
+            return Conv(F.pad(images, beyond) if any(beyond) else images, _images(cotangent, dims), geometry)
+
+        return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
+            "weight": weight_factor,
+            "bias": lambda cotangent: _sum_images(_images(cotangent, dims)),
+        }
+
+    return transposed
+
+
+def _images(tensor: Tensor, dims: int) -> Tensor:
+    """[n, images, c, *spatial], also where fn convolves one image without a batch dimension of its own."""
+    return tensor.unsqueeze(1) if tensor.ndim == dims + 2 else tensor
+
+
+def _sum_images(cotangent: Tensor) -> Dense:
+    """[n, images, c, *spatial] -> [n, c]."""
+    return Dense(cotangent.flatten(3).sum((1, 3)))
+
+
 for _dims, _op in enumerate((F.conv1d, F.conv2d, F.conv3d), start=1):
     rule(_op)(_convolution(_dims))
+for _dims, _op in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), start=1):
+    rule(_op)(_transposed(_dims))

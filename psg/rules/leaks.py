@@ -1,20 +1,81 @@
-"""Ops that a lifted parameter must not meet as they are. The list is short, and each entry has its test.
+"""Ops that a pass must not meet as they are. The list is short, and each entry has its test.
 
-Lifting is as right as PyTorch's vmap with autograd beneath it; these are the places where that is wrong.
+Lifting is as right as PyTorch's vmap with autograd beneath it; these are the places where that is wrong, or where a function would change
+what it must not.
 """
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg._errors import StateError
 from psg.rules._registry import decomposition, leak
 
-for _op in (torch.as_strided, Tensor.as_strided, torch.as_strided_copy, Tensor.as_strided_):
-    leak(_op, "as_strided reads memory that the batched parameter does not have")
-for _op in (torch.select_scatter, Tensor.select_scatter):
-    leak(_op, "select_scatter under vmap has a wrong gradient")
+leak(
+    *(torch.as_strided, Tensor.as_strided, torch.as_strided_copy, Tensor.as_strided_),
+    reason="as_strided reads memory that the batched parameter does not have",
+)
+leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under vmap has a wrong gradient")
+leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
+leak(Tensor.addbmm_, reason="addbmm_ under vmap resizes the tensor that it writes into", rungs=("capture", "vmap"))
+leak(
+    *(torch.index_fill, Tensor.index_fill, Tensor.index_fill_),
+    reason="index_fill under vmap mixes the samples of a tensor value",
+    when=lambda *args, **kwargs: any(isinstance(value, Tensor) for value in (*args[3:], kwargs.get("value"))),
+    rungs=("capture", "vmap"),
+)
+leak(
+    *(torch.roll, Tensor.roll),
+    reason="roll of a scalar under vmap rolls the samples",
+    when=lambda input, *args, **kwargs: input.ndim == 0,
+    rungs=("capture", "vmap"),
+)
+
+# Position and name of the running mean, and of the flag under which it is updated.
+_UPDATING: dict[Any, tuple[int, str, int, str]] = {
+    F.batch_norm: (1, "running_mean", 5, "training"),
+    F.instance_norm: (1, "running_mean", 5, "use_input_stats"),
+    torch.batch_norm: (3, "running_mean", 5, "training"),
+    torch.instance_norm: (3, "running_mean", 5, "use_input_stats"),
+    torch.native_batch_norm: (3, "running_mean", 5, "training"),
+    torch.ops.aten._native_batch_norm_legit: (3, "running_mean", 5, "training"),
+    torch.ops.aten._native_batch_norm_legit.default: (3, "running_mean", 5, "training"),
+}
+
+
+def refuse_updates(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise if the call updates running statistics, in whatever memory they are.
+
+    Raises:
+        StateError: It does.
+    """
+    if func not in _UPDATING:
+        return
+
+    def argument(position: int, name: str) -> Any:
+        return args[position] if position < len(args) else kwargs.get(name, _default(func, name))
+
+    mean, mean_name, flag, flag_name = _UPDATING[func]
+    if argument(mean, mean_name) is not None and argument(flag, flag_name):
+        raise StateError(
+            f"a {func.__name__} in training mode updates its running statistics, so that one sample's gradient would depend on the others. "
+            "Put the module in eval mode, or use GroupNorm, LayerNorm or an InstanceNorm without them."
+        )
+
+
+@cache
+def _default(func: Any, name: str) -> Any:
+    return inspect.signature(func).parameters[name].default if inspect.isfunction(func) else None
+
+
+@decomposition(Tensor.__contains__)
+def contains(self: Tensor, element: Any) -> Any:
+    """`element in tensor`, written out: its last step is a Python value of a tensor, which the pass knows how to take."""
+    return bool((self == element).any())
 
 
 if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13

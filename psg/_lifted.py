@@ -1,0 +1,124 @@
+"""Values computed from parameters alone, what their per-sample gradients are made of, and how the graph is tapped."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from psg._errors import PsgError
+from psg.factors import Dense, Factor, Sum, merge
+
+
+class Lifted:
+    """A value computed from parameters alone, once, and what its per-sample gradient is made of.
+
+    Attributes:
+        leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
+        value: The one unexpanded value, detached: what rules use. None if every sample has its own.
+        root: For a parameter, an autograd leaf over `value`, from which derived values are computed.
+        derived: For a derived value, the value with its history up to the roots.
+        carry: For a derived value that is its parent in another layout or dtype: the parent, and how to carry factors over.
+        handle: The wrapper that the function holds; kept, so that its id stays its own.
+    """
+
+    def __init__(self, leaf: Tensor, value: Tensor | None) -> None:
+        self.leaf = leaf
+        self.value = value
+        self.root: Tensor | None = None
+        self.derived: Tensor | None = None
+        self.carry: tuple[Lifted, Callable[[Factor], Factor | None]] | None = None
+        self.handle: Tensor | None = None
+        self.terms: list[Factor] = []
+        self.uses: list[str] = []
+
+    @classmethod
+    def parameter(cls, value: Tensor, in_dim: int | None, n: int) -> "Lifted":
+        """Lift a parameter; one with a dimension for the samples is its own leaf."""
+        if in_dim is not None:
+            return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None)
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
+        lifted.root = value.detach().requires_grad_()
+        return lifted
+
+    @classmethod
+    def derivation(cls, derived: Tensor, n: int) -> "Lifted":
+        """Lift a value that has been computed from lifted ones."""
+        value = derived.detach()
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
+        lifted.derived = derived
+        return lifted
+
+    def carry_terms(self) -> None:
+        """Hand the terms to the parent of which this value is another layout or dtype, where their kind allows it."""
+        if self.carry is None:
+            return
+        parent, carry = self.carry
+        carried = [(term, carry(term)) for term in self.terms]
+        parent.terms += [new for _, new in carried if new is not None]
+        self.terms = [term for term, new in carried if new is None]
+
+    def accept(self, factor: Factor, place: str, n: int) -> Factor:
+        """A rule's factor in the parameter's dtype: under autocast its two sides may come in different ones.
+
+        Raises:
+            PsgError: The factor does not fit the parameter, so the rule is broken.
+        """
+        got, expected = (factor.n, tuple(factor.shape)), (n, tuple(self.leaf.shape[1:]))
+        if got != expected:
+            raise PsgError(
+                f"a rule is broken: its factor for {place} has {got[0]} samples of shape {got[1]}, "
+                f"the parameter has {expected[0]} samples of shape {expected[1]}"
+            )
+        return factor.detach().to(self.leaf.dtype)
+
+    def factor(self, n: int) -> Factor:
+        """The terms as one factor of the parameter's dtype."""
+        if not self.terms:
+            return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
+        return merge(self.terms)
+
+
+class _Anchor(torch.autograd.Function):
+    """Give a history to a tensor that has none, without a copy and without making it a leaf or a view.
+
+    An in-place op of the user's on the output of a first layer is then as legal as in plain PyTorch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        return cotangents[0], None
+
+
+def anchor(output: Tensor) -> tuple[Tensor, GradientEdge]:
+    """A rule's output with a history, and the edge at which its cotangent will arrive."""
+    if output._is_view():
+        output = output.clone()  # an in-place op on a view would lead the gradient around the edge
+    if not output.requires_grad:
+        output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
+    # Taken now: a later in-place op of the user's gives the tensor another edge.
+    return output, get_gradient_edge(output)
+
+
+def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
+    """Turn the terms of derived values into terms of the parameters they were computed from."""
+    derived = [value for value in values if value.derived is not None]
+    for value in reversed(derived):  # children stand after their parents
+        value.carry_terms()
+    derived = [value for value in derived if value.terms]
+    roots = [value for value in params if value.root is not None]
+    if not derived:
+        return
+    outputs: Any = [value.derived for value in derived]
+    inputs: Any = [value.root for value in roots]
+    cotangents = [value.factor(n).materialize() for value in derived]
+    pulled = torch.autograd.grad(outputs, inputs, cotangents, is_grads_batched=True, allow_unused=True)
+    for value, gradient in zip(roots, pulled, strict=True):
+        if gradient is not None:
+            value.terms.append(Dense(gradient))
