@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from psg._capture import Captured
 from psg._errors import InputError, StateError
 from psg._lifted import Lifted, anchor, pull_back
-from psg._ops import CARRIES, METADATA, REQUIRES_GRAD, leaves_of, name_of, substitute
+from psg._ops import CARRIES, METADATA, PREDICATES, leaves_of, name_of, substitute
 from psg.factors import Factor
 from psg.rules import _registry
 from psg.rules.leaks import refuse_updates
@@ -90,8 +90,8 @@ class _BatchMode(TorchFunctionMode):
         met = [leaf for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
         if not met:
             return func(*args, **kwargs)
-        if func == REQUIRES_GRAD:
-            return True
+        if func in PREDICATES:
+            return self.by_handle[id(args[0])].ask(func)
         if all(id(leaf) in self.by_handle for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)):
             return self._derive(func, met, args, kwargs)
         output = self._run_rule(func, args, kwargs)

@@ -25,8 +25,9 @@ from psg._ops import (
     CARRIES,
     CONVERSIONS,
     FACTORIES,
+    IS_LEAF,
     METADATA,
-    REQUIRES_GRAD,
+    PREDICATES,
     Place,
     builder_at,
     derives,
@@ -194,13 +195,10 @@ class _Mode(TorchFunctionMode):
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs)
-        if _functorch.current_level() != self.level:
-            return func(*args, **kwargs)
-        if func == REQUIRES_GRAD:
-            # vmap's wrapper says no for what is differentiated beneath it.
-            tensor = args[0]
-            return (_functorch.value_of(tensor) if _functorch.is_batched(tensor, self.level) else tensor).requires_grad
-        rule = _registry.find_rule(func)
+        if func in PREDICATES:
+            return self._ask(func, args[0])
+        here = _functorch.current_level() == self.level  # not inside a transform of the function's own
+        rule = _registry.find_rule(func) if here else None
         if rule is not None:
             output = self._run_rule(name_of(func), rule, args, kwargs)
             if output is not NotImplemented:
@@ -211,6 +209,8 @@ class _Mode(TorchFunctionMode):
                 output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
+        if not here:
+            return func(*args, **kwargs)
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
         met = [self.by_handle[id(leaf)] for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
@@ -223,6 +223,19 @@ class _Mode(TorchFunctionMode):
                 output = output.expand(self.n, *output.shape).clone()
             return _functorch.wrap(output, self.level)
         return output
+
+    def _ask(self, func: Any, tensor: Tensor) -> Any:
+        """What autograd knows of a tensor: a wrapper of vmap does not tell what is differentiated beneath it."""
+        lifted = self.by_handle.get(id(tensor))
+        if lifted is not None:
+            return lifted.ask(func)
+        answers = [func(tensor)]
+        while _functorch.is_wrapped(tensor):
+            tensor = _functorch.value_of(tensor)
+            answers.append(lifted.ask(func) if (lifted := self.by_handle.get(id(tensor))) else func(tensor))
+        if func == IS_LEAF:
+            return all(answers)
+        return next((answer for answer in answers if answer), answers[0])
 
     def _convert(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A Python value of a tensor: that of every sample, if they agree. In a loop each would have gone the same way."""

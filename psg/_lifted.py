@@ -50,6 +50,10 @@ class Lifted:
         lifted.derived = derived
         return lifted
 
+    def ask(self, predicate: Callable[[Tensor], Any]) -> Any:
+        """What plain autograd would say of this value: whether it is a leaf, requires grad, has a history."""
+        return predicate(self.leaf if self.derived is None else self.derived)
+
     def carry_terms(self) -> None:
         """Hand the terms to the parent of which this value is another layout or dtype, where their kind allows it."""
         if self.carry is None:

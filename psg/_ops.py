@@ -10,10 +10,11 @@ from torch import Tensor
 
 from psg.factors import Dense, Factor, Outer
 
-REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+REQUIRES_GRAD, GRAD_FN, IS_LEAF = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
 METADATA = {
     getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested", "grad_fn")
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested")
 } | {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.__len__}
 
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}

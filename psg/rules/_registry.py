@@ -60,7 +60,8 @@ def rule(
     A rule with no `params` only says how an op runs best on the true batch.
 
     Args:
-        *ops: What torch's function mode sees: a function of torch, a method of Tensor, a `torch.library` op, or a `psg.primitive`.
+        *ops: What torch's function mode sees: a function of torch, a method of Tensor, a `torch.library` op
+            (`torch.library.custom_op` or `torch.ops.library.op`), or a `psg.primitive`.
         params: Names of the arguments that may be parameters.
         frozen: Also run where none of them is differentiated: for ops that vmap cannot run, or runs slowly.
 
@@ -96,10 +97,21 @@ def rule(
                     f"psg.rule({getattr(op, '__name__', op)!r}): torch's function mode does not see calls of this function. "
                     "Decorate it with psg.primitive first."
                 )
-            _rules[op] = Rule(run, tuple(params), signature, "shared" in signature.parameters, frozen)
+            made = Rule(run, tuple(params), signature, "shared" in signature.parameters, frozen)
+            _rules.update(dict.fromkeys(_aliases(op), made))
         return run
 
     return register
+
+
+def _aliases(op: Any) -> tuple[Any, ...]:
+    """What calls of an op may look like to a function mode: ops of torch.library have several faces."""
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return (op, *(getattr(op, name) for name in op.overloads()))
+    if isinstance(op, torch._ops.OpOverload) and op.overloadpacket.overloads() == ["default"]:
+        return op, op.overloadpacket
+    return (op,)
 
 
 def _visible(op: Any) -> bool:

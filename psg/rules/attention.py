@@ -73,7 +73,7 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     return _multi_head_attention_forward(*args, **kwargs)
 
 
-@decomposition(torch._nested_tensor_from_mask_left_aligned)
+@decomposition(torch._nested_tensor_from_mask_left_aligned)  # pyright: ignore[reportPrivateImportUsage]
 def nested_tensor_from_mask_left_aligned(*args: Any) -> bool:
     """No: nn.TransformerEncoder must not take its path of nested tensors, which has no gradients. It asks before it looks for any."""
     return False

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors import Rows
-from psg.rules._registry import rule
+from psg.rules._registry import reshape, rule
 
 
 @rule(F.embedding, params=("weight",))
@@ -45,3 +45,97 @@ def embedding(
         return Rows(index, cotangent, rows)
 
     return output, {"weight": factor}
+
+
+_MODES = {"sum": 0, "mean": 1, "max": 2}
+
+
+@rule(F.embedding_bag, params=("weight",))
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """y[b] = the sum, mean or maximum of W[index] over bag b: ([n,b,t], [v,d]) -> [n,b,d], or [n,t] with offsets [n,b].
+
+    With C the cotangent, position t of bag b gets psw[t] C[b] of a sum, C[b] / (entries of b) of a mean, and of a maximum the C[b,d] of
+    those d where it is the first with the largest value. An id that is padding is no entry.
+    """
+    rows, features = weight.shape
+    if weight.is_complex() or mode not in _MODES or input.numel() == 0 or (mode == "max" and sparse):
+        return NotImplemented
+    if scale_grad_by_freq:
+        return NotImplemented  # on CPU torch (2.13) divides by the frequency of another id; lifting does as torch does
+    if per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape):
+        return NotImplemented
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        return NotImplemented
+    starts = _starts(input, offsets, include_last_offset)
+    if starts is None:
+        return NotImplemented
+    n, bags = starts.shape  # the last bag is no one's with include_last_offset
+    index = input.reshape(n, -1).long()
+    padding = -1 if padding_idx is None else padding_idx % rows
+    if max_norm is not None:
+        # torch shortens the rows of the weight itself, outside of differentiation. A pure function shortens those of a copy.
+        weight = weight.clone(memory_format=torch.contiguous_format)
+        torch.embedding_renorm_(weight, index.reshape(-1), max_norm, norm_type)
+    scales = None if per_sample_weights is None else per_sample_weights.reshape(n, -1)
+
+    # The samples' bags, one after the other, are the bags of one call.
+    offset = starts + index.shape[1] * torch.arange(n, device=starts.device)[:, None]
+    flat = None if scales is None else scales.reshape(-1)
+    # Not torch.embedding_bag, which may leave out what only a gradient of the weight needs: the rows that a maximum has chosen.
+    output, _, _, chosen = torch.ops.aten._embedding_bag(
+        weight, index.reshape(-1), offset.reshape(-1), False, _MODES[mode], False, flat, False, padding
+    )
+    output = reshape(output, (n, bags, features))
+
+    def factor(cotangent: Tensor) -> Rows:
+        if include_last_offset:
+            cotangent = F.pad(cotangent, (0, 0, 0, 1))
+        places = torch.arange(index.shape[1], device=starts.device).repeat(n, 1)
+        bag = torch.searchsorted(starts, places, right=True) - 1
+        entry = index != padding
+        by_position = bag[:, :, None].expand(*index.shape, features)
+        cotangent = cotangent.gather(1, by_position)
+        if scales is not None:
+            cotangent = cotangent * scales[:, :, None]
+        if mode == "mean":
+            entries = torch.zeros_like(starts).scatter_add_(1, bag, entry.long())
+            cotangent = cotangent / entries.gather(1, bag).clamp(min=1)[:, :, None]
+        if mode == "max":
+            largest = chosen.reshape(n, bags, features).gather(1, by_position) == index[:, :, None]
+            cotangent = torch.where(largest & _first(bag * rows + index)[:, :, None], cotangent, 0)
+        return Rows(index, torch.where(entry[:, :, None], cotangent, 0), rows)
+
+    return (output[:, :-1].clone() if include_last_offset else output), {"weight": factor}
+
+
+def _starts(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor | None:
+    """The first position of every bag, [n, b]; None if the arguments do not fit."""
+    if input.ndim == 3 and offsets is None:
+        _, bags, size = input.shape
+        return torch.arange(0, bags * size, size, device=input.device).repeat(input.shape[0], 1)
+    if input.ndim != 2 or offsets is None or offsets.ndim != 2 or offsets.shape[1] <= include_last_offset:
+        return None
+    if offsets.device.type == "cpu":  # elsewhere torch does not look either
+        fits = (offsets[:, 0] == 0) & (offsets[:, -1] <= input.shape[1])
+        torch.ops.aten._assert_async.msg(fits.all(), "offsets[0] has to be 0, and the last one at most the number of ids")
+    return offsets.long().contiguous()
+
+
+def _first(key: Tensor) -> Tensor:
+    """Whether no earlier position has the same key: [n, t] -> [n, t]."""
+    ordered, order = key.sort(dim=1, stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(new).scatter_(1, order, new)

@@ -12,12 +12,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _functorch
 from psg._errors import StateError
 from psg.rules._registry import decomposition, leak
 
+
+def _scattered(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether the samples of a batched tensor are not laid out as one sample of its own would be."""
+    if not tensor.is_contiguous():
+        return True
+    while _functorch.is_wrapped(tensor):
+        tensor = _functorch.value_of(tensor)
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 leak(
-    *(torch.as_strided, Tensor.as_strided, torch.as_strided_copy, Tensor.as_strided_),
-    reason="as_strided reads memory that the batched parameter does not have",
+    *(torch.as_strided, Tensor.as_strided),
+    reason="as_strided reads the memory of one sample, which vmap lays out in its own way",
+    when=_scattered,
+    rungs=("capture", "vmap"),
+)
+leak(torch.as_strided_copy, Tensor.as_strided_, reason="this variant of as_strided under vmap has a wrong gradient or value")
+leak(
+    *(F.embedding, F.embedding_bag),
+    reason="max_norm writes into the weight",
+    when=lambda *args, **kwargs: kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None,
 )
 leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under vmap has a wrong gradient")
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))

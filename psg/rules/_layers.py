@@ -1,0 +1,194 @@
+"""Recurrent layers on the physical batch: their place in the graph, and the factors of their parameters."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from psg._errors import PsgError
+from psg.factors import Dense, Factor, Outer
+from psg.factors._base import wide
+from psg.rules._gates import Lstm, Recurrence, Weights
+from psg.rules._registry import reshape
+
+Kind = type[Recurrence]
+
+
+class Layer:
+    """One layer on physical tensors: forward at once, backward for whoever asks first.
+
+    Sequences are [n, b, t, i], or [n, t, b, i] where time comes first; fn itself batches b of them. States are [n, d, b, h], one for each
+    of d directions.
+
+    Args:
+        kind: What runs in each direction.
+        weights: The parameters of each direction.
+        compute: The dtype to compute in.
+        dtypes: Those of the outputs.
+        time_first: Whether time comes first.
+    """
+
+    def __init__(
+        self, kind: Kind, weights: Sequence[Weights], compute: torch.dtype, dtypes: Sequence[torch.dtype], time_first: bool
+    ) -> None:
+        self.kind = kind
+        self.given = weights
+        self.weights = [own.to(compute) for own in weights]
+        self.compute = compute
+        self.dtypes = dtypes
+        self.time_first = time_first
+        self.versions = self._versions()
+        self.runs: list[Recurrence] = []
+        self.inputs: tuple[Tensor, ...] = ()
+        self.batch = torch.Size()  # n, b
+        self.asked: tuple[Tensor | None, ...] | None = None
+
+    def forward(self, input: Tensor, *states: Tensor) -> list[Tensor]:
+        """The outputs of the directions side by side, and the final states; no view of anything that backward reads."""
+        self.inputs = input, *states
+        self.batch = self._turn(input).shape[:2]
+        first = [[state[:, d].to(self.compute).flatten(0, 1) for state in states] for d in range(len(self.weights))]
+        self.runs = [self.kind(self._sequences(input), first[d], own, reverse=d == 1) for d, own in enumerate(self.weights)]
+        output = torch.cat([self._turn(run.after.unflatten(0, self.batch)) for run in self.runs], 3)
+        final = [torch.stack([run.final[k].unflatten(0, self.batch) for run in self.runs], 1) for k in range(len(states))]
+        return [value.to(dtype) for value, dtype in zip([output, *final], self.dtypes, strict=True)]
+
+    def backward(self, cotangents: Sequence[Tensor | None]) -> None:
+        """Find the cotangents of the gates from those of the outputs (None is zero), unless these were the last to be asked for."""
+        if self.asked is not None and all(own is None or own is c for own, c in zip(self.asked, cotangents, strict=True)):
+            return  # what is None in the graph comes to a builder as zeros
+        if self._versions() != self.versions:
+            raise PsgError("a weight of a recurrent op was changed in place after the op had read it")
+        self.asked = tuple(cotangents)
+        self._solve(cotangents)
+
+    def _solve(self, cotangents: Sequence[Tensor | None]) -> None:
+        output, *final = (None if c is None else c.to(self.compute) for c in cotangents)
+        width = self.runs[0].after.shape[2]
+        for d, run in enumerate(self.runs):
+            own = None if output is None else self._sequences(output[..., d * width : (d + 1) * width])
+            run.backward(own, [None if c is None else c[:, d].flatten(0, 1) for c in final])
+
+    def input_cotangents(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        """After `backward`: for those of the inputs that need one."""
+        cotangents: list[Tensor | None] = [None] * len(self.inputs)
+        if needed[0]:
+            first, *rest = (run.c_input.flatten(0, 1) @ run.weights.w_ih for run in self.runs)
+            total = sum(rest, start=first).reshape(*self.batch, *self.runs[0].input.shape[1:])
+            cotangents[0] = self._turn(total).to(self.inputs[0].dtype)
+        for k in range(1, len(self.inputs)):
+            if needed[k]:
+                parts = [run.c_state[k - 1].unflatten(0, self.batch) for run in self.runs]
+                cotangents[k] = torch.stack(parts, 1).to(self.inputs[k].dtype)
+        return cotangents
+
+    def builder(self, direction: int, name: str) -> Callable[[Any], Factor]:
+        """For one of the parameters of a direction."""
+
+        def build(cotangents: Any) -> Factor:
+            self.backward(cotangents if isinstance(cotangents, tuple) else (cotangents,))
+            sides = self.runs[direction].terms()[name]
+            left, *right = (side.reshape(self.batch[0], -1, side.shape[2]) for side in sides)
+            return Outer(left, *right) if right else Dense(left.sum(1))
+
+        return build
+
+    def _turn(self, tensor: Tensor) -> Tensor:
+        """From fn's order of dimensions to [n, b, t, *], and back."""
+        return tensor.transpose(1, 2) if self.time_first else tensor
+
+    def _sequences(self, tensor: Tensor) -> Tensor:
+        """From fn's order of dimensions to [n b, t, *]."""
+        return self._turn(tensor).to(self.compute).flatten(0, 1)
+
+    def _versions(self) -> list[int]:
+        return [weight._version for own in self.given for weight in own if weight is not None]
+
+
+class Cell(Layer):
+    """One step: the input is [n, b, i], states are [n, b, h], and the new states are all its output."""
+
+    def forward(self, input: Tensor, *states: Tensor) -> list[Tensor]:
+        _, *final = super().forward(input.unsqueeze(2), *(state.unsqueeze(1) for state in states))
+        return [reshape(value, state.shape) for value, state in zip(final, states, strict=True)]
+
+    def _solve(self, cotangents: Sequence[Tensor | None]) -> None:
+        super()._solve([None, *(None if c is None else c.unsqueeze(1) for c in cotangents)])
+
+    def input_cotangents(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        input, *states = super().input_cotangents(needed)
+        return [None if input is None else input.squeeze(2), *(None if state is None else state.squeeze(1) for state in states)]
+
+
+class _Run(torch.autograd.Function):
+    """A layer's place in the graph, for the sake of its inputs; its parameters have factors."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, *data: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        return tuple(layer.forward(*data))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.layer.backward(cotangents)
+        return None, *ctx.layer.input_cotangents(ctx.needs_input_grad[1:])
+
+
+def run_layer(layer: Layer, *data: Tensor) -> tuple[Tensor, ...]:
+    with torch.autocast(data[0].device.type, enabled=False) if is_autocast(data[0]) else contextlib.nullcontext():
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in data):
+            outputs: Any = _Run.apply(layer, *data)
+            return outputs
+        with torch.no_grad():
+            return tuple(layer.forward(*data))
+
+
+def is_autocast(tensor: Tensor) -> bool:
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+# What a call says
+
+
+def states_of(kind: Kind, hx: Any) -> list[Tensor]:
+    return list(hx) if kind.states > 1 else [hx]
+
+
+def weights_of(kind: Kind, params: Sequence[Tensor], has_biases: bool, directions: int) -> list[Weights] | None:
+    """torch's flat list of a layer's parameters by direction; None if it has another length."""
+    own, rest = divmod(len(params), directions)
+    projections = own - 2 - 2 * has_biases
+    if rest or projections not in ((0, 1) if kind is Lstm else (0,)):
+        return None
+    weights = []
+    for start in range(0, len(params), own):
+        w_ih, w_hh, *more = params[start : start + own]
+        b_ih, b_hh = more[:2] if has_biases else (None, None)
+        weights.append(Weights(w_ih, w_hh, b_ih, b_hh, more[-1] if projections else None))
+    return weights
+
+
+def compute_dtype(kind: Kind, input: Tensor, states: Sequence[Tensor], weights: Sequence[Weights]) -> torch.dtype | None:
+    """The dtype to compute in, at least float32; None if the sizes or dtypes are not those that torch expects."""
+    features, dtypes = input.shape[-1], {input.dtype, *(state.dtype for state in states)}
+    for own in weights:
+        hidden = own.w_hh.shape[0] // kind.gates
+        output = hidden if own.w_hr is None else own.w_hr.shape[0]
+        rows = kind.gates * hidden
+        shapes = (rows, features), (rows, output), (rows,), (rows,), (output, hidden)
+        if any(w is not None and w.shape != shape for w, shape in zip(own, shapes, strict=True)) or 0 in (features, hidden, output):
+            return None
+        if [state.shape[-1] for state in states] != [output, hidden][: kind.states]:
+            return None
+        dtypes |= {w.dtype for w in own if w is not None}
+    if not all(dtype.is_floating_point for dtype in dtypes) or len(dtypes) > 1 and not is_autocast(input):
+        return None
+    compute = wide(dtypes.pop())
+    for dtype in dtypes:
+        compute = torch.promote_types(compute, wide(dtype))
+    return compute

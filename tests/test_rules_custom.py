@@ -1,0 +1,101 @@
+"""Ops of the user's own: torch.library ops, autograd functions, and rules for them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import psg
+from psg.factors import Outer
+from psg.rules import _registry
+from psg.testing import assert_trees_close, loop_grad
+
+# vmap has no batching rule for an op of the user's, and says so on its own account.
+quiet = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@torch.library.custom_op("psg_tests::project", mutates_args=())
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.T
+
+
+def _backward(ctx, cotangent):
+    x, weight = ctx.saved_tensors
+    return cotangent @ weight, cotangent.reshape(-1, cotangent.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+
+
+project.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+class Cube(torch.autograd.Function):
+    """w x^3, with a backward pass of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return weight * x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, weight = ctx.saved_tensors
+        return 3 * cotangent * weight * x**2, cotangent * x**3
+
+
+def positions(tensor):
+    return tensor.reshape(len(tensor), -1, tensor.shape[-1])
+
+
+def project_rule(x, weight):
+    return x @ weight.T, {"weight": lambda cotangent: Outer(positions(cotangent), positions(x))}
+
+
+@pytest.fixture
+def rule_for_project():
+    before = dict(_registry._rules)
+    yield lambda op: psg.rule(op, params=("weight",))(project_rule)
+    _registry._rules.clear()
+    _registry._rules.update(before)
+
+
+CALLS = {
+    "the function": project,
+    "the packet": torch.ops.psg_tests.project,
+    "the overload": torch.ops.psg_tests.project.default,
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@quiet
+@each_call
+def test_a_library_op_without_a_rule(call, device):
+    weight, x = torch.randn(3, 4, device=device), torch.randn(5, 2, 4, device=device)
+    fn = lambda weight, x: call(x, weight).tanh().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn)(weight, x), loop_grad(fn)(weight, x), rtol=1e-9)
+
+
+@each_call
+@pytest.mark.parametrize("registered", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_a_library_op_with_a_rule(registered, call, n, rule_for_project, device):
+    rule_for_project(registered)
+    weight, x = torch.randn(3, 4, device=device), torch.randn(n, 2, 4, device=device)
+    fn = lambda weight, x: call(x, weight).tanh().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn)(weight, x), loop_grad(fn)(weight, x), rtol=1e-9)
+    if n:
+        assert [leaf.kind for leaf in psg.explain(fn, method="capture")(weight, x).leaves] == ["Outer"]
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_an_autograd_function(n, device):
+    weight, x = torch.randn(4, device=device), torch.randn(n, 4, device=device)
+    fn = lambda weight, x: Cube.apply(x.sin(), weight).tanh().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(weight, x), loop_grad(fn)(weight, x), rtol=1e-9)
+
+
+def test_a_python_function_that_no_mode_sees(device):
+    with pytest.raises(psg.InputError, match=r"psg.rule\('positions'\).*psg\.primitive"):
+        psg.rule(positions, params=("tensor",))(lambda tensor: tensor)
