@@ -172,7 +172,7 @@ def test_the_sensitivity_holds_for_every_named_policy(args):
         for i in range(N):
             rest = clipped(params, x[[j for j in range(N) if j != i]])
             moved = tree_map(lambda a, b: (a - b)[None], whole.grads, rest.grads)
-            assert reference_norm(moved).item() <= float(whole.sensitivity) * (1 + 1e-9)
+            assert reference_norm(moved).item() <= float(whole.sensitivity) * (1 + 100 * torch.finfo(x.dtype).eps)
 
 
 def test_the_sensitivity_of_an_own_policy_is_not_claimed(args):

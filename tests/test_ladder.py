@@ -27,11 +27,15 @@ def plain(w, x):
 
 
 def asks_the_sample(w, x):
-    return plain(w, x) if x.sum().item() > 0 else 2 * plain(w, x)
+    """Every sample gives another Python value, so only a loop can run it."""
+    return plain(w, x) * x.sum().item()
 
 
-def asks_the_parameter(w, x):
-    return plain(w, x) if w.sum() < 100 else plain(2 * w, x)
+def writes_into_the_parameter(w, x):
+    """vmap(grad) can write into a copy of the parameter, which is one for all samples there."""
+    w = 2 * w
+    w[0] = 0
+    return plain(w, x)
 
 
 # --- which rung ---------------------------------------------------------------------------------------------
@@ -70,8 +74,8 @@ def test_rules_stay_disabled_only_inside(args):
 
 @pytest.mark.parametrize(
     "fn, reached, passed",
-    [(asks_the_sample, "loop", ["capture", "vmap"]), (asks_the_parameter, "vmap", ["capture"])],
-    ids=["item", "branch on a parameter"],
+    [(asks_the_sample, "loop", ["capture", "vmap"]), (writes_into_the_parameter, "vmap", ["capture"])],
+    ids=["item", "write into a parameter"],
 )
 def test_the_warning_says_why_and_what_it_costs(fn, reached, passed, args):
     with pytest.warns(psg.FallbackWarning) as caught:
@@ -101,18 +105,59 @@ def test_the_warning_comes_once_for_a_function_and_a_reason(args):
         grad(*args)
         norm(*args)
     with pytest.warns(psg.FallbackWarning):
-        psg.per_sample_grad(asks_the_parameter)(*args)
+        psg.per_sample_grad(writes_into_the_parameter)(*args)
 
 
-@pytest.mark.parametrize("fn, method", [(asks_the_sample, "loop"), (asks_the_parameter, "vmap"), (asks_the_parameter, "loop")])
+@pytest.mark.parametrize(
+    "fn, method", [(asks_the_sample, "loop"), (writes_into_the_parameter, "vmap"), (writes_into_the_parameter, "loop")]
+)
 def test_a_pinned_method_does_not_warn(fn, method, args):
     assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))
 
 
-@pytest.mark.parametrize("fn, method", [(asks_the_sample, "capture"), (asks_the_sample, "vmap"), (asks_the_parameter, "capture")])
-def test_a_pinned_method_does_not_fall(fn, method, args):
-    with pytest.raises(RuntimeError, match="vmap"):
+@pytest.mark.parametrize(
+    "fn, method, error, message",
+    [
+        (asks_the_sample, "capture", psg.PsgError, "item gives different Python values for different samples"),
+        (asks_the_sample, "vmap", RuntimeError, "vmap"),
+        (writes_into_the_parameter, "capture", psg.PsgError, "writes into a parameter"),
+    ],
+)
+def test_a_pinned_method_does_not_fall(fn, method, error, message, args):
+    with pytest.raises(error, match=message):
         psg.per_sample_grad(fn, method=method)(*args)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_samples_that_go_different_ways_are_captured_apart(n, randomness, device):
+    def fn(w, x):
+        y = F.linear(x, w)
+        way = "up" if x.sum() > 0 else "down"
+        return (score(y) if way == "up" else 2 * score(y)), {"twice": 2 * x, "constant": 7}
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(n, 3, device=device)
+    values, expected = loop_value_and_grad(lambda w, x: fn(w, x)[0])(w, x)
+    transform = psg.per_sample_value_and_grad(fn, has_aux=True, method="capture", randomness=randomness)
+    (found_values, aux), found = transform(w, x)
+    assert_trees_close(found, expected)
+    assert_trees_close(found_values, values)
+    assert torch.equal(aux["twice"], 2 * x) and aux["constant"] == 7
+    factored = psg.factored_grad(lambda w, x: fn(w, x)[0], method="capture")(w, x)
+    assert type(factored).__name__ == "Outer"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda x: bool(x.sum() < 1e9), lambda x: int(x.abs().sum() * 0), lambda x: float(x[0] * 0), lambda x: (x > 1e9).sum().item(),
+     lambda x: [3, 4][(x > 1e9).any()], lambda x: 7.0 in x],
+    ids=["bool", "int", "float", "item", "index", "in"],
+)  # fmt: skip
+def test_a_python_value_that_all_samples_share(value, args):
+    def fn(w, x):
+        return plain(w, x) * (1 + value(x))
+
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
 
 
 def test_every_transform_falls(args):
@@ -302,9 +347,9 @@ def test_a_falling_function_draws_its_random_numbers_once(device):
     # What an abandoned rung drew must not leak into the result: values and gradients come from the same draw.
     def fn(w, x):
         mask = F.dropout(torch.ones_like(w), 0.5)
-        return (w * mask * x).sum() * (1 if x.sum().item() > 0 else 1)
+        return (w * mask * x).sum() * x.sum().item()
 
-    w, x = torch.ones(64, device=device), torch.ones(4, 64, device=device)
+    w, x = torch.ones(64, device=device), torch.rand(4, 64, device=device)
     with pytest.warns(psg.FallbackWarning):
         values, grads = psg.per_sample_value_and_grad(fn)(w, x)
     assert_trees_close(grads.sum(1), values)

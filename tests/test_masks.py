@@ -53,7 +53,7 @@ def test_mask(args, device):
     assert all((coef[~mask] == 0).all() for coef in out.clip_coef.values())
 
 
-@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, 1e38])
 def test_a_masked_sample_contributes_exactly_zero_whatever_it_holds(bad, args, device):
     params, x = args
     mask = torch.tensor([True, True, True, True, False], device=device)

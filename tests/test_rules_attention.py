@@ -1,13 +1,16 @@
 """Attention over drawn shapes and options: its rule folds the samples into the batch that kernels know."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
-from cases import Problem, score
+from cases import Problem, parameters, score
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.func import functional_call
 
-from psg.testing import tensors
+import psg
+from psg.testing import assert_trees_close, tensors
 
 
 @st.composite
@@ -74,3 +77,193 @@ def test_queries_that_are_parameters(n, seed, device):
         return score(F.scaled_dot_product_attention(p["q"], k, v))
 
     assert_agrees(Problem(fn, (params, torch.randn(n, 5, 4, device=device))))
+
+
+def draw_boolean(draw, shape, keep_first=True):
+    """A boolean tensor; `keep_first` leaves one False in every row, since a row without any source is 0/0 in torch itself."""
+    mask = draw(tensors(shape)) > 0
+    if keep_first:
+        mask[..., 0] = False
+    return mask
+
+
+@st.composite
+def learned_mask_problems(draw):
+    """A mask made of parameters: relative positions, one a head or one for all, alone or together with data."""
+    n, t, s = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads, e = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    lead = draw(st.sampled_from([(), (1,), (2,)]))
+    grouped = draw(st.booleans())
+    shape = draw(st.sampled_from([(t, s), (1, s), (t, 1), (heads, t, s), (heads, 1, s), (*lead, 1, t, s), (*lead, heads, t, s)]))
+    of_data = draw(st.booleans())
+    params = {"bias": draw(tensors(shape)), "q": draw(tensors((heads * e, 2))), "kv": draw(tensors(((1 if grouped else heads) * e, 2)))}
+
+    def fn(p, x, memory):
+        q = F.linear(x, p["q"]).unflatten(-1, (heads, e)).transpose(-2, -3)
+        k = F.linear(memory, p["kv"]).unflatten(-1, (-1, e)).transpose(-2, -3)
+        mask = p["bias"].sigmoid() * (memory.mean() if of_data else 1)
+        return score(F.scaled_dot_product_attention(q, k, k.tanh(), mask, enable_gqa=grouped))
+
+    return Problem(fn, (params, draw(tensors((n, *lead, t, 2))), draw(tensors((n, *lead, s, 2)))))
+
+
+@given(problem=learned_mask_problems(), rules=st.sampled_from([True, False]))
+def test_a_mask_made_of_parameters(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@st.composite
+def broadcast_problems(draw):
+    """Queries, keys and values whose leading dimensions differ, down to none at all."""
+    n, t, s = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    full = draw(st.sampled_from([(), (2,), (2, 3), (1, 2, 2)]))
+    causal = draw(st.booleans())
+
+    def lead():
+        sizes = tuple(draw(st.sampled_from([1, size])) for size in full)
+        return sizes[draw(st.integers(0, len(sizes))) :]
+
+    params = {"q": draw(tensors((3, 2))), "kv": draw(tensors((2, 3, 2)))}
+    mask_lead = lead()
+    mask = None if causal or draw(st.booleans()) else draw(tensors((n, *mask_lead, t, s)))
+
+    def fn(p, x, y, z, mask):
+        q, k, v = F.linear(x, p["q"]), F.linear(y, p["kv"][0]), F.linear(z, p["kv"][1])
+        return score(F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal))
+
+    # torch lets a mask have no more dimensions than the queries.
+    x = draw(tensors((n, *(full if mask is not None else lead()), t, 2)))
+    args = (params, x, draw(tensors((n, *lead(), s, 2))), draw(tensors((n, *lead(), s, 2))), mask)
+    return Problem(fn, args, options={"in_dims": (None, 0, 0, 0, None if mask is None else 0)})
+
+
+@given(problem=broadcast_problems(), rules=st.sampled_from([True, False]))
+def test_leading_dimensions_that_broadcast(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 1)])
+@pytest.mark.parametrize("mask", ["none", "boolean", "learned"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_draws_as_a_loop_does(lead, mask, randomness, device):
+    params = {"qkv": torch.randn(3, 4, 4, device=device), "bias": torch.randn(2, 5, 5, device=device)}
+    x = torch.randn(3, *lead, 5, 4, device=device)
+
+    def fn(p, x):
+        q, k, v = (F.linear(x, w).unflatten(-1, (2, 2)).transpose(-2, -3) for w in p["qkv"])
+        masks = {"none": None, "boolean": torch.ones(5, 5, device=x.device).tril() > 0, "learned": p["bias"]}
+        return score(F.scaled_dot_product_attention(q, k, v, masks[mask], dropout_p=0.5))
+
+    found = {}
+    for method in ("auto", "loop"):
+        torch.manual_seed(0)
+        found[method] = psg.per_sample_grad(fn, randomness=randomness, method=method)(params, x)
+    if device.type == "cpu":  # elsewhere a batch draws other numbers than its samples do
+        assert_trees_close(found["auto"], found["loop"])
+    rows = found["auto"]["qkv"]
+    assert rows.isfinite().all() and not torch.equal(rows[0], rows[1])
+
+
+# Modules
+
+
+@st.composite
+def module_problems(draw):
+    """nn.MultiheadAttention with every option."""
+    n, t, s = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = draw(st.integers(1, 2))
+    width = heads * draw(st.integers(1, 2))
+    kind = draw(st.sampled_from(["self", "memory", "all different"]))
+    own = {}
+    if kind != "self" and draw(st.booleans()):
+        own = {"kdim": draw(st.integers(1, 3)), "vdim": draw(st.integers(1, 3))}
+    switches = {name: draw(st.booleans()) for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
+    module = torch.nn.MultiheadAttention(width, heads, **own, **switches)
+    for parameter in module.parameters():
+        parameter.data = draw(tensors(parameter.shape))
+    module.train(draw(st.booleans()))
+    batched = draw(st.booleans())
+    weights = draw(st.sampled_from([{"need_weights": False}, {}, {"average_attn_weights": False}]))
+    if kind == "self":
+        s = t
+    masks = {}
+    if draw(st.booleans()):
+        padding = draw_boolean(draw, (n, s))
+        masks["key_padding_mask"] = padding if draw(st.booleans()) else padding.to(torch.get_default_dtype()) * -2
+    shape = draw(st.sampled_from([None, (t, s), (heads, t, s)]))
+    if shape is not None:
+        mask = draw_boolean(draw, shape)
+        same_kind = masks.get("key_padding_mask", mask).dtype == torch.bool
+        masks["attn_mask"] = mask if same_kind else mask.to(torch.get_default_dtype()) * -3
+
+    def fn(p, x, memory, other, masks):
+        def arrange(tensor):  # one sample, with a batch dimension or without
+            return tensor if not batched else tensor[None] if module.batch_first else tensor[:, None]
+
+        q = arrange(x)
+        k = q if kind == "self" else arrange(memory)
+        v = k if kind != "all different" and not own else arrange(other)
+        given = {**masks, **({"key_padding_mask": masks["key_padding_mask"][None]} if batched and "key_padding_mask" in masks else {})}
+        out, attention = functional_call(module, p, (q, k, v), {**given, **weights})
+        return score(out) + (0 if attention is None else score(attention))
+
+    x = draw(tensors((n, t, width)))
+    memory = draw(tensors((n, s, own.get("kdim", width))))
+    other = draw(tensors((n, s, own.get("vdim", width))))
+    dims = {name: 0 if name == "key_padding_mask" else None for name in masks}
+    return Problem(fn, (parameters(module), x, memory, other, masks), options={"in_dims": (None, 0, 0, 0, dims)})
+
+
+@given(problem=module_problems(), rules=st.sampled_from([True, False]))
+def test_multihead_attention(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+def transformer_cases():
+    options = {"d_model": 4, "nhead": 2, "dim_feedforward": 6, "dropout": 0.0}
+    for name, kind in (("encoder", torch.nn.TransformerEncoderLayer), ("decoder", torch.nn.TransformerDecoderLayer)):
+        for switches in ({}, {"norm_first": True}, {"batch_first": True}, {"activation": "gelu"}, {"bias": False}):
+            yield pytest.param(lambda kind=kind, switches=switches: kind(**options, **switches), id=f"{name}-{'-'.join(switches)}")
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 2}
+    yield pytest.param(lambda: torch.nn.Transformer(**options, **layers), id="transformer")
+    yield pytest.param(lambda: torch.nn.Transformer(**options, **layers, batch_first=True, norm_first=True), id="transformer-batch-first")
+    layer = lambda: torch.nn.TransformerEncoderLayer(**options, batch_first=True)  # noqa: E731
+    for nested in (True, False):
+        yield pytest.param(
+            lambda nested=nested: torch.nn.TransformerEncoder(layer(), 2, enable_nested_tensor=nested), id=f"encoder-nested-{nested}"
+        )
+
+
+# What torch says when such a module is built.
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("build", list(transformer_cases()))
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_transformer_layers(build, training, masked, device):
+    module = build().to(device).train(training)
+    inner = getattr(module, "self_attn", None) or (module.encoder if hasattr(module, "encoder") else module).layers[0].self_attn
+    first = inner.batch_first
+    two_inputs = isinstance(module, (torch.nn.TransformerDecoderLayer, torch.nn.Transformer))
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(4, device=device, dtype=torch.get_default_dtype())
+
+    def fn(p, x, y, padding):
+        inputs = [tensor[None] if first else tensor[:, None] for tensor in ((x, y) if two_inputs else (x,))]
+        masks = {}
+        if masked:
+            if isinstance(module, torch.nn.Transformer):
+                masks = {"src_key_padding_mask": padding[None], "tgt_mask": causal, "tgt_is_causal": True}
+            elif two_inputs:
+                masks = {"tgt_key_padding_mask": padding[None], "tgt_mask": causal}
+            else:
+                masks = {"src_key_padding_mask": padding[None]}
+        return score(functional_call(module, p, tuple(inputs), masks))
+
+    padding = torch.arange(4, device=device) >= torch.tensor([[4], [2], [3]], device=device)
+    padding = torch.where(padding, -torch.inf, 0.0) if two_inputs else padding
+    x, y = torch.randn(2, 3, 4, 4, device=device)
+    problem = Problem(fn, (parameters(module), x, y, padding))
+    assert_agrees(problem)
+    for leaf in psg.explain(fn)(*problem.args).leaves:
+        ruled = {use for use in leaf.uses if use.endswith(": rule")}
+        # A decoder projects queries and memory by parts of one matrix.
+        assert ruled and set(leaf.uses) <= ruled | {"split: derived", "unflatten: derived", "transpose: derived"}, leaf
