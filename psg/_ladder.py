@@ -138,7 +138,7 @@ def _run_capture(call: Call) -> Result:
         return _capture_together(call)
     except Diverged as error:
         # Samples that go different ways are captured apart: each group is then as one batch.
-        if len(error.groups) > max(2, call.n // 4):
+        if len(error.groups) > max(2, call.n // 2):
             raise
         groups = error.groups
     results = []

@@ -97,3 +97,17 @@ def test_public_names_are_documented():
     names += [f"tree.{name}" for name, value in tree.items() if getattr(value, "__module__", "") == "psg.tree"]
     missing = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", readme)]
     assert not missing
+
+
+def test_readme_s_table_names_tests_that_exist():
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("### What works") : text.index("### Edge cases")]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+    assert len(rows) >= 25
+    for row in rows:
+        file = ""
+        named = re.findall(r"`([\w.]*)::(\w+)`", row.rsplit("|", 2)[1])
+        assert named, row
+        for where, test in named:
+            file = where or file
+            assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), (file, test)
