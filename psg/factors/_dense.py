@@ -46,7 +46,7 @@ class Dense(Factor):
         return self.norm().square()
 
     def norm(self) -> Tensor:
-        rows = real_rows(self.values.permute(0, *_memory_order(self.values)))
+        rows = real_rows(_straight(self.values)[0])
         dtype = wide(rows.dtype)
         head = rows.shape[1] // _BLOCK * _BLOCK
         if head == 0:
@@ -57,10 +57,10 @@ class Dense(Factor):
         return torch.linalg.vector_norm(torch.cat([blocks, rest], dim=1), dim=1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        order = _memory_order(self.values)
-        values = widen(self.values.permute(0, *order))
+        values, order = _straight(self.values)
+        values = widen(values)
         total = (weights.to(values.dtype) @ rows_of(values)).reshape(values.shape[1:]).to(self.dtype)
-        return total.permute([order.index(dim) for dim in range(1, self.values.ndim)]).contiguous()
+        return total if order is None else total.permute(order).contiguous()
 
     def dot(self, direction: Tensor) -> Tensor:
         return widen(real_rows(self.values)) @ widen(real_rows(direction[None])[0])
@@ -72,9 +72,15 @@ class Dense(Factor):
         return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))
 
 
-def _memory_order(values: Tensor) -> list[int]:
-    # The dimensions after the first, slowest first: in this order a reduction over them reads straight through and copies nothing.
-    return sorted(range(1, values.ndim), key=lambda dim: -values.stride(dim))
+def _straight(values: Tensor) -> tuple[Tensor, list[int] | None]:
+    """The values with the dimensions after the first in the order of memory, and the order that undoes it (None for no change).
+
+    In this order a reduction over them reads straight through and copies nothing.
+    """
+    if values.is_contiguous():
+        return values, None
+    order = sorted(range(1, values.ndim), key=lambda dim: -values.stride(dim))
+    return values.permute(0, *order), [order.index(dim) for dim in range(1, values.ndim)]
 
 
 def rows_of(values: Tensor) -> Tensor:
