@@ -162,7 +162,8 @@ class _BatchMode(TorchFunctionMode):
         arguments, join = split
         bound.arguments.update(arguments | {name: value.value for name, value in own.items()})
         if rule.mixed:
-            bound.arguments["shared"] = set(own)
+            given = {name for name, value in bound.arguments.items() if isinstance(value, Tensor) and name in rule.params}
+            bound.arguments["shared"] = given - set(arguments)
         result = rule.run(*bound.args, **bound.kwargs)
         if result is NotImplemented:
             return NotImplemented

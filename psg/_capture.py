@@ -61,6 +61,10 @@ class Diverged(PsgError):
         self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
 
 
+class _WritesDerived(Unsupported):
+    """The function writes into a value that was computed from parameters once for all samples."""
+
+
 class _WritesInput(Unsupported):
     """The function writes into one of its inputs that is no parameter."""
 
@@ -106,20 +110,40 @@ def capture(
         RuntimeError: What vmap cannot run, and the function's own errors.
     """
     tensors = [tensor.detach() for tensor in tensors]
-    copied = filled = False
+    habits = _Habits()
+    first: RuntimeError | None = None
     while True:
         try:
-            return _one_pass(function, tensors, in_dims, params, n, randomness, copied, filled)
+            return _one_pass(function, tensors, in_dims, params, n, randomness, habits)
         except _WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
-            copied = True
+            habits = habits._replace(copied=True)
+        except _WritesDerived:
+            # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
+            habits = habits._replace(derives=False)
         except RuntimeError as error:
-            if filled or isinstance(error, PsgError):
+            if isinstance(error, PsgError):
                 raise
+            if first is not None:
+                raise first from None
             # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
             # which under vmap is one for all samples. Give every sample its own.
-            filled = True
+            first, habits = error, habits._replace(fills=True)
+
+
+class _Habits(NamedTuple):
+    """How a pass treats what the function does; it starts with the cheapest.
+
+    Attributes:
+        copied: The inputs are copies that the function may write into.
+        derives: Ops on parameters alone are computed once.
+        fills: Tensors that the function makes are made for every sample.
+    """
+
+    copied: bool = False
+    derives: bool = True
+    fills: bool = False
 
 
 def _one_pass(
@@ -129,16 +153,15 @@ def _one_pass(
     params: Sequence[int],
     n: int,
     randomness: str,
-    copied: bool,
-    filled: bool,
+    habits: _Habits,
 ) -> Captured:
     tensors, dims = list(tensors), list(in_dims)
-    inputs = () if copied else [tensor for position, tensor in enumerate(tensors) if position not in params]
+    inputs = () if habits.copied else [tensor for position, tensor in enumerate(tensors) if position not in params]
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in params]
     for position, value in zip(params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = _Mode(n, lifted, inputs, filled)
+    mode = _Mode(n, lifted, inputs, habits)
 
     def watched(*samples: Tensor) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
@@ -166,12 +189,13 @@ class _Tap(NamedTuple):
 class _Mode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
-    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], filled: bool) -> None:
+    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], habits: _Habits) -> None:
         super().__init__()
         self.n = n
-        self.filled = filled
+        self.habits = habits
         # Memory that the function must not write into: parameters, values derived from them, and the caller's inputs.
         self.owned = {_memory(value.leaf) for value in params}
+        self.derived: set[int] = set()
         self.inputs = {_memory(tensor) for tensor in inputs if tensor.numel()}
         self.level = -1
         self.params = params
@@ -218,7 +242,7 @@ class _Mode(TorchFunctionMode):
             return self._run_lifted(func, met, args, kwargs)
         self._avoid_leak(func, args, kwargs)
         output = func(*args, **kwargs)
-        if self.filled and func in FACTORIES and isinstance(output, Tensor) and not _functorch.is_wrapped(output):
+        if self.habits.fills and func in FACTORIES and isinstance(output, Tensor) and not _functorch.is_wrapped(output):
             with _functorch.below():
                 output = output.expand(self.n, *output.shape).clone()
             return _functorch.wrap(output, self.level)
@@ -256,6 +280,8 @@ class _Mode(TorchFunctionMode):
             return
         if _memory(target) in self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
+        if _memory(target) in self.derived:
+            raise _WritesDerived(f"{op} writes into a value computed from parameters")
         if _memory(target) in self.inputs:
             raise _WritesInput(f"{op} writes into an input, or a view of one")
 
@@ -269,7 +295,7 @@ class _Mode(TorchFunctionMode):
     def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
         name = name_of(func)
-        if derives(func) and torch.is_grad_enabled():
+        if self.habits.derives and derives(func) and torch.is_grad_enabled():
             output = self._derive(func, name, met, args, kwargs)
             if output is not NotImplemented:
                 return output
@@ -301,7 +327,7 @@ class _Mode(TorchFunctionMode):
             lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
             self.by_handle[id(lifted.handle)] = lifted
             self.values.append(lifted)
-            self.owned.add(_memory(part))
+            self.derived.add(_memory(part))
         return tuple(parts) if several else parts[0]
 
     def _history(self, leaf: Any) -> Any:

@@ -135,6 +135,19 @@ def test_has_aux_wants_a_pair(name, value, params, x):
         TRANSFORMS[name](lambda p, x: value(loss(p, x)), has_aux=True)(params, x)
 
 
+def test_a_wrong_output_is_said_at_once(params, x):
+    # No lower rung could make it right, and the function need not run again to be told so.
+    calls = []
+
+    def vector(p, x):
+        calls.append(1)
+        return F.linear(x, p["w"])
+
+    with pytest.raises(psg.InputError):
+        psg.per_sample_grad(vector)(params, x)
+    assert len(calls) == 1
+
+
 # --- arguments that do not fit --------------------------------------------------------------------------------
 
 

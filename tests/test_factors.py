@@ -320,15 +320,34 @@ def test_positions_with_one_id_add_up_before_they_are_squared(device):
     assert Rows(index, cotangent, 3).squared_norm().item() == 25.0
 
 
-def test_a_true_zero_is_never_negative(device):
-    # The Gram form over positions cancels here: its rounding must not become the root of a negative number.
-    left = torch.randn(4, 1, 50, dtype=torch.float32, device=device).expand(4, 2, 50) * torch.tensor([[1.0], [-1.0]], device=device)
-    right = torch.randn(4, 1, 60, dtype=torch.float32, device=device).expand(4, 2, 60)
-    factor = Outer(left.float(), right.float())
+def test_a_true_zero_is_never_negative(device, monkeypatch):
+    # The terms of these sums cancel; what rounding leaves must not become the root of a negative number.
+    monkeypatch.setattr(Outer, "_prefers_gram", lambda self: True)
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(64, 2, 30, generator=generator).to(device, torch.float32)
+    left = torch.cat([left, -left.sum(1, keepdim=True)], 1)
+    right = torch.randn(64, 1, 20, generator=generator).to(device, torch.float32)
+    factor = Outer(left, right.expand(64, 3, 20))
     assert (factor.squared_norm() >= 0).all()
-    rows = Rows(torch.zeros(4, 2, dtype=torch.int64, device=device), left.float(), 1)
-    twins = Sum([rows, Rows(rows.index, -rows.cotangent, 1)], torch.zeros(4, 0, device=device), rows.shape)
-    assert (twins.squared_norm() >= 0).all()
+    single = Outer(left[:, :2], right.expand(64, 2, 20))
+    both = Sum([single, Dense(-single.materialize())], torch.zeros(64, 0, device=device), single.shape)
+    assert (both.squared_norm() >= 0).all()
+
+
+def test_small_weights_of_half_precision_are_not_rounded_first(device):
+    # In float16 this weight would be off by a fifth; it is what a tiny clip norm gives, and its products fit well.
+    weight, size = 1e-7, 200.0
+    ones = lambda *shape: size * torch.ones(shape, dtype=torch.float16, device=device)  # noqa: E731
+    index = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    factors = [
+        Dense(ones(2, 3)),
+        Outer(ones(2, 1, 3), ones(2, 1, 4) / size),
+        Rows(index, ones(2, 1, 4), 1),
+        Conv(ones(2, 1, 3, 2), ones(2, 1, 2, 4) / size / 2, Geometry((3,), (1,), (0,), (1,), 1)),
+    ]
+    for factor in factors:
+        total = factor.weighted_sum(torch.full((2,), weight, device=device, dtype=torch.float32))
+        assert_trees_close(total, torch.full_like(total, 2 * weight * size), rtol=1e-2, name=repr(factor), per_sample=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -74,3 +74,19 @@ def test_dropout_before_a_rule_is_the_same_in_both_passes(device):
     values, grads = psg.per_sample_value_and_grad(fn)(params, torch.ones(4, 1, device=device))
     assert_trees_close(grads["b"].sum((1, 2)), values)
     assert_trees_close(grads["a"].sum((1, 2)), values)
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_attention_drops_for_each_sample(method, device):
+    # All samples are the same, so that only the dropped weights can make their losses differ.
+    w, x = torch.randn(4, 4, device=device), torch.ones(4, 6, 4, device=device).cumsum(1) / 6
+
+    def fn(w, x, p):
+        q, k, v = (F.linear(x, w) + shift for shift in (0, 1, 2))
+        return F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], dropout_p=p).square().sum()
+
+    plain = psg.per_sample_value_and_grad(fn, method=method)(w, x, 0.0)[0]
+    assert_trees_close(plain, plain[:1].expand(4))
+    dropped = psg.per_sample_value_and_grad(fn, method=method)(w, x, 0.5)[0]
+    assert dropped.unique().numel() == 4
+    assert ((dropped - plain).abs() > 1e-3).all()

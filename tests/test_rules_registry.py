@@ -9,6 +9,7 @@ from cases import N, Problem, score
 import psg
 from psg.factors import Dense, Outer
 from psg.rules import _registry
+from psg.testing import assert_trees_close, loop_grad
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +135,27 @@ def test_a_rule_with_several_outputs(device):
     # One output unused: its cotangent never arrives, and counts as zeros.
     assert_agrees(Problem(lambda w, x: score(both(x, w)[1]), (w, x)))
     assert_agrees(Problem(lambda w, x: score(both(x, w)[0]), (w, x)))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda y: y.mul_(3), lambda y: y.relu_(), lambda y: y[:1].zero_(), lambda y: y.view(-1)[0].add_(1), lambda y: y.T.sin_()],
+    ids=["mul_", "relu_", "row", "entry", "transposed"],
+)
+def test_the_output_of_a_rule_may_be_a_view_and_may_be_written_into(write, device):
+    @psg.rule(bilinear_form, params=("weight",))
+    def viewing_rule(x, weight, scale=1.0):
+        output = scale * torch.einsum("nti,ij,ntj->tn", x, weight, x)
+        both = torch.stack([output.T, 0 * output.T])  # the output is a view of this
+        return both[0].contiguous().view(len(x), -1), {"weight": lambda cotangent: Outer(scale * cotangent[..., None] * x, x)}
+
+    def fn(w, x):
+        y = bilinear_form(x, w)
+        write(y.unsqueeze(0))
+        return score(y)
+
+    w, x = torch.randn(4, 4, device=device), torch.randn(N, 5, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
 
 
 def test_registered_lists_the_rules():

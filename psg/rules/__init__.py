@@ -1,6 +1,19 @@
 """Rules: fast paths for known ops. One file an op family: formula and source, then the rule."""
 
-from psg.rules import attention, conv, embedding, leaks, linear, normalization, recurrent
+from psg.rules import attention, conv, embedding, leaks, linear, normalization, products, recurrent
 from psg.rules._registry import disabled, primitive, registered, rule
 
-__all__ = ["attention", "conv", "disabled", "embedding", "leaks", "linear", "normalization", "primitive", "recurrent", "registered", "rule"]
+__all__ = [
+    "attention",
+    "conv",
+    "disabled",
+    "embedding",
+    "leaks",
+    "linear",
+    "normalization",
+    "primitive",
+    "products",
+    "recurrent",
+    "registered",
+    "rule",
+]

@@ -50,7 +50,7 @@ def embedding(
 _MODES = {"sum": 0, "mean": 1, "max": 2}
 
 
-@rule(F.embedding_bag, params=("weight",))
+@rule(F.embedding_bag, params=("weight",), frozen=True)
 def embedding_bag(
     input: Tensor,
     weight: Tensor,

@@ -1,4 +1,4 @@
-"""Normalisation layers: y = xhat w + b, with xhat normalised inside the sample.
+"""Normalisation layers: y = xhat w + b, with xhat normalised inside the sample, or by statistics that are given.
 
 With C the cotangent: grad w[n] = sum over positions of xhat C, grad b[n] = sum over positions of C. Both are small, so Dense. xhat is
 computed again when the factor is built: one fused pass, and nothing more is held until then.
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors import Dense
+from psg.factors._base import widen
 from psg.rules._registry import reshape, rule
 
 
@@ -57,15 +58,22 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
     if input[0].numel() == num_groups:
         return NotImplemented  # one value a group: torch refuses it
     images = input.flatten(0, 1).contiguous()
-    output, mean, rstd = torch.native_group_norm(
-        images, weight, bias, images.shape[0], images.shape[1], math.prod(images.shape[2:]), num_groups, eps
-    )
+
+    def native(x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.native_group_norm(x, w, b, x.shape[0], x.shape[1], math.prod(x.shape[2:]), num_groups, eps)
+
+    if torch.is_autocast_enabled(input.device.type):
+        # Autocast has a say on the op, and none on the inner one that also gives the moments.
+        output, moments = F.group_norm(images, num_groups, weight, bias, eps), None
+    else:
+        output, *moments = native(images, weight, bias)
 
     def weight_factor(cotangent: Tensor) -> Dense:
         # sum_s C (x - mean) rstd = rstd (sum_s C x - mean sum_s C): two reductions, xhat is never formed.
         n, b, c, *_ = input.shape
         size = input.shape[3:].numel()
-        flat_c, flat_x = cotangent.reshape(n * b, c, size), input.reshape(n * b, c, size)
+        mean, rstd = native(images.detach(), None, None)[1:] if moments is None else moments
+        flat_c, flat_x = widen(cotangent).reshape(n * b, c, size), input.reshape(n * b, c, size)
         per_channel = [moment.detach().repeat_interleave(c // num_groups, dim=1) for moment in (mean, rstd)]
         gradient = per_channel[1] * ((flat_c * flat_x).sum(2) - per_channel[0] * flat_c.sum(2))
         return Dense(gradient.reshape(n, b, c).sum(1))
@@ -84,10 +92,10 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Over each channel of each image: ([n,images,c,*], [c], [c]) -> [n,images,c,*]. Without running statistics only."""
-    if running_mean is not None or running_var is not None or not use_input_stats:
-        return NotImplemented
-    if input.ndim < 4 or _any_complex(input, weight, bias):
+    """Over each channel of each image, or by running statistics: ([n,images,c,*], [c], [c]) -> [n,images,c,*]."""
+    if not use_input_stats:
+        return _by_statistics(input, running_mean, running_var, weight, bias, eps)
+    if running_mean is not None or running_var is not None or input.ndim < 4 or _any_complex(input, weight, bias):
         return NotImplemented
 
     def normalize(w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -95,6 +103,44 @@ def instance_norm(
 
     return normalize(weight, bias), {
         "weight": lambda cotangent: _sum_channels(normalize(None, None) * cotangent),
+        "bias": _sum_channels,
+    }
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """In evaluation mode, by running statistics: ([n,images,c,*], [n,c], [n,c], [c], [c]) -> [n,images,c,*]."""
+    if training:
+        return NotImplemented
+    return _by_statistics(input, running_mean, running_var, weight, bias, eps)
+
+
+def _by_statistics(input: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    """xhat = (x - mean) / sqrt(var + eps) and y = x scale + shift, for statistics [n, c]."""
+    # Written out: one multiply-add in any memory layout, and the statistics may be the sample's own.
+    if mean is None or var is None or input.ndim < 3 or _any_complex(input, weight, bias):
+        return NotImplemented
+    # Buffers are the same for all samples, and are not differentiated.
+    mean, var = (widen(tensor[:1] if tensor.stride(0) == 0 else tensor).detach() for tensor in (mean, var))
+    rstd = (var + eps).rsqrt()
+    scale = rstd if weight is None else rstd * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+
+    def by_channel(tensor: Tensor) -> Tensor:
+        return tensor.reshape(tensor.shape[0], 1, tensor.shape[1], *(1,) * (input.ndim - 3))
+
+    output = torch.addcmul(by_channel(shift), input, by_channel(scale)).to(input.dtype)
+    return output, {
+        "weight": lambda cotangent: Dense(_sum_channels((input - by_channel(mean)) * cotangent).values * rstd),
         "bias": _sum_channels,
     }
 

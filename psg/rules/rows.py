@@ -45,11 +45,18 @@ def _last_dimension(arguments: dict[str, Any]) -> Split | None:
 
 
 _splits_of(F.linear)(_last_dimension)
-_splits_of(torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm, params=("other",))(_last_dimension)
+_splits_of(torch.matmul, Tensor.matmul, Tensor.__matmul__, params=("other",))(_last_dimension)
+
+
+@_splits_of(torch.mm, Tensor.mm, params=("mat2",))
+def _(arguments: dict[str, Any]) -> Split | None:
+    return {"input": arguments["input"].unsqueeze(1)}, lambda shape: (shape[0], shape[2])
 
 
 @_splits_of(torch.addmm, Tensor.addmm, params=("input", "mat2"))
 def _(arguments: dict[str, Any]) -> Split | None:
+    if arguments["input"].ndim != 1:
+        return None  # a row of its own for every row, or the same for all: there is no telling
     return {"mat1": arguments["mat1"].unsqueeze(1)}, lambda shape: (shape[0], shape[2])
 
 

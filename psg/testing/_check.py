@@ -84,8 +84,9 @@ def check(
                     "check: fn gives another value or gradient for the same sample when it is called again. It draws"
                     " random numbers or changes state: compare it in evaluation mode, model.eval()."
                 ) from mismatch
-            verdict = _arbitrate(single, argnums, in_dims, args, shared, found, grads, mismatch.sample)
-            raise Mismatch(f"{mismatch}{verdict}", mismatch.path, mismatch.sample, mismatch.error) from None
+            i = mismatch.sample
+            verdict = "" if i is None else _arbitrate(single, argnums, in_dims, args, shared, found, grads, i)
+            raise Mismatch(f"{mismatch}{verdict}", mismatch.path, i, mismatch.error) from None
         factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
         assert_reductions_close(factored, grads, rtol, atol)
         return Checked(len(values), len(flatten(grads)[0]), error)
@@ -146,10 +147,8 @@ def _repeatable(again: Tree, before: Tree) -> bool:
     return True
 
 
-def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int | None) -> str:
+def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int) -> str:
     """Which of two gradients of sample i the function itself agrees with, along the line they differ on."""
-    if i is None:
-        return ""
     positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
     sides = ((found,), (grads,)) if isinstance(argnums, int) else (found, grads)
     ours, theirs = (tree_map(lambda leaf: leaf[i : i + 1].detach(), side) for side in sides)

@@ -12,7 +12,7 @@ from psg._errors import InputError
 from psg._trees import NAMESPACE, flatten, unflatten
 
 Tree = Any
-tree_map = partial(optree.tree_map, namespace=NAMESPACE)
+tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations know no user's trees
 
 
 def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False) -> Callable:
@@ -97,14 +97,16 @@ def loop_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any 
 class Batch:
     """The arguments of a call, cut into samples."""
 
-    def __init__(self, args: tuple, positions: tuple[int, ...], in_dims: Any):
+    def __init__(self, args: Any, positions: tuple[int, ...], in_dims: Any):
+        dims: Any = in_dims
         if in_dims is None:
-            in_dims = tuple(None if k in positions else 0 for k in range(len(args)))
+            dims = tuple(None if k in positions else 0 for k in range(len(args)))
         elif not isinstance(in_dims, int):
-            in_dims = tuple(in_dims)
+            dims = tuple(in_dims)
         flatten(args)  # makes nodes of containers that optree does not know
-        self.leaves, self.spec = optree.tree_flatten(list(args), none_is_leaf=True, namespace=NAMESPACE)
-        prefix = optree.broadcast_prefix(in_dims, args, none_is_leaf=True, namespace=NAMESPACE)
+        arguments: Any = list(args)
+        self.leaves, self.spec = optree.tree_flatten(arguments, none_is_leaf=True, namespace=NAMESPACE)
+        prefix = optree.broadcast_prefix(dims, args, none_is_leaf=True, namespace=NAMESPACE)
         self.dims = [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, prefix, strict=True)]
         sizes = {leaf.shape[dim] for leaf, dim in self.pairs() if dim is not None}
         if len(sizes) != 1:

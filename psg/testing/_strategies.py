@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -68,10 +68,14 @@ def batches(
     """
     from hypothesis import strategies as st
 
+    def one(n: int, field: Any) -> SearchStrategy[Tensor]:
+        if len(field) == 2 and isinstance(field[0], Sequence):
+            shape, high = field
+            return tensors((n, *shape), high=high)
+        return tensors((n, *field), dtype)
+
     def of(n: int) -> SearchStrategy[tuple[Tensor, ...]]:
-        specs = [field if len(field) == 2 and isinstance(field[0], Sequence) else (field, None) for field in fields]
-        drawn = [tensors((n, *shape), None if high else dtype, high) for shape, high in specs]
-        return st.tuples(*drawn)
+        return st.tuples(*(one(n, field) for field in fields))
 
     return st.integers(0, max_samples).flatmap(of)
 

@@ -110,7 +110,7 @@ def _():
     return Problem(fn, ({"w": normal(4, 3)}, normal(N, 3)))
 
 
-@case(name="leak: in-place write into a derived parameter", not_capture=IN_PLACE)
+@case(name="leak: in-place write into a derived parameter")
 def _():
     def fn(p, x):
         w = p["w"] * 2
@@ -124,7 +124,7 @@ def _():
 INTO_PLAIN = "vmap cannot write a batched value into a plain tensor"
 
 
-@case(name="leak: in-place write of the sample into a derived parameter", not_capture=IN_PLACE, not_vmap=INTO_PLAIN)
+@case(name="leak: in-place write of the sample into a derived parameter", not_vmap=INTO_PLAIN)
 def _():
     def fn(p, x):
         w = p["w"].clone()

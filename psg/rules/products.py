@@ -1,0 +1,328 @@
+"""Matrix products beyond F.linear: each is an einsum of parameters and data, and so is the gradient of each parameter.
+
+y[n,O] = sum over the labels not in O of x_1[n,K_1] x_2[K_2] ..., where data carries the sample's label n and parameters do not. With C the
+cotangent of y: grad x_k[n,K_k] = the einsum of C[n,O] and every other operand -> [n,K_k]. Of a matrix that maps one label of the data to
+one of the output that is an Outer over the labels that both have, and it is not formed.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg.factors import Dense, Factor, Outer
+from psg.rules._registry import reshape, rule
+from psg.rules.linear import positions
+
+
+def contract(
+    operands: Sequence[Tensor],
+    labels: Sequence[str],
+    out: str,
+    shared: Sequence[bool],
+    stretch: str = ascii_letters,
+    forward: Callable[..., Tensor] | None = None,
+) -> Any:
+    """An einsum of data (samples in dim 0) and of shared operands (no samples).
+
+    Args:
+        operands: Of which one at least is data.
+        labels: One letter a dimension of each operand, without the samples.
+        out: The labels of the output.
+        shared: Which operands have no samples.
+        stretch: Labels for which a dimension of size 1 stands for any size.
+        forward: The op itself, of the physical operands, where that is not plainly the einsum.
+
+    Returns:
+        The output, and for each operand the builder of its factor, which is of use for the shared ones only. Or NotImplemented.
+    """
+    sizes: dict[str, int] = {}
+    shapes = [tensor.shape if alone else tensor.shape[1:] for tensor, alone in zip(operands, shared, strict=True)]
+    for names, shape in zip(labels, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            known = sizes.setdefault(name, size)
+            if size != known and not (name in stretch and 1 in (size, known)):
+                return NotImplemented  # torch will say what is wrong
+            sizes[name] = size if known == 1 else known
+    spare = [letter for letter in ascii_letters if letter not in sizes]
+    repeated = any(len(set(names)) < len(names) for names, alone in zip(labels, shared, strict=True) if alone)
+    if not spare or repeated or any(tensor.is_complex() for tensor in operands):
+        return NotImplemented
+    n = spare[0]
+    physical = [names if alone else n + names for names, alone in zip(labels, shared, strict=True)]
+    if forward is None:
+        output = torch.einsum(f"{','.join(physical)}->{n}{out}", *operands)
+    else:
+        output = forward(*operands)
+
+    def builder(k: int) -> Callable[[Tensor], Factor]:
+        def build(cotangent: Tensor) -> Factor:
+            others = [(tensor, names) for j, (tensor, names) in enumerate(zip(operands, physical, strict=True)) if j != k]
+            if len(others) == 1 and others[0][0].shape[1:] == tuple(sizes[name] for name in labels[1 - k]):
+                factor = _outer(cotangent, n + out, *others[0], labels[k], shapes[k])
+                if factor is not None:
+                    return factor
+            return _dense(cotangent, n + out, others, labels[k], shapes[k], sizes)
+
+        return build
+
+    return reshape(output, output.shape), [builder(k) for k in range(len(operands))]
+
+
+def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Outer | None:
+    """The factor of a matrix, one of whose labels comes from the data and does not come out, while the other comes out; else None."""
+    if len(labels) != 2 or len(set(given)) < len(given):
+        return None
+    contracted = [name for name in labels if name in given and name not in out]
+    produced = [name for name in labels if name in out and name not in given]
+    if len(contracted) != 1 or len(produced) != 1:
+        return None
+    along = "".join(name for name in out if name != produced[0])  # n and the positions
+    x = positions(torch.einsum(f"{given}->{along}{contracted[0]}", data))
+    c = positions(torch.einsum(f"{out}->{along}{produced[0]}", cotangent))
+    factor = Outer(x, c) if labels[0] == contracted[0] else Outer(c, x)
+    return factor if factor.shape == shape else None
+
+
+def _dense(
+    cotangent: Tensor, out: str, others: Sequence[tuple[Tensor, str]], labels: str, shape: torch.Size, sizes: dict[str, int]
+) -> Dense:
+    """The einsum of the cotangent and the other operands."""
+    terms = [(cotangent, out), *others]
+    dtype = cotangent.dtype
+    for tensor, _ in others:
+        dtype = torch.promote_types(dtype, tensor.dtype)  # under autocast they differ
+    present = {name for _, names in terms for name in names}
+    # What was stretched is summed over; what no other operand has is the same for every entry.
+    kept = [name for name, size in zip(labels, shape, strict=True) if name in present and size == sizes[name]]
+    equation = f"{','.join(names for _, names in terms)}->{out[0]}{''.join(kept)}"
+    gradient = torch.einsum(equation, *(tensor.to(dtype) for tensor, _ in terms))
+    index = tuple(slice(None) if name in kept else None for name in labels)
+    return Dense(gradient[(slice(None), *index)].expand(gradient.shape[0], *shape))
+
+
+def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str, shared: Collection[str], **options: Any) -> Any:
+    """A product of two operands by an einsum's equation."""
+    inputs, out = equation.split("->")
+    labels = inputs.split(",")
+    alone = [name in shared for name in names]
+    if any(tensor.ndim != len(own) + (not one) for tensor, own, one in zip(operands, labels, alone, strict=True)):
+        return NotImplemented
+    result = contract(operands, labels, out, alone, **{"stretch": "", **options})
+    if result is NotImplemented:
+        return NotImplemented
+    output, builders = result
+    return output, dict(zip(names, builders, strict=True))
+
+
+@rule(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, params=("input", "other"))
+def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any:
+    """y = x W or W x, the dimensions before the last two broadcast: ([n,*,i], [i,o]) -> [n,*,o] and its like."""
+    if "input" not in shared and other.ndim == 2 and input.ndim > 1 and not other.is_complex():
+        return input @ other, {"other": lambda cotangent: Outer(positions(input), positions(cotangent))}
+    dims = [tensor.ndim - (name not in shared) for name, tensor in (("input", input), ("other", other))]
+    if 0 in dims:
+        return NotImplemented
+    batch = ascii_letters[: max(0, *(d - 2 for d in dims))].upper()
+    rows, columns = ["" if d == 1 else name for d, name in zip(dims, "to", strict=True)]
+    lead = [batch[len(batch) - max(0, d - 2) :] for d in dims]
+    equation = f"{lead[0]}{rows}i,{lead[1]}i{columns}->{batch}{rows}{columns}"
+    return _pair(("input", "other"), (input, other), equation, shared, stretch=batch)
+
+
+@rule(Tensor.__rmatmul__, params=("input", "other"))
+def rmatmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any:
+    """other @ input."""
+    swap = {"input": "other", "other": "input"}
+    result = matmul(other, input, shared={swap[name] for name in shared})
+    if result is NotImplemented:
+        return NotImplemented
+    output, builders = result
+    return output, {swap[name]: builder for name, builder in builders.items()}
+
+
+@rule(torch.mm, Tensor.mm, params=("input", "mat2"))
+def mm(input: Tensor, mat2: Tensor, *, shared: Collection[str] = ()) -> Any:
+    """([t,i], [i,o]) -> [t,o]."""
+    return _pair(("input", "mat2"), (input, mat2), "ti,io->to", shared)
+
+
+@rule(torch.bmm, Tensor.bmm, params=("input", "mat2"))
+def bmm(input: Tensor, mat2: Tensor, *, shared: Collection[str] = ()) -> Any:
+    """([b,t,i], [b,i,o]) -> [b,t,o]."""
+    return _pair(("input", "mat2"), (input, mat2), "bti,bio->bto", shared)
+
+
+@rule(torch.mv, Tensor.mv, params=("input", "vec"))
+def mv(input: Tensor, vec: Tensor, *, shared: Collection[str] = ()) -> Any:
+    """([t,i], [i]) -> [t]."""
+    return _pair(("input", "vec"), (input, vec), "ti,i->t", shared)
+
+
+@rule(torch.dot, Tensor.dot, params=("input", "tensor"))
+def dot(input: Tensor, tensor: Tensor, *, shared: Collection[str] = ()) -> Any:
+    """([i], [i]) -> []. Autocast leaves this op alone, so it must not run as a matrix product."""
+    return _pair(("input", "tensor"), (input, tensor), "i,i->", shared, forward=lambda x, w: (x * w).sum(-1))
+
+
+@rule(torch.inner, Tensor.inner, params=("input", "other"))
+def inner(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any:
+    """([*t,i], [*o,i]) -> [*t,*o]."""
+    dims = [tensor.ndim - (name not in shared) for name, tensor in (("input", input), ("other", other))]
+    if 0 in dims:
+        return NotImplemented
+    rows, columns = ascii_letters[1 : dims[0]], ascii_letters[dims[0] : dims[0] + dims[1] - 1]
+    return _pair(("input", "other"), (input, other), f"{rows}a,{columns}a->{rows}{columns}", shared)
+
+
+# beta b + alpha (a product)
+
+
+def _added(
+    input: Tensor,
+    names: tuple[str, str],
+    operands: tuple[Tensor, Tensor],
+    equation: str,
+    shared: Collection[str],
+    beta: float,
+    alpha: float,
+) -> Any:
+    result = _pair(names, operands, equation, shared)
+    if result is NotImplemented or input.is_complex():
+        return NotImplemented
+    product, builders = result
+    shape = input.shape if "input" in shared else input.shape[1:]
+    lead = product.ndim - 1 - len(shape)
+    if any(size not in (1, full) for size, full in zip(shape, product.shape[1 + lead :], strict=True)) or lead < 0:
+        return NotImplemented
+    output = alpha * product
+    if beta != 0:  # torch does not even read it then
+        bias = input if "input" in shared else input.reshape(input.shape[0], *(1,) * lead, *shape)
+        output = (output + beta * bias).to(product.dtype)
+
+    def scaled(build: Callable[[Tensor], Factor]) -> Callable[[Tensor], Factor]:
+        return lambda cotangent: build(alpha * cotangent)
+
+    return output, {
+        "input": lambda cotangent: Dense(beta * _sum_to(cotangent, shape)),
+        **{name: scaled(build) for name, build in builders.items()},
+    }
+
+
+def _sum_to(cotangent: Tensor, shape: torch.Size) -> Tensor:
+    """[n, *full] -> [n, *shape], summed over the dimensions along which a tensor of that shape was broadcast."""
+    lead = cotangent.ndim - 1 - len(shape)
+    dims = [*range(1, 1 + lead), *(1 + lead + d for d, size in enumerate(shape) if size == 1)]
+    return (cotangent.sum(dims) if dims else cotangent).reshape(cotangent.shape[0], *shape)
+
+
+@rule(torch.addmm, Tensor.addmm, params=("input", "mat1", "mat2"))
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
+    """y = beta b + alpha x W: ([t,o], [t,i], [i,o]) -> [t,o]."""
+    names, equation = ("mat1", "mat2"), "ti,io->to"
+    if set(shared) != {"input", "mat2"} or input.shape != mat2.shape[1:] or mat1.ndim != 3 or beta == 0 or mat2.is_complex():
+        return _added(input, names, (mat1, mat2), equation, shared, beta, alpha)
+    # One flat product that adds the bias as it goes.
+    output = reshape(torch.addmm(input, mat1.flatten(0, 1), mat2, beta=beta, alpha=alpha), (*mat1.shape[:2], mat2.shape[1]))
+    return output, {
+        "input": lambda cotangent: Dense(beta * cotangent.sum(1)),
+        "mat2": lambda cotangent: Outer(alpha * mat1, cotangent),
+    }
+
+
+@rule(torch.addmv, Tensor.addmv, params=("input", "mat", "vec"))
+def addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
+    """y = beta b + alpha W x: ([t], [t,i], [i]) -> [t]."""
+    return _added(input, ("mat", "vec"), (mat, vec), "ti,i->t", shared, beta, alpha)
+
+
+@rule(torch.baddbmm, Tensor.baddbmm, params=("input", "batch1", "batch2"))
+def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
+    """y = beta b + alpha x W: ([b,t,o], [b,t,i], [b,i,o]) -> [b,t,o]."""
+    return _added(input, ("batch1", "batch2"), (batch1, batch2), "bti,bio->bto", shared, beta, alpha)
+
+
+@rule(torch.addbmm, Tensor.addbmm, params=("input", "batch1", "batch2"))
+def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
+    """y = beta b + alpha sum_b x_b W_b: ([t,o], [b,t,i], [b,i,o]) -> [t,o]."""
+    return _added(input, ("batch1", "batch2"), (batch1, batch2), "bti,bio->to", shared, beta, alpha)
+
+
+# Contractions of any dimensions
+
+
+@rule(torch.einsum, params=("operands",))
+def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> Any:
+    """Any equation in which no parameter has one label twice."""
+    if not isinstance(equation, str):
+        return NotImplemented
+    alone = [f"operands[{k}]" in shared for k in range(len(operands))]
+    written = _written_out(equation, [tensor.ndim - (not one) for tensor, one in zip(operands, alone, strict=True)])
+    if written is None:
+        return NotImplemented
+    result = contract(operands, *written, alone)
+    if result is NotImplemented:
+        return NotImplemented
+    output, builders = result
+    return output, {"operands": builders}
+
+
+def _written_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str] | None:
+    """The labels of each operand and of the output, an ellipsis replaced by letters of its own; None if they do not fit."""
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(dims):
+        return None
+    wanted = [d - len(term.replace("...", "")) for term, d in zip(terms, dims, strict=True)]
+    if any(count < 0 or (count > 0 and "..." not in term) for term, count in zip(terms, wanted, strict=True)):
+        return None
+    spare = [letter for letter in ascii_letters if letter not in equation]
+    longest = max(wanted)
+    if longest > len(spare):
+        return None
+    dots = "".join(spare[:longest])
+    labels = [term.replace("...", dots[longest - count :]) for term, count in zip(terms, wanted, strict=True)]
+    if not arrow:  # the broadcast dimensions, and the letters that stand once, in alphabetical order
+        letters = inputs.replace("...", "").replace(",", "")
+        out = "..." + "".join(sorted(letter for letter in letters if letters.count(letter) == 1))
+    return labels, out.replace("...", dots)
+
+
+@rule(torch.tensordot, params=("a", "b"))
+def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None, *, shared: Collection[str] = ()) -> Any:
+    """Contract the named dimensions of a with those of b: the last `dims` of a with the first of b if it is a number."""
+    if out is not None:
+        return NotImplemented
+    counts = [tensor.ndim - (name not in shared) for name, tensor in (("a", a), ("b", b))]
+    if isinstance(dims, int) and 0 <= dims <= min(counts):
+        pairs = [(counts[0] - dims + d, d) for d in range(dims)]
+    elif isinstance(dims, (list, tuple)) and len(dims) == 2 and all(isinstance(own, (list, tuple)) for own in dims):
+        if len(dims[0]) != len(dims[1]) or any(not -count <= d < count for own, count in zip(dims, counts, strict=True) for d in own):
+            return NotImplemented
+        pairs = [(d % counts[0], e % counts[1]) for d, e in zip(*dims, strict=True)]
+    else:
+        return NotImplemented
+    left, right = list(ascii_letters[: counts[0]]), list(ascii_letters[counts[0] : sum(counts)])
+    if len({d for d, _ in pairs}) < len(pairs) or len({e for _, e in pairs}) < len(pairs) or len(right) < counts[1]:
+        return NotImplemented
+    for d, e in pairs:
+        right[e] = left[d]
+    contracted = {left[d] for d, _ in pairs}
+    free = "".join(name for name in left + right if name not in contracted)
+    return _pair(("a", "b"), (a, b), f"{''.join(left)},{''.join(right)}->{free}", shared, stretch="".join(contracted))
+
+
+@rule(torch.bilinear, params=("weight", "bias"))
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """y[o] = x1 W[o] x2 + b[o]: ([n,*,i], [n,*,j], [o,i,j], [o]) -> [n,*,o]."""
+    lead = ascii_letters[: input1.ndim - 2].upper()
+    if input1.ndim < 2 or input2.ndim != input1.ndim or weight.ndim != 3:
+        return NotImplemented
+    labels = (f"{lead}i", f"{lead}j", "oij")
+    result = contract((input1, input2, weight), labels, f"{lead}o", (False, False, True), "", lambda x, z, w: torch.bilinear(x, z, w, bias))
+    if result is NotImplemented:
+        return NotImplemented
+    output, builders = result
+    return output, {"weight": builders[2], "bias": lambda cotangent: Dense(_sum_to(cotangent, torch.Size(cotangent.shape[-1:])))}

@@ -1,0 +1,305 @@
+"""Matrix products over drawn shapes and options: the parameter on either side, in any number of dimensions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, on
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.testing import layouts, shapes, tensors
+
+each_rule = st.sampled_from([True, False])
+sides = st.integers(1, 3)
+
+
+def two_sided(draw, op, first, second, first_broadcast=(), **options):
+    """A problem for a product of two operands, either of which is the parameter."""
+    n, left = draw(st.integers(0, 3)), draw(st.booleans())
+    param_shape, data_shape = (first, second) if left else (second, first)
+    param = draw(layouts(draw(tensors(param_shape))))
+    data = draw(layouts(draw(tensors((n, *data_shape)))))
+    return Problem(lambda p, x: score(op(p, x) if left else op(x, p)), (param, data), options=options)
+
+
+def stretched(draw, shape):
+    """The same shape with some sides 1, and some of the first ones left out: it broadcasts to the shape."""
+    sizes = tuple(draw(st.sampled_from([1, size])) for size in shape)
+    return sizes[draw(st.integers(0, len(sizes))) :]
+
+
+MATMULS = [
+    lambda x, w: x @ w,
+    torch.matmul,
+    torch.linalg.matmul,
+    lambda x, w: x.matmul(w),
+    lambda x, w: w.__rmatmul__(x),
+    lambda x, w: torch.matmul(input=x, other=w),
+]
+
+
+@st.composite
+def matmul_problems(draw):
+    """Vectors, matrices and batches of matrices whose leading dimensions broadcast."""
+    i, t, o = draw(sides), draw(sides), draw(sides)
+    batch = draw(shapes(min_dims=0, max_dims=2, max_side=3))
+    first = draw(st.sampled_from([(i,), (*stretched(draw, batch), t, i)]))
+    second = draw(st.sampled_from([(i,), (*stretched(draw, batch), i, o)]))
+    return two_sided(draw, draw(st.sampled_from(MATMULS)), first, second)
+
+
+@st.composite
+def fixed_problems(draw):
+    """The products that take one number of dimensions only."""
+    b, i, t, o = draw(sides), draw(sides), draw(sides), draw(sides)
+    op, first, second = draw(
+        st.sampled_from(
+            [
+                (torch.mm, (t, i), (i, o)),
+                (torch.Tensor.mm, (t, i), (i, o)),
+                (torch.bmm, (b, t, i), (b, i, o)),
+                (torch.Tensor.bmm, (b, t, i), (b, i, o)),
+                (torch.mv, (t, i), (i,)),
+                (torch.Tensor.mv, (t, i), (i,)),
+                (torch.dot, (i,), (i,)),
+                (torch.Tensor.dot, (i,), (i,)),
+                (torch.inner, (i,), (i,)),
+                (torch.inner, (b, t, i), (o, i)),
+                (torch.inner, (i,), (b, o, i)),
+            ]
+        )
+    )
+    return two_sided(draw, op, first, second)
+
+
+@st.composite
+def added_problems(draw):
+    """beta b + alpha (a product): every mix of parameters and data, a summand of every shape that broadcasts."""
+    n, b, i, t, o = draw(st.integers(0, 3)), draw(sides), draw(sides), draw(sides), draw(sides)
+    op, first, second, out = draw(
+        st.sampled_from(
+            [
+                (torch.addmm, (t, i), (i, o), (t, o)),
+                (torch.Tensor.addmm, (t, i), (i, o), (t, o)),
+                (torch.addmv, (t, i), (i,), (t,)),
+                (torch.baddbmm, (b, t, i), (b, i, o), (b, t, o)),
+                (torch.Tensor.baddbmm, (b, t, i), (b, i, o), (b, t, o)),
+                (torch.addbmm, (b, t, i), (b, i, o), (t, o)),
+            ]
+        )
+    )
+    given_shapes = {"a": stretched(draw, out), "b": first, "c": second}
+    own = draw(st.sampled_from(["a", "b", "c", "ab", "ac"]))
+    options = draw(st.fixed_dictionaries({}, optional={"beta": st.sampled_from([0, 1, -2.0]), "alpha": st.sampled_from([0, 1, 0.5])}))
+    params = {name: draw(layouts(draw(tensors(given_shapes[name])))) for name in own}
+    data = {name: draw(layouts(draw(tensors((n, *given_shapes[name]))))) for name in "abc" if name not in own}
+
+    def fn(p, x):
+        every = {**p, **x}
+        return score(op(every["a"], every["b"], every["c"], **options))
+
+    return Problem(fn, (params, data))
+
+
+@st.composite
+def einsum_problems(draw):
+    """Two or three operands of any labels; stretched sides, ellipses, outputs left to torch."""
+    n = draw(st.integers(0, 3))
+    sizes = {name: draw(sides) for name in "abcd"}
+    batch = draw(shapes(min_dims=0, max_dims=2, max_side=2))
+    dots = draw(st.booleans())
+    count = draw(st.integers(2, 3))
+    terms, parts = [], []
+    for _ in range(count):
+        names = draw(st.permutations("abcd"))[: draw(st.integers(0, 3))]
+        stretch = {name: draw(st.integers(0, 4)) == 0 for name in names}
+        shape = tuple(1 if stretch[name] else sizes[name] for name in names)
+        if dots:
+            place = draw(st.integers(0, len(names)))
+            shape = (*shape[:place], *stretched(draw, batch), *shape[place:])
+            terms.append("".join(names[:place]) + "..." + "".join(names[place:]))
+        else:
+            terms.append("".join(names))
+        parts.append(shape)
+    equation = ",".join(terms)
+    if draw(st.booleans()):
+        used = sorted({name for term in terms for name in term if name != "."})
+        kept = [name for name in draw(st.permutations(used)) if draw(st.booleans())]
+        equation += "->" + ("..." if dots and draw(st.booleans()) else "") + "".join(kept)
+        equation = equation.replace(",", " , ") if draw(st.booleans()) else equation
+    own = draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(lambda flags: 0 < sum(flags) < len(flags)))
+    params = {str(k): draw(tensors(shape)) for k, (shape, flag) in enumerate(zip(parts, own, strict=True)) if flag}
+    data = {str(k): draw(tensors((n, *shape))) for k, (shape, flag) in enumerate(zip(parts, own, strict=True)) if not flag}
+
+    def fn(p, x):
+        every = {**p, **x}
+        return score(torch.einsum(equation, *(every[str(k)] for k in range(count))))
+
+    return Problem(fn, (params, data))
+
+
+@st.composite
+def tensordot_problems(draw):
+    """A number of dimensions, or the dimensions themselves, counted from either end."""
+    common = draw(shapes(min_dims=0, max_dims=2, max_side=3))
+    first, second = draw(shapes(min_dims=0, max_dims=2, max_side=3)), draw(shapes(min_dims=0, max_dims=2, max_side=3))
+    if draw(st.booleans()):
+        return two_sided(draw, lambda x, y: torch.tensordot(x, y, len(common)), (*first, *common), (*common, *second))
+    a, b = [*first, *common], [*second, *common]
+    order_a, order_b = draw(st.permutations(range(len(a)))), draw(st.permutations(range(len(b))))
+    pairs = [(order_a.index(len(first) + k), order_b.index(len(second) + k)) for k in range(len(common))]
+    dims = [[d - len(a) if draw(st.booleans()) else d for d, _ in pairs], [e - len(b) if draw(st.booleans()) else e for _, e in pairs]]
+    return two_sided(draw, lambda x, y: torch.tensordot(x, y, dims), tuple(a[k] for k in order_a), tuple(b[k] for k in order_b))
+
+
+@st.composite
+def bilinear_problems(draw):
+    n, i, j, o = draw(st.integers(0, 3)), draw(sides), draw(sides), draw(sides)
+    positions = draw(shapes(min_dims=0, max_dims=2, max_side=3))
+    params = {"weight": draw(tensors((o, i, j)))}
+    if draw(st.booleans()):
+        params["bias"] = draw(tensors((o,)))
+    x, y = draw(tensors((n, *positions, i))), draw(tensors((n, *positions, j)))
+    return Problem(lambda p, x, y: score(F.bilinear(x, y, p["weight"], p.get("bias"))), (params, x, y))
+
+
+@given(problem=matmul_problems(), rules=each_rule)
+def test_matmul(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=fixed_problems(), rules=each_rule)
+def test_products_of_fixed_dimensions(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=added_problems(), rules=each_rule)
+def test_products_with_a_summand(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=einsum_problems(), rules=each_rule)
+def test_einsum(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=tensordot_problems(), rules=each_rule)
+def test_tensordot(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=bilinear_problems(), rules=each_rule)
+def test_bilinear(problem, rules, device):
+    assert_agrees(on(problem, device), rules=rules)
+
+
+# A product, its parameters and one sample; the kind of each factor.
+RULED = {
+    "x @ W": (lambda p, x: x @ p["w"], {"w": (3, 4)}, (5, 3), "Outer"),
+    "W @ x": (lambda p, x: p["w"] @ x, {"w": (4, 5)}, (5, 3), "Outer"),
+    "W @ vector": (lambda p, x: p["w"] @ x, {"w": (4, 5)}, (5,), "Outer"),
+    "x @ vector": (lambda p, x: x @ p["w"], {"w": (3,)}, (5, 3), "Dense"),
+    "batch of matrices": (lambda p, x: x @ p["w"], {"w": (2, 3, 4)}, (5, 3), "Dense"),
+    "mm": (lambda p, x: torch.mm(x, p["w"]), {"w": (3, 4)}, (5, 3), "Outer"),
+    "mv": (lambda p, x: torch.mv(p["w"], x), {"w": (3, 4)}, (4,), "Outer"),
+    "bmm": (lambda p, x: torch.bmm(x, p["w"]), {"w": (2, 3, 4)}, (2, 5, 3), "Dense"),
+    "dot": (lambda p, x: torch.dot(x, p["w"]), {"w": (3,)}, (3,), "Dense"),
+    "inner": (lambda p, x: torch.inner(x, p["w"]), {"w": (4, 3)}, (5, 3), "Outer"),
+    "addmm": (lambda p, x: torch.addmm(p["b"], x, p["w"]), {"b": (5, 1), "w": (3, 4)}, (5, 3), "Outer"),
+    "addmm of data": (lambda p, x: torch.addmm(x, x, p["w"]), {"w": (3, 3)}, (5, 3), "Outer"),
+    "addmv": (lambda p, x: torch.addmv(p["b"], p["w"], x), {"b": (4,), "w": (4, 3)}, (3,), "Outer"),
+    "baddbmm": (lambda p, x: torch.baddbmm(p["b"], x, p["w"]), {"b": (4,), "w": (2, 3, 4)}, (2, 5, 3), "Dense"),
+    "einsum": (lambda p, x: torch.einsum("...i,oi->...o", x, p["w"]), {"w": (4, 3)}, (2, 5, 3), "Outer"),
+    "einsum by head": (lambda p, x: torch.einsum("ti,hio->hto", x, p["w"]), {"w": (2, 3, 4)}, (5, 3), "Dense"),
+    "tensordot": (lambda p, x: torch.tensordot(p["w"], x, 1), {"w": (4, 5)}, (5, 2, 3), "Outer"),
+    "bilinear": (lambda p, x: F.bilinear(x, x.flip(0), p["w"], p["b"]), {"w": (2, 3, 3), "b": (2,)}, (5, 3), "Dense"),
+}
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_the_rule_is_taken(name, device):
+    op, own, sample, kind = RULED[name]
+    params = {key: torch.randn(shape) for key, shape in own.items()}
+    problem = on(Problem(lambda p, x: score(op(p, x)), (params, torch.randn(2, *sample))), device)
+    for leaf in psg.explain(problem.fn)(*problem.args).leaves:
+        assert [use.split(": ")[1] for use in leaf.uses] == ["rule"], leaf
+        assert leaf.kind == (kind if leaf.path.endswith("['w']") else "Dense")
+
+
+# What eager torch refuses, a rule must not let pass.
+REFUSED = {
+    "mm of a vector": (lambda w, x: torch.mm(x, w), (3, 4), (3,)),
+    "dot of one and many": (lambda w, x: torch.dot(x, w), (3,), (1,)),
+    "matmul of one and many": (lambda w, x: x @ w, (3, 4), (5, 1)),
+    "mv of a matrix": (lambda w, x: torch.mv(w, x), (3, 4), (4, 1)),
+    "einsum of too few dimensions": (lambda w, x: torch.einsum("tij,io->to", x, w), (3, 4), (5, 3)),
+    "tensordot of sizes that differ": (lambda w, x: torch.tensordot(x, w, 1), (3, 4), (5, 2)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_what_torch_refuses(name, device):
+    op, shape, sample = REFUSED[name]
+    weight, x = torch.randn(shape, device=device), torch.randn(2, *sample, device=device)
+    with pytest.raises((RuntimeError, IndexError)):
+        op(weight, x[0])
+    with pytest.raises((RuntimeError, IndexError)):
+        psg.per_sample_grad(lambda w, x: score(op(w, x)))(weight, x)
+
+
+def test_a_weight_of_each_sample_s_own_is_data(device):
+    # A hypernetwork's weight meets a parameter: the parameter alone has a rule.
+    def fn(p, x):
+        own = torch.einsum("i,ijk->jk", x, p["generator"])
+        return score(own @ p["w"]) + score(torch.einsum("jk,kl,j->l", own, p["w"], x[:2]))
+
+    params = {"generator": torch.randn(3, 2, 4, device=device), "w": torch.randn(4, 5, device=device)}
+    assert_agrees(Problem(fn, (params, torch.randn(3, 3, device=device))))
+
+
+@given(n=st.integers(0, 3), rank=sides, t=sides, seed=st.integers(0, 99))
+def test_adapters_by_einsum(n, rank, t, seed, device):
+    torch.manual_seed(seed)
+    params = {"a": torch.randn(3, rank, device=device), "b": torch.randn(rank, 4, device=device), "scale": torch.randn((), device=device)}
+
+    def fn(p, x):
+        return score(torch.einsum("ti,ir,ro->to", x, p["a"], p["b"]) * p["scale"])
+
+    assert_agrees(Problem(fn, (params, torch.randn(n, t, 3, device=device))))
+
+
+def test_the_same_parameter_twice_in_one_product(device):
+    def fn(w, x):
+        return score(torch.einsum("ti,io,jo->tj", x, w, w)) + score((x @ w) @ w.T)
+
+    assert_agrees(Problem(fn, (torch.randn(3, 4, device=device), torch.randn(2, 5, 3, device=device))))
+
+
+def test_labels_that_stand_twice_have_no_rule(device):
+    # The diagonal of a parameter; the diagonal of data has one.
+    weight, x = torch.randn(3, 3, device=device), torch.randn(2, 3, 3, device=device)
+    assert_agrees(Problem(lambda w, x: score(torch.einsum("ii,ij->j", w, x)), (weight, x)))
+    assert_agrees(Problem(lambda w, x: score(torch.einsum("ii,ij->j", x, w)), (weight, x)))
+    assert_agrees(Problem(lambda w, x: score(torch.einsum(w, [0, 1], x, [1, 2], [0, 2])), (weight, x)))
+    assert_agrees(Problem(lambda w, x: score(torch.einsum("ij,jk", [w, x])), (weight, x)))
+
+
+def test_complex_products_have_no_rule(device):
+    weight, x = torch.randn(3, 4, dtype=torch.complex128, device=device), torch.randn(2, 5, 3, dtype=torch.complex128, device=device)
+    assert_agrees(Problem(lambda w, x: score(x @ w) + score(torch.einsum("ti,io->o", x, w)), (weight, x)))
+
+
+@given(n=st.integers(0, 3), t=st.integers(0, 3), seed=st.integers(0, 99))
+def test_convolution_by_a_matrix_of_transformers(n, t, seed, device):
+    # transformers' Conv1D, the linear layer of GPT-2.
+    torch.manual_seed(seed)
+    params = {"weight": torch.randn(3, 4, device=device), "bias": torch.randn(4, device=device)}
+
+    def fn(p, x):
+        out = torch.addmm(p["bias"], x.view(-1, x.size(-1)), p["weight"])
+        return score(out.view(x.size()[:-1] + (4,)))
+
+    assert_agrees(Problem(fn, (params, torch.randn(n, 1, t, 3, device=device))))
