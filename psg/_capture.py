@@ -166,7 +166,11 @@ def _one_pass(
     def watched(*samples: Tensor) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
         with mode:
-            return function(samples)
+            outputs = function(samples)
+        if mode.failure is not None:
+            # The function has handled an error that may be vmap's or ours, and gone a way that no sample alone would go.
+            raise Unsupported(f"the function handles an error: {mode.failure}") from mode.failure
+        return outputs
 
     with torch.enable_grad():
         outputs = torch.func.vmap(watched, in_dims=tuple(dims), randomness=randomness)(*tensors)
@@ -202,6 +206,7 @@ class _Mode(TorchFunctionMode):
         self.values = list(params)  # and, as they appear, the derived ones
         self.by_handle: dict[int, Lifted] = {}
         self.taps: list[_Tap] = []
+        self.failure: Exception | None = None
 
     def start(self, handles: Sequence[Tensor]) -> None:
         """Learn vmap's level and the wrappers under which the function holds the parameters."""
@@ -212,7 +217,14 @@ class _Mode(TorchFunctionMode):
                 self.by_handle[id(handle)] = value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._route(func, args, kwargs or {})
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call by a rule, below vmap, or as it is."""
         if func in METADATA:
             return func(*args, **kwargs)
         target = target_of(func, args, kwargs)

@@ -181,8 +181,10 @@ def _run_vmap(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with _Guard("vmap"):
+        with _Guard("vmap") as guard:
             loss, extra = call.evaluate(call.with_tensors(tensors).leaves)
+        if guard.failure is not None:
+            raise PsgError(f"the function handles an error: {guard.failure}") from guard.failure
         return loss, (loss, *aux.split(extra))
 
     gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
@@ -248,9 +250,16 @@ class _Guard(TorchFunctionMode):
     def __init__(self, rung: str) -> None:
         super().__init__()
         self.rung = rung
+        self.failure: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._checked(func, args, kwargs or {})
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)
         reason = find_leak(func, args, kwargs, self.rung)
         if reason is not None:

@@ -1,4 +1,4 @@
-"""The capture pass itself: one call, no weight gradient, derived values once, nothing left behind."""
+"""The capture pass itself: one call, no weight gradient, derived values once, both ways below vmap, nothing left behind."""
 
 import gc
 import weakref
@@ -6,10 +6,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import N, score
+from cases import N, each_case, score
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
+from psg import _functorch
 from psg.testing import assert_trees_close, loop_grad
 
 
@@ -87,6 +88,43 @@ def test_a_zero_gradient_of_a_used_leaf_is_not_an_unused_leaf(device):
     params = {"a": torch.randn(3, device=device), "b": torch.randn(3, device=device)}
     grads = psg.per_sample_grad(fn)(params, torch.randn(N, 3, device=device))
     assert not grads["a"].any() and grads["b"].any()
+
+
+class Below(torch.autograd.Function):
+    """The public way below vmap: the `vmap` static method gets the physical batch."""
+
+    @staticmethod
+    def forward(run, *tensors):
+        raise NotImplementedError("there is a vmap, so its method is asked")
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, run, *tensors):
+        n = info.batch_size
+        values = [
+            tensor.unsqueeze(0).expand(n, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        outputs = run(*values)
+        return outputs, (0,) * len(outputs)
+
+
+def run_below_publicly(run, tensors, level, n):
+    # Torch asks vmap only where some tensor is batched: here one always is.
+    batched = _functorch.wrap(torch.zeros(n, device=tensors[0].device if tensors else None), level)
+    return Below.apply(lambda _, *values: run(*values), batched, *tensors)
+
+
+@each_case(lambda case: not case.not_capture)
+def test_the_public_way_below_vmap_gives_the_same(case, device, monkeypatch):
+    problem = case.build(device)
+    light = psg.per_sample_grad(problem.fn, **problem.options, method="capture")(*problem.args, **problem.shared)
+    monkeypatch.setattr(_functorch, "run_below", run_below_publicly)
+    public = psg.per_sample_grad(problem.fn, **problem.options, method="capture")(*problem.args, **problem.shared)
+    assert_trees_close(public, light)
 
 
 def test_nothing_is_kept_after_the_call(device):

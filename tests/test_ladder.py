@@ -353,3 +353,24 @@ def test_a_falling_function_draws_its_random_numbers_once(device):
     with pytest.warns(psg.FallbackWarning):
         values, grads = psg.per_sample_value_and_grad(fn)(w, x)
     assert_trees_close(grads.sum(1), values)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda x: x.sum().item(), lambda x: torch.nonzero(x > 0).shape[0]],
+    ids=["our own error", "vmap's error"],
+)
+def test_an_error_that_the_function_handles_is_not_mistaken_for_the_sample_s(ask, args):
+    def fn(w, x):
+        try:
+            scale = ask(x)
+        except Exception:  # in a loop nothing is raised here
+            scale = 0.0
+        return plain(w, x) * scale
+
+    with pytest.warns(psg.FallbackWarning, match="handles an error"):
+        grads = psg.per_sample_grad(fn)(*args)
+    assert_trees_close(grads, loop_grad(fn)(*args))
+    for method in ("capture", "vmap"):
+        with pytest.raises(psg.PsgError, match="handles an error"):
+            psg.per_sample_grad(fn, method=method)(*args)

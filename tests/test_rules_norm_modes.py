@@ -1,0 +1,145 @@
+"""Normalisation by statistics that are given, in every memory layout, and under autocast and in half precision."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, on
+from cases import Problem, parameters, score
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+import psg
+from psg.testing import assert_trees_close, default_rtol, loop_grad, loop_value_and_grad, shapes, tensors
+
+each_rule = st.sampled_from([True, False])
+OPS = {
+    "batch_norm": F.batch_norm,
+    "instance_norm": lambda x, mean, var, weight, bias, eps: F.instance_norm(x, mean, var, weight, bias, use_input_stats=False, eps=eps),
+}
+
+
+@st.composite
+def problems(draw, op):
+    """Statistics that are buffers, shared arguments, or a sample's own; any part of weight and bias."""
+    n, images, channels = draw(st.integers(0, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    spatial = draw(shapes(min_dims=0 if op == "batch_norm" else 1, max_dims=3, max_side=3))
+    names = draw(st.lists(st.sampled_from(["weight", "bias"]), min_size=1, unique=True))
+    params = {name: draw(tensors((channels,))) for name in names}
+    kind = draw(st.sampled_from(["buffers", "shared", "of the sample"]))
+    shape = (n, channels) if kind == "of the sample" else (channels,)
+    mean, var = draw(tensors(shape)), draw(tensors(shape)).square() + 0.5
+    eps = draw(st.sampled_from([1e-5, 1e-1]))
+    x = draw(tensors((n, images, channels, *spatial)))
+    before = draw(st.booleans())  # whether something before it has parameters too
+    if before:
+        params["scale"] = draw(tensors(()))
+
+    def fn(p, x, given_mean, given_var):
+        m, v = (mean.to(x.device), var.to(x.device)) if kind == "buffers" else (given_mean, given_var)
+        return score(OPS[op](x * p["scale"] if before else x, m, v, p.get("weight"), p.get("bias"), eps=eps))
+
+    dim = 0 if kind == "of the sample" else None
+    return Problem(fn, (params, x, mean, var), options={"in_dims": (None, 0, dim, dim)})
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(data=st.data(), rules=each_rule)
+def test_by_given_statistics(op, data, rules, device):
+    assert_agrees(on(data.draw(problems(op)), device), rules=rules)
+
+
+MODULES = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), (3,)),
+    "BatchNorm1d of sequences": (lambda: nn.BatchNorm1d(3), (3, 4)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (3, 4, 2)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(3), (3, 2, 2, 2)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (3, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_in_evaluation_mode_take_the_rule(name, device):
+    build, sample = MODULES[name]
+    module = build().to(device)
+    with torch.no_grad():
+        module(2 * torch.randn(20, *sample, device=device) + 1)  # statistics that are not 0 and 1
+    module.eval()
+
+    def fn(params, x):
+        return score(functional_call(module, params, (x[None],)))
+
+    problem = Problem(fn, (parameters(module), torch.randn(3, *sample, device=device)))
+    assert_agrees(problem)
+    op = "instance_norm" if "Instance" in name else "batch_norm"
+    for leaf in psg.explain(fn)(*problem.args).leaves:
+        assert leaf.uses == {f"{op}: rule": 1} and leaf.kind == "Dense"
+
+
+def test_channels_last_cotangents(device):
+    # A contiguous input and a channels-last cotangent, where eager torch has been seen to err: the reference writes it out.
+    weight, bias = torch.randn(2, 3, device=device)
+    mean, var = torch.randn(3, device=device), torch.rand(3, device=device) + 0.5
+    kernel = torch.randn(3, 3, 1, 1, device=device)
+    last = torch.randn(4, 3, 3, 3, device=device).to(memory_format=torch.channels_last)
+
+    def fn(normalize):
+        def loss(p, x):
+            return score(F.conv2d(normalize(F.conv2d(x, p["kernel"]), p), last))
+
+        return loss
+
+    def written_out(x, p):
+        column = [value[:, None, None] for value in (mean, (var + 1e-5).rsqrt(), p["weight"], p["bias"])]
+        return (x - column[0]) * column[1] * column[2] + column[3]
+
+    args = ({"kernel": kernel, "weight": weight, "bias": bias}, torch.randn(3, 2, 3, 6, 6, device=device))
+    grads = psg.per_sample_grad(fn(lambda x, p: F.batch_norm(x, mean, var, p["weight"], p["bias"])))(*args)
+    assert_trees_close(grads, loop_grad(fn(written_out))(*args))
+
+
+NORMS = {
+    "layer_norm": lambda x, p, s: F.layer_norm(x.movedim(1, -1), (6,), p["weight"], p["bias"]),
+    "rms_norm": lambda x, p, s: F.rms_norm(x.movedim(1, -1), (6,), p["weight"]) + p["bias"],
+    "group_norm": lambda x, p, s: F.group_norm(x, 2, p["weight"], p["bias"]),
+    "instance_norm": lambda x, p, s: F.instance_norm(x, weight=p["weight"], bias=p["bias"]),
+    "batch_norm": lambda x, p, s: F.batch_norm(x, *s, p["weight"], p["bias"]),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("mode", ["bfloat16", "float16", "autocast", "autocast of a product"])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's remark on rms_norm under autocast
+def test_half_precision(name, mode, device):
+    # Held to float64: the rule must be no further from it than the half precision of the input allows, and have torch's dtypes.
+    half = torch.float16 if mode == "float16" else torch.bfloat16
+    autocast = mode.startswith("autocast")
+    dtype = torch.float32 if autocast else half
+    params = {key: torch.randn(6, device=device).to(dtype) for key in ("weight", "bias")}
+    statistics = [torch.randn(6, device=device).to(dtype), (torch.rand(6, device=device) + 0.5).to(dtype)]
+    mix, x = torch.randn(4, 4, device=device).to(dtype), torch.randn(3, 2, 6, 4, device=device).to(dtype)
+    found = []
+
+    def loss(lowered):
+        def fn(p, x, mix, statistics):
+            with torch.autocast(device.type, dtype=half, enabled=autocast and lowered):
+                y = NORMS[name](F.linear(x, mix) if mode == "autocast of a product" else x, p, statistics)
+            if lowered:
+                found.append(y.dtype)
+            return score(y.double())
+
+        return fn
+
+    args, options = (params, x, mix, statistics), {"in_dims": (None, 0, None, None)}
+    values, grads = psg.per_sample_value_and_grad(loss(True), **options)(*args)
+    wide = ({k: v.double() for k, v in params.items()}, x.double(), mix.double(), [s.double() for s in statistics])
+    wide_values, wide_grads = loop_value_and_grad(loss(False), **options)(*wide)
+    rtol = 4 * default_rtol(torch.float32 if mode == "autocast" else half)
+    assert_trees_close(values.double(), wide_values, rtol=rtol)
+    assert {grad.dtype for grad in grads.values()} == {dtype}
+    assert_trees_close({key: grad.double() for key, grad in grads.items()}, wide_grads, rtol=rtol)
+    (ruled,) = set(found)
+    found.clear()
+    loop_grad(loss(True), **options)(*args)
+    assert set(found) == {ruled}
