@@ -163,7 +163,7 @@ def _one_pass(
 
     mode = _Mode(n, lifted, inputs, habits)
 
-    def watched(*samples: Tensor) -> tuple[Tensor, ...]:
+    def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
         with mode:
             outputs = function(samples)
@@ -173,7 +173,7 @@ def _one_pass(
         return outputs
 
     with torch.enable_grad():
-        outputs = torch.func.vmap(watched, in_dims=tuple(dims), randomness=randomness)(*tensors)
+        outputs = _functorch.vmap(watched, tensors, dims, n, randomness)
     mode.backward(outputs[0])
     pull_back(mode.values, lifted, n)
     factors = [value.factor(n).detach() for value in lifted]

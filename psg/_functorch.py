@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
 
 
 def transform_active() -> bool:
@@ -62,3 +63,17 @@ def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor],
     with below():
         outputs = run(*(physical(tensor, level, n) for tensor in tensors))
     return tuple(wrap(output, level) for output in outputs)
+
+
+def vmap(
+    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    in_dims: Sequence[int | None],
+    n: int,
+    randomness: str,
+) -> tuple[Tensor, ...]:
+    """`torch.func.vmap` of a function of a flat sequence of tensors, without the checks and trees that the caller has done already."""
+    lazy_load_decompositions()
+    with vmap_increment_nesting(n, randomness) as level:
+        samples = [tensor if dim is None else _C._add_batch_dim(tensor, dim, level) for tensor, dim in zip(tensors, in_dims, strict=True)]
+        return tuple(_C._remove_batch_dim(output, level, n, 0) for output in function(samples))

@@ -45,6 +45,9 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
     children = dict(module.named_modules())
+    first: dict[Tensor, str] = {}
+    aliases = {name: first.setdefault(parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    aliases = {name: primary for name, primary in aliases.items() if name != primary and primary in params}
     batch_norms = {name: child for name, child in children.items() if _mixes_samples(child)}
 
     def loss(params: dict[str, Tensor], *sample: Any) -> Tensor:
@@ -61,7 +64,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        output = _call(module, children, params, positional, keyword)
+        tied = {name: params[primary] for name, primary in aliases.items() if primary in params}
+        output = _call(module, children, {**params, **tied}, positional, keyword)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     return loss, params
@@ -83,7 +87,7 @@ def _call(
         output = _call_script(module, params, positional, keyword)
     else:
         state = {**params, **buffers}
-        output = torch.func.functional_call(module, state, tuple(positional), keyword)
+        output = torch.func.functional_call(module, state, tuple(positional), keyword, tie_weights=False)
     # A buffer that was assigned anew is a new tensor in `state`; one that was written into has a new version.
     changed = [name for name, buffer in buffers.items() if state[name] is not buffer or buffer._version != versions[name]]
     if changed:

@@ -1,0 +1,39 @@
+"""Losses have no parameters; their rules fold the samples into the rows that the native kernels know.
+
+Under vmap they are written out in a dozen small ops.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from psg.rules._registry import rule
+
+
+@rule(F.cross_entropy, params=())
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """-log softmax(x)[y], summed or averaged over the positions of a sample: ([n,*rows,classes], [n,*rows]) -> [n].
+
+    Takes class indices with classes last, as in [rows, classes]; weights, smoothing and other layouts take the lifted path.
+    """
+    if weight is not None or label_smoothing or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+        return NotImplemented
+    if target.is_floating_point() or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
+        return NotImplemented
+    losses = F.cross_entropy(input.reshape(-1, input.shape[-1]), target.reshape(-1), reduction="none", ignore_index=ignore_index)
+    losses = losses.reshape(input.shape[0], target[0].numel())
+    total = losses.sum(1)
+    if reduction == "sum":
+        return total, {}
+    counted = (target != ignore_index).reshape(losses.shape).sum(1)
+    return total / counted, {}  # 0 / 0 where a sample ignores all its positions, as in torch
