@@ -28,13 +28,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def widen(tensor: Tensor) -> Tensor:
     """The tensor in its `wide` dtype."""
-    return tensor.to(wide(tensor.dtype))
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
     """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
-    weights = weights.to(wide(tensor.dtype)).reshape(-1, *(1,) * (tensor.ndim - 1))
-    return (tensor * weights).to(tensor.dtype)
+    scaled = tensor * weights.to(wide(tensor.dtype)).reshape(-1, *(1,) * (tensor.ndim - 1))
+    return scaled if scaled.dtype == tensor.dtype else scaled.to(tensor.dtype)
 
 
 def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:

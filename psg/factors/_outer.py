@@ -56,9 +56,14 @@ class Outer(Factor):
             return self.left[:, 0, :, None] * self.right[:, 0, None, :]
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
+    def norm(self) -> Tensor:
+        if self.positions == 1:
+            return Dense(self.left).norm() * Dense(self.right).norm()
+        return super().norm()
+
     def squared_norm(self) -> Tensor:
         if self.positions == 1:
-            return Dense(self.left).squared_norm() * Dense(self.right).squared_norm()
+            return self.norm().square()
         if self._prefers_gram():
             return self._gram_norm()
         return self._chunked_norm()
