@@ -12,7 +12,7 @@ import torch
 from sweeps import modules
 from sweeps.outcome import REFUSED, RUNGS
 
-PARTS = 8
+PARTS = 4
 SAMPLES = 64
 
 BELOW_CAPTURE = {
@@ -39,7 +39,7 @@ def test_modules(part, request):
     for name in names:
         trials = sorted(modules.trials(name, torch.float64), key=lambda trial: zlib.crc32(trial.label.encode()))
         outcomes |= {trial.label: trial.settle() for trial in (trials if thorough else trials[:SAMPLES])}
-    assert bool(outcomes) == bool(names)  # a hash may leave a part without modules
+    assert outcomes
     assert all(outcome.status in (*RUNGS, REFUSED) for outcome in outcomes.values()), _others(outcomes, RUNGS)
     below = {(label.rpartition(" ")[0], outcome.status) for label, outcome in outcomes.items() if outcome.status != "capture"}
     expected = {(module, status) for module, status in BELOW_CAPTURE if module.split()[0] in names}
