@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
+from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # pyright: ignore[reportPrivateImportUsage]
 
 
 def transform_active() -> bool:
