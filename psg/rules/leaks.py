@@ -61,7 +61,7 @@ _UPDATING: dict[Any, tuple[int, str, int, str]] = {
     torch.batch_norm: (3, "running_mean", 5, "training"),
     torch.instance_norm: (3, "running_mean", 5, "use_input_stats"),
     torch.native_batch_norm: (3, "running_mean", 5, "training"),
-    torch._C._VariableFunctions._native_batch_norm_legit: (3, "running_mean", 5, "training"),
+    torch._native_batch_norm_legit: (3, "running_mean", 5, "training"),  # pyright: ignore[reportPrivateImportUsage]
     torch.ops.aten._native_batch_norm_legit: (3, "running_mean", 5, "training"),
     torch.ops.aten._native_batch_norm_legit.default: (3, "running_mean", 5, "training"),
 }
