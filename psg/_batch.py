@@ -136,9 +136,7 @@ class _BatchMode(TorchFunctionMode):
 
     def _history(self, leaf: Any) -> Any:
         value = self.by_handle.get(id(leaf))
-        if value is None:
-            return leaf
-        return value.root if value.derived is None else value.derived
+        return leaf if value is None else value.history
 
     def _run_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op's rule with every row of the data as a sample of its own, and tap its output; NotImplemented if none fits."""
@@ -149,27 +147,26 @@ class _BatchMode(TorchFunctionMode):
             rule = _registry.find_rule(func)
         if rule is None:
             return NotImplemented
-        try:
-            bound = rule.signature.bind(*args, **kwargs)
-        except TypeError:
+        bound = rule.bind(args, kwargs)
+        if bound is None:
             return NotImplemented
-        own = {name: self.by_handle[id(argument)] for name, argument in bound.arguments.items() if id(argument) in self.by_handle}
+        own = {name: self.by_handle[id(argument)] for name, argument in bound.items() if id(argument) in self.by_handle}
         if not own or not set(own) <= set(rule.params):
             return NotImplemented
-        split = split_rows(func, bound.arguments, set(own))
+        split = split_rows(func, bound, set(own))
         if split is None:
             return NotImplemented
         arguments, join = split
-        bound.arguments.update(arguments | {name: value.value for name, value in own.items()})
+        bound.update(arguments | {name: value.value for name, value in own.items()})
         if rule.mixed:
-            given = {name for name, value in bound.arguments.items() if isinstance(value, Tensor) and name in rule.params}
-            bound.arguments["shared"] = given - set(arguments)
-        result = rule.run(*bound.args, **bound.kwargs)
+            given = {name for name, value in bound.items() if isinstance(value, Tensor) and name in rule.params}
+            bound["shared"] = given - set(arguments)
+        result = rule.call(bound)
         if result is NotImplemented:
             return NotImplemented
         output, builders = result
         if torch.is_grad_enabled():
-            inputs = [tensor for name, tensor in bound.arguments.items() if isinstance(tensor, Tensor) and name not in own]
+            inputs = [tensor for name, tensor in bound.items() if isinstance(tensor, Tensor) and name not in own]
             output, edge = anchor(output)
             targets = [(self.names[id(own[name].handle)], own[name], builders[name]) for name in own]
             versions = [(tensor, tensor._version) for tensor in inputs]

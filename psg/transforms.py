@@ -26,6 +26,7 @@ zero sums.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -307,7 +308,7 @@ def clipped_grad(
             return _clip(result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
-            groups.extend(clipping.groups_of(clip_norm, call.gradient_tree([call.leaves[i] for i in call.params])))
+            groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
             if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (call.n,)):
                 got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
@@ -415,20 +416,23 @@ def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, 
     factors = [factor.settle() for factor in result.factors]
     leaf_norms = [factor.norm() for factor in factors]
     norms, values = joint_norm(leaf_norms), result.values
-    finite = norms.isfinite()
+    finite = norms < math.inf  # which NaN is not
     keep = finite if mask is None else finite & mask
-    nonfinite = (~finite if mask is None else ~finite & mask).sum()
-    if mask is not None:
-        norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
+    plain = _all_known(keep)
+    if plain:
+        nonfinite = torch.zeros((), dtype=torch.int64)
+    else:
+        nonfinite = (~finite if mask is None else ~finite & mask).sum()
+        if mask is not None:
+            norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
+        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
+        factors = [factor.zero(keep) for factor in factors]
 
     coefs: dict[int, Tensor] = {}
     for group in groups:
         group_norm = norms if len(groups) == 1 else joint_norm([leaf_norms[i] for i in group.leaves])
-        coef = torch.where(keep, scale(group_norm, group.clip_norm), 0)
-        coefs.update(dict.fromkeys(group.leaves, coef))
-    if not _all_known(keep):
-        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
-        factors = [factor.zero(keep) for factor in factors]
+        coef = scale(group_norm, group.clip_norm)
+        coefs.update(dict.fromkeys(group.leaves, coef if plain else torch.where(keep, coef, 0)))
     sums = [factor.weighted_sum(coefs[i]) for i, factor in enumerate(factors)]
     return _Clipped(sums, norms, [coefs[i] for i in range(len(factors))], values, nonfinite)
 

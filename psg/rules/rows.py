@@ -3,7 +3,6 @@
 Used where fn sees a whole batch, in whatever layout: every row is then treated as a sample of its own.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -121,5 +120,5 @@ def _sum(input: Tensor, weight: Tensor) -> Any:
     return output, {"weight": lambda cotangent: Dense(cotangent.reshape(len(input), *own))}
 
 
-ELEMENTWISE = dict.fromkeys(_PRODUCTS, Rule(_product, ("weight",), inspect.signature(_product), mixed=False))
-ELEMENTWISE |= dict.fromkeys(_SUMS, Rule(_sum, ("weight",), inspect.signature(_sum), mixed=False))
+ELEMENTWISE = dict.fromkeys(_PRODUCTS, Rule.of(_product, ("weight",)))
+ELEMENTWISE |= dict.fromkeys(_SUMS, Rule.of(_sum, ("weight",)))
