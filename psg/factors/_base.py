@@ -34,7 +34,10 @@ def widen(tensor: Tensor) -> Tensor:
 
 def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
     """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
-    scaled = tensor * weights.to(wide(tensor.dtype)).reshape(-1, *(1,) * (tensor.ndim - 1))
+    dtype = wide(tensor.dtype)
+    if weights.dtype != dtype:
+        weights = weights.to(dtype)
+    scaled = tensor * weights.reshape(-1, *(1,) * (tensor.ndim - 1))
     return scaled if scaled.dtype == tensor.dtype else scaled.to(tensor.dtype)
 
 
