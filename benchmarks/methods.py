@@ -82,14 +82,13 @@ def global_norm(grads) -> Tensor:
     return torch.stack([g.norm() for g in grads]).norm()
 
 
-@method("plain", "plain")
-def _plain(workload: Workload, clip_norm: float) -> Call:
-    *inputs, target = workload.batch
+def _plain(workload: Workload, wrap=lambda fn: fn) -> Call:
     params = trainable(workload.model)
+    forward = wrap(lambda *batch: workload.criterion(workload.model(*batch[:-1]), batch[-1]))
 
     def call():
         workload.model.zero_grad(set_to_none=True)
-        workload.criterion(workload.model(*inputs), target).backward()
+        forward(*workload.batch).backward()
         return {name: param.grad for name, param in params.items()}
 
     return call
@@ -178,6 +177,8 @@ def _vmap_clip(workload: Workload, clip_norm: float, wrap=lambda fn: fn) -> Call
 METHODS |= {
     m.name: m
     for m in (
+        Method("plain", "plain", lambda workload, clip_norm: _plain(workload)),
+        Method("plain_compiled", "plain", lambda workload, clip_norm: _plain(workload, torch.compile)),
         Method("vmap_grad", "grad", lambda workload, clip_norm: _vmap_grad(workload)),
         Method("vmap_norm", "norm", lambda workload, clip_norm: _vmap_norm(workload)),
         Method("vmap_clip", "clip", _vmap_clip),
@@ -188,28 +189,22 @@ METHODS |= {
 }
 
 
-@method("psg_grad", "grad", needs="psg")
-def _psg_grad(workload: Workload, clip_norm: float) -> Call:
-    import psg
+def _psg(transform: str, compiled: bool) -> Callable[[Workload, float], Call]:
+    def prepare(workload: Workload, clip_norm: float) -> Call:
+        import psg
 
-    loss, params = psg.stateless(workload.model, workload.criterion)
-    fn = psg.per_sample_grad(loss)
-    return lambda: fn(params, *workload.batch)
+        loss, params = psg.stateless(workload.model, workload.criterion)
+        options = {"clip_norm": clip_norm} if transform == "clipped_grad" else {}
+        fn = getattr(psg, transform)(loss, **options)
+        if compiled:
+            fn = psg.jit(fn)
+        if transform == "clipped_grad":
+            return lambda: fn(params, *workload.batch).grads
+        return lambda: fn(params, *workload.batch)
 
-
-@method("psg_norm", "norm", needs="psg")
-def _psg_norm(workload: Workload, clip_norm: float) -> Call:
-    import psg
-
-    loss, params = psg.stateless(workload.model, workload.criterion)
-    fn = psg.per_sample_norm(loss)
-    return lambda: fn(params, *workload.batch)
+    return prepare
 
 
-@method("psg_clip", "clip", needs="psg")
-def _psg_clip(workload: Workload, clip_norm: float) -> Call:
-    import psg
-
-    loss, params = psg.stateless(workload.model, workload.criterion)
-    fn = psg.clipped_grad(loss, clip_norm=clip_norm)
-    return lambda: fn(params, *workload.batch).grads
+for _kind, _transform in (("grad", "per_sample_grad"), ("norm", "per_sample_norm"), ("clip", "clipped_grad")):
+    method(f"psg_{_kind}", _kind, needs="psg")(_psg(_transform, compiled=False))
+    method(f"psg_{_kind}_jit", _kind, needs="psg")(_psg(_transform, compiled=True))

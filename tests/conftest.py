@@ -29,6 +29,7 @@ TORCH_REMARKS = [
     "Using padding='same' with even kernel",  # the input is copied once more
     "LSTM with projections is not supported with oneDNN",  # another kernel runs it
     "`torch.jit.script` is deprecated",  # torch.func.jvp scripts its decompositions
+    "`torch.jit.script_method` is deprecated",  # and so does inductor
 ]
 
 

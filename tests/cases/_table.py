@@ -30,7 +30,8 @@ class Case(NamedTuple):
     """A row of the table.
 
     `not_capture` says why the capture pass cannot run it, `not_vmap` why vmap(grad) cannot either: only then may psg
-    warn that it goes down the ladder, and then it must. `vmap_wrong` says why vmap(grad) is no reference here.
+    warn that it goes down the ladder, and then it must. `vmap_wrong` says why vmap(grad) is no reference here, and
+    `not_traced` why psg.jit cannot trace it although capture can run it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case(NamedTuple):
     not_capture: str = ""
     not_vmap: str = ""
     vmap_wrong: str = ""
+    not_traced: str = ""
 
     def build(self, device="cpu") -> Problem:
         torch.manual_seed(0)

@@ -55,7 +55,9 @@ op_case(
     params={"a": (3,), "b": (3,)},
     ladder={"not_capture": "vmap has no rule for column_stack"},
 )
-op_case("leak: covariance of a parameter", lambda x, w: torch.cov(w) @ x, (3,), params={"w": (3, 5)})
+op_case(
+    "leak: covariance of a parameter", lambda x, w: torch.cov(w) @ x, (3,), params={"w": (3, 5)}, ladder={"not_traced": "cov reads values"}
+)
 op_case(
     "leak: is_contiguous of a memory format",
     lambda x, w: F.conv2d(x, w if w.is_contiguous(memory_format=torch.contiguous_format) else w * 0),
@@ -147,7 +149,7 @@ def _():
 # --- the lower rungs ----------------------------------------------------------------------------------------
 
 
-@case(not_vmap=BRANCH)
+@case(not_vmap=BRANCH, not_traced=BRANCH)
 def data_dependent_branch():
     def fn(p, x):
         y = F.linear(x, p["w"], p["b"])
@@ -230,7 +232,7 @@ def _():
     return Problem(fn, ({"angle": normal()}, normal(N, 2)))
 
 
-@case
+@case(not_traced=BRANCH)
 def branch_on_a_parameter():
     def fn(p, x):
         return score(F.linear(x, p["w"])) if p["w"].sum() < 100 else x.sum()

@@ -1,0 +1,353 @@
+"""psg.jit: traced, compiled, compared; padded to buckets; what it looks at again and what it cannot bake in."""
+
+import logging
+import random
+import shutil
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import linear_args, linear_loss
+from cases import N, each_case
+from torch import nn
+
+import psg
+from psg.testing import assert_trees_close
+
+
+def small(device, *layers):
+    model = nn.Sequential(nn.Linear(5, 4), *layers, nn.Linear(4, 3)).to(device)
+    loss, params = psg.stateless(model, F.cross_entropy)
+    return model, loss, params
+
+
+def batch(device, n=N):
+    return torch.randn(n, 5, device=device), torch.randint(3, (n,), device=device)
+
+
+def same(actual, expected, name="jit"):
+    """Part by part: norms and losses are larger than sums."""
+    if isinstance(expected, tuple):
+        for i, (own, other) in enumerate(zip(actual, expected, strict=True)):
+            same(own, other, f"{name}[{i}]")
+    else:
+        assert_trees_close(actual, expected, name=name, per_sample=False)
+
+
+def never(graph, inputs):
+    raise NotImplementedError("no such machine")
+
+
+def wrong(graph, inputs):
+    return lambda *args: tuple(output * 2 if output.is_floating_point() else output for output in graph(*args))
+
+
+# --- every case of the table --------------------------------------------------------------------------------
+
+
+@each_case(lambda case: not case.not_capture and not case.not_traced)
+def test_equals_eager(case, device):
+    problem = case.build(device)
+    fn = psg.clipped_grad(problem.fn, 1.0, **problem.options)
+    fast = psg.jit(fn, backend="eager")
+    for seed in (1, 2):  # the first call compiles, the second does not
+        torch.manual_seed(seed)
+        expected = fn(*problem.args, **problem.shared)
+        torch.manual_seed(seed)
+        same(fast(*problem.args, **problem.shared), expected)
+    assert [entry.error for entry in fast.cache_info()] in ([None], [])
+
+
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_value_and_grad, psg.per_sample_norm, psg.factored_grad])
+def test_each_transform(transform, device):
+    p, _ = linear_args(device)
+    fn = transform(linear_loss)
+    fast = psg.jit(fn, backend="eager")
+    for _ in range(2):
+        x = torch.randn(N, 5, 3, device=device)
+        same(fast(p, x), fn(p, x))
+    assert len(fast.cache_info()) == 1
+
+
+def test_a_factored_result_keeps_its_kinds(device):
+    p, x = linear_args(device)
+    assert isinstance(psg.jit(psg.factored_grad(linear_loss), backend="eager")(p, x)["w"], psg.factors.Outer)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a C++ compiler")
+def test_inductor(device):
+    torch.set_default_dtype(torch.float32)
+    _, loss, params = small(device, nn.ReLU(), nn.Dropout(0.5))
+    fn = psg.clipped_grad(loss, 0.1)
+    fast = psg.jit(fn)
+    for seed in range(3):
+        x, y = batch(device)
+        torch.manual_seed(seed)
+        expected = fn(params, x, y)
+        torch.manual_seed(seed)
+        same(fast(params, x, y), expected)
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+def test_a_whole_step(device):
+    """A function of the user's own that contains a transform."""
+    _, loss, params = small(device, nn.Tanh())
+
+    def step(params, x, y):
+        out = psg.clipped_grad(loss, 0.5)(params, x, y)
+        return {name: p - 0.1 * out.grads[name] for name, p in params.items()}, out.norms.median()
+
+    x, y = batch(device)
+    same(psg.jit(step, backend="eager")(params, x, y), step(params, x, y))
+
+
+# --- buckets ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buckets", [8, [4, 8, 16]])
+def test_poisson_sampled_batches(buckets, device):
+    _, loss, params = small(device, nn.ReLU())
+    fn = psg.clipped_grad(loss, 0.1)
+    fast = psg.jit(fn, backend="eager", buckets=buckets)
+    draw = random.Random(0)
+    for n in [0, 1, 16, *(draw.randint(0, 16) for _ in range(37))]:
+        x, y = batch(device, n)
+        same(fast(params, x, y), fn(params, x, y))
+    assert len(fast.cache_info()) <= 3
+    assert all(entry.error is None for entry in fast.cache_info())
+
+
+def test_beyond_the_largest_bucket(device):
+    p, _ = linear_args(device)
+    fast = psg.jit(psg.per_sample_norm(linear_loss), backend="eager", buckets=[2, 4])
+    for n in (5, 7, 8):
+        x = torch.randn(n, 5, 3, device=device)
+        same(fast(p, x), psg.per_sample_norm(linear_loss)(p, x))
+    assert len(fast.cache_info()) == 1
+
+
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_value_and_grad, psg.per_sample_norm, psg.factored_grad])
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_buckets_of_each_transform(transform, n, device):
+    p, x = linear_args(device, n)
+    fn = transform(linear_loss)
+    same(psg.jit(fn, backend="eager", buckets=4)(p, x), fn(p, x))
+
+
+def test_buckets_with_aux_in_dims_and_mask(device):
+    def fn(p, scale, x):
+        return scale * linear_loss(p, x), {"mean": x.mean(), "tag": "a"}
+
+    options = {"in_dims": (None, None, 1), "has_aux": True}
+    p, x = linear_args(device)
+    x, scale = x.movedim(0, 1).contiguous(), torch.tensor(2.0, device=device)
+    mask = torch.tensor([True, False, True], device=device)
+    eager = psg.clipped_grad(fn, 0.3, **options)
+    same(psg.jit(eager, backend="eager", buckets=8)(p, scale, x, mask=mask), eager(p, scale, x, mask=mask))
+
+
+def test_a_sample_that_is_not_finite_is_counted_once(device):
+    p, x = linear_args(device)
+    x[-1] = torch.inf  # and is what fills the bucket up
+    out = psg.jit(psg.clipped_grad(linear_loss, 1.0), backend="eager", buckets=8)(p, x)
+    assert out.nonfinite == 1
+    assert all(leaf.isfinite().all() for leaf in out.grads.values())
+
+
+# --- random numbers -----------------------------------------------------------------------------------------
+
+
+def test_random_numbers_differ_between_calls_and_follow_the_seed(device):
+    _, loss, params = small(device, nn.Dropout(0.5))
+    x, y = batch(device, 16)
+    fast = psg.jit(psg.per_sample_norm(loss), backend="eager")
+    first, second = fast(params, x, y), fast(params, x, y)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    third = fast(params, x, y)
+    torch.manual_seed(5)
+    assert torch.equal(third, fast(params, x, y))
+    torch.manual_seed(5)
+    same(third, psg.per_sample_norm(loss)(params, x, y))
+
+
+def test_compiling_leaves_the_generator_as_a_call_would(device):
+    _, loss, params = small(device, nn.Dropout(0.5))
+    x, y = batch(device)
+    torch.manual_seed(3)
+    psg.per_sample_norm(loss)(params, x, y)
+    expected = torch.rand(2, device=device)
+    torch.manual_seed(3)
+    psg.jit(psg.per_sample_norm(loss), backend="eager")(params, x, y)
+    assert torch.equal(torch.rand(2, device=device), expected)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: __import__("numpy").random.rand()])
+def test_random_numbers_of_python_are_refused(draw, device):
+    pytest.importorskip("numpy")
+    p, x = linear_args(device)
+    with pytest.raises(psg.StateError, match="random numbers of Python or NumPy"):
+        psg.jit(psg.per_sample_norm(lambda p, x: draw() * linear_loss(p, x)), backend="eager")(p, x)
+
+
+# --- what is read again, and what leads to a new trace ------------------------------------------------------
+
+
+def test_what_fn_closes_over_is_read_at_every_call(device):
+    scale = torch.tensor(1.0, device=device)
+    p, x = linear_args(device)
+    fast = psg.jit(psg.per_sample_norm(lambda p, x: scale * linear_loss(p, x)), backend="eager")
+    before = fast(p, x)
+    scale.fill_(3.0)
+    same(fast(p, x), 3 * before)
+    assert len(fast.cache_info()) == 1
+
+
+def test_a_literal_tensor_is_a_constant(device):
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(lambda p, x: linear_loss(p, x) * torch.tensor(2.0, device=x.device))
+    same(psg.jit(fn, backend="eager")(p, x), fn(p, x))
+
+
+def test_stateless_modules_are_looked_after(device):
+    model, loss, params = small(device, nn.Dropout(0.9), nn.BatchNorm1d(4).eval())
+    x, y = batch(device)
+    fn = psg.per_sample_norm(loss)
+    fast = psg.jit(fn, backend="eager")
+    fast(params, x, y)
+    model.eval()
+    same(fast(params, x, y), fn(params, x, y))
+    model[2].running_var.mul_(4)  # in place
+    same(fast(params, x, y), fn(params, x, y))
+    assert len(fast.cache_info()) == 2
+    model[2].running_var = torch.full((4,), 9.0, device=device)  # another tensor
+    same(fast(params, x, y), fn(params, x, y))
+    assert len(fast.cache_info()) == 3
+
+
+def test_python_values_dtypes_strides_and_autocast_are_part_of_the_signature(device):
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(lambda p, x, power: linear_loss(p, x) ** power)
+    fast = psg.jit(fn, backend="eager")
+    for power in (1, 2, 1):
+        same(fast(p, x, power), fn(p, x, power))
+    assert len(fast.cache_info()) == 2
+    same(fast(p, x.movedim(2, 1).contiguous().movedim(1, 2), 1), fn(p, x, 1))
+    assert len(fast.cache_info()) == 3
+    low = {name: leaf.float() for name, leaf in p.items()}
+    same(fast(low, x.float(), 1), fn(low, x.float(), 1))
+    assert len(fast.cache_info()) == 4
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        same(fast(low, x.float(), 1), fn(low, x.float(), 1))
+    assert len(fast.cache_info()) == 5
+    fast.cache_clear()
+    assert fast.cache_info() == []
+
+
+def test_argument_trees(device):
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(lambda p, b: linear_loss({"w": p[0], "b": p[1]}, b["x"]))
+    same(psg.jit(fn, backend="eager")([p["w"], p["b"]], {"x": x}), fn([p["w"], p["b"]], {"x": x}))
+
+
+# --- composing ----------------------------------------------------------------------------------------------
+
+
+def test_is_differentiable(device):
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(linear_loss)
+    fast = psg.jit(fn, backend="eager")
+    fast(p, x)
+    same(torch.func.grad(lambda x: fast(p, x).sum())(x), torch.func.grad(lambda x: fn(p, x).sum())(x))
+    tracked = {name: leaf.clone().requires_grad_() for name, leaf in p.items()}
+    fast(tracked, x).sum().backward()
+    same({name: leaf.grad for name, leaf in tracked.items()}, torch.func.grad(lambda p: fn(p, x).sum())(p))
+    with torch.no_grad():
+        assert not fast(tracked, x).requires_grad
+
+
+def test_under_inference_mode(device):
+    p, x = linear_args(device)
+    fast = psg.jit(psg.per_sample_norm(linear_loss), backend="eager")
+    with torch.inference_mode():
+        inside = fast(p, x)
+    same(inside, fast(p, x))
+
+
+def test_threads_compile_a_signature_once(device):
+    p, x = linear_args(device)
+    fast = psg.jit(psg.per_sample_norm(linear_loss), backend="eager")
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(fast(p, x))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fast.cache_info()) == 1
+    for result in results:
+        same(result, psg.per_sample_norm(linear_loss)(p, x))
+
+
+# --- where it cannot ----------------------------------------------------------------------------------------
+
+
+@each_case(lambda case: case.not_traced)
+def test_what_cannot_be_traced_runs_eagerly(case, device):
+    problem = case.build(device)
+    fn = psg.per_sample_norm(problem.fn, **problem.options)
+    expected = fn(*problem.args, **problem.shared)
+    fast = psg.jit(fn, backend="eager")
+    with pytest.warns(psg.FallbackWarning, match="cannot be traced or compiled .* run eagerly"):
+        same(fast(*problem.args, **problem.shared), expected)
+    same(fast(*problem.args, **problem.shared), expected)  # no second attempt, no second warning
+    assert "cannot be traced" in fast.cache_info()[0].error
+
+
+def test_a_compiler_that_fails(device):
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(linear_loss)
+    with pytest.warns(psg.FallbackWarning, match="no such machine"):
+        same(psg.jit(fn, backend=never)(p, x), fn(p, x))
+
+
+def test_a_compiler_that_is_wrong(device):
+    p, x = linear_args(device)
+    fn = psg.clipped_grad(linear_loss, 1.0)
+    fast = psg.jit(fn, backend=wrong)
+    with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong: compiled result.* where .* is allowed"):
+        same(fast(p, x), fn(p, x))
+    same(fast(p, x), fn(p, x))
+    unchecked = psg.jit(fn, backend=wrong, check=False)(p, x)
+    assert not torch.allclose(unchecked.norms, fn(p, x).norms)
+
+
+def test_log(device, caplog):
+    p, x = linear_args(device)
+    with caplog.at_level(logging.INFO, logger="psg.jit"):
+        psg.jit(psg.per_sample_norm(linear_loss), backend="eager")(p, x)
+    assert [record.message.partition(" for ")[0] for record in caplog.records] == [
+        "per_sample_norm(linear_loss): compiling",
+        "per_sample_norm(linear_loss): compiled",
+    ]
+
+
+def test_errors(device):
+    fn = psg.per_sample_norm(linear_loss)
+    with pytest.raises(psg.InputError, match=r"buckets=0.*at least 1"):
+        psg.jit(fn, buckets=0)
+    with pytest.raises(psg.InputError, match=r"buckets=4.*not made by one of psg's transforms"):
+        psg.jit(linear_loss, buckets=4)
+    with pytest.raises(psg.InputError, match=r"mode='fast'.*'max-autotune'"):
+        psg.jit(fn, mode="fast")
+    with pytest.raises(psg.InputError, match=r"mode='max-autotune'.*only the backend \"inductor\""):
+        psg.jit(fn, mode="max-autotune", backend="eager")
+    p, x = linear_args(device)
+    with pytest.raises(psg.InputError, match="argument of type set is neither a tensor nor hashable"):
+        psg.jit(fn, backend="eager")(p, x, {1, 2})
+
+
+def test_an_error_of_the_function_is_the_functions_own(device):
+    p, x = linear_args(device)
+    with pytest.raises(psg.InputError, match="expected fn to return a scalar"):
+        psg.jit(psg.per_sample_norm(lambda p, x: x), backend="eager")(p, x)
