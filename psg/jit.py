@@ -117,8 +117,8 @@ class Jitted:
         self._sizes = None if buckets is None else _sizes(buckets)
         if self._sizes is not None and self._batching is None:
             raise InputError(
-                f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so that nothing says "
-                "which of its arguments are batched. Give jit the transform itself, or leave buckets out."
+                f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so that nothing "
+                "says which of its arguments are batched. Give jit the transform itself, or leave buckets out."
             )
         self._cache: dict[Hashable, _Entry] = {}
         self._lock = threading.RLock()
@@ -313,7 +313,7 @@ def _compiler(backend: str | Callable[..., Any], mode: str | None) -> Callable[[
     if mode is not None and mode not in modes:
         raise InputError(f"psg.jit(mode={mode!r}): expected None or one of {', '.join(map(repr, modes))}.")
     # The random numbers are those of eager, so that the two can be compared.
-    options = {**modes.get(mode, {}), "fallback_random": True}
+    options = {**({} if mode is None else modes[mode]), "fallback_random": True}
 
     def compile(graph: GraphModule) -> Callable[..., Any]:
         devices = {node.meta["val"].device.type for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
