@@ -6,9 +6,7 @@ sample i is that of losses[i].
 Nothing is lifted here. An op that meets a parameter runs by its rule, row by row of its data; an op on parameters alone is computed once
 and pulled back; any other op that meets a parameter is an error, for nobody could say which sample its gradient belongs to.
 
-Which sample a row belongs to is measured, not guessed. The cotangent of a row is linear in the weights of the losses: a second backward
-pass, for sum_i w_i losses[i] with distinct w_i, gives w_i times the first one's on every row that only loss i depends on. So the ratio
-tells the sample, however fn has reshaped, sorted or routed its rows; and a row on which two losses depend is found out.
+Which sample a row belongs to is measured (psg/_owners.py). A call on which that fails is run again by groups of samples, or refused.
 
 What fn holds requires grad, though no gradient should ever reach it: if one does, an op has met the parameter unseen, which is an error.
 Activation checkpointing computes again in the backward pass, which therefore runs under the same mode.
@@ -26,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
 from psg._capture import Captured
-from psg._errors import InputError, PsgError, StateError
+from psg._errors import InputError, PsgError
 from psg._lifted import Lifted, anchor, pull_back
 from psg._ops import (
     CARRIES,
@@ -42,6 +40,7 @@ from psg._ops import (
     substitute,
     target_of,
 )
+from psg._owners import groups, loss_weights, owners
 from psg.factors import Factor
 from psg.rules import _registry
 from psg.rules.leaks import refuse_updates
@@ -283,9 +282,7 @@ class _BatchMode(TorchFunctionMode):
         # What is computed again for the backward pass taps it anew, to no purpose.
         taps, self.taps = self.taps, []
         targets = [edge for tap in taps for edge in tap.edges]
-        # In [1, 2], so that no sample's cotangent outweighs another's; shuffled, so that no pattern of fn's can look like one of ours.
-        weights = 1 + torch.randperm(self.n, generator=torch.Generator().manual_seed(0)).to(losses.device) / self.n
-        weights = weights.to(losses.dtype)
+        weights = loss_weights(losses)
         handles = [value.handle for value in self.values if value.handle is not None]
         # Edges alone: a call with tensors would go to the mode itself, which would not be in force below it.
         output: Any = [get_gradient_edge(losses)]
@@ -305,11 +302,16 @@ class _BatchMode(TorchFunctionMode):
             with self:
                 second = torch.autograd.grad(output, inputs[: len(targets)], [weights], allow_unused=True)
         pairs = zip(first, second, strict=True)
+        # Functions of double precision are often rounded to single somewhere, and under autocast to less; cancellation amplifies it.
+        dtypes = [torch.float32, *(own.dtype for own in first if own is not None)]
+        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
         with torch.no_grad():
             for tap in taps:
-                self._collect(tap, [next(pairs) for _ in tap.edges], weights, losses)
+                self._collect(tap, [next(pairs) for _ in tap.edges], weights, losses, coarsest**0.5)
 
-    def _collect(self, tap: _Tap, arrived: list[tuple[Tensor | None, Tensor | None]], weights: Tensor, losses: Tensor) -> None:
+    def _collect(
+        self, tap: _Tap, arrived: list[tuple[Tensor | None, Tensor | None]], weights: Tensor, losses: Tensor, rounding: float
+    ) -> None:
         pairs = [(own, other) for own, other in arrived if own is not None and other is not None and own.numel()]
         if not pairs:
             return
@@ -320,7 +322,7 @@ class _BatchMode(TorchFunctionMode):
         if self.n > 1 and not (flat.isfinite().all() and weighted.isfinite().all()):
             raise NotFinite(losses)
         eps = max(torch.finfo(own.dtype).eps for own, _ in pairs)
-        table = _groups(_owners(tap.op, flat, weighted, weights.double(), eps), self.n)
+        table = groups(owners(tap.op, flat, weighted, weights.double(), eps, rounding), self.n)
         if tap.shapes is None:
             cotangent: Any = arrived[0][0]
         else:
@@ -331,49 +333,6 @@ class _BatchMode(TorchFunctionMode):
 
 def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _owners(op: str, cotangent: Tensor, weighted: Tensor, weights: Tensor, eps: float) -> Tensor:
-    """Which sample each row [rows, *] belongs to, [rows]; n for a row that no loss depends on.
-
-    Raises:
-        StateError: A row's two cotangents are not one weight apart.
-    """
-    n, largest = len(weights), cotangent.abs().amax(1, keepdim=True)
-    used = largest[:, 0] != 0
-    if n == 1:
-        return torch.where(used, 0, 1)
-    # In units of the row's largest entry, whose square may be beyond the dtype.
-    unit, other = (tensor / torch.where(largest == 0, 1, largest) for tensor in (cotangent, weighted))
-    squared = unit.square().sum(1)
-    ordered, order = weights.sort()
-    nearest = torch.searchsorted((ordered[1:] + ordered[:-1]) / 2, (unit * other).sum(1) / squared.clamp(min=1))
-    residual = (other - ordered[nearest][:, None] * unit).square().sum(1).sqrt()
-    # A quarter of the distance between two weights is the most that may be rounding; what is negligible beside the largest row may be
-    # all of it.
-    gap = 0.25 * float((ordered[1:] - ordered[:-1]).min())
-    norm = squared.sqrt()
-    noise = 100 * eps if 100 * eps < gap else 0.0
-    allowed = torch.maximum(gap * norm, noise * (largest[:, 0] * norm).max() / torch.where(used, largest[:, 0], 1))
-    if bool((used & ~(residual < allowed)).any()):
-        raise StateError(
-            f'method="batch": the output of {op} has a row on which more than one loss depends, or whose sample rounding hides. Each loss '
-            "must depend on rows of its own; normalise over no batch, or use a smaller chunk_size or a wider dtype."
-        )
-    return torch.where(used, order[nearest], n)
-
-
-def _groups(owners: Tensor, n: int) -> Tensor:
-    """The rows of every sample, [n, most rows of one], filled up with the number of rows."""
-    rows = len(owners)
-    ordered, order = owners.sort(stable=True)
-    counts = torch.bincount(owners, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()))
-    table = torch.full((n, width), rows, device=owners.device)
-    starts = counts.cumsum(0) - counts
-    kept = ordered < n
-    table[ordered[kept], torch.arange(rows, device=owners.device)[kept] - starts[ordered[kept]]] = order[kept]
-    return table
 
 
 def _user_line() -> str:

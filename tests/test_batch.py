@@ -186,9 +186,18 @@ def test_rows_shared_by_samples_are_found_out(device):
         rows = F.linear(x, p["w"])
         return (rows - rows.mean(0)).square().sum(1)
 
+    def opposed(p, x):
+        rows = F.linear(x, p["w"])
+        return (rows - rows.flip(0)).sum(1)  # the sum of the losses depends on no row
+
+    def alternating(p, x):
+        rows = F.linear(x, p["w"][:1])[:, 0]
+        return rows.roll(1) + rows.roll(-1)  # two losses for each row, one number wide
+
     params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(5, WIDTH, device=device)
-    with pytest.raises(psg.StateError, match=r"linear has a row on which more than one loss depends"):
-        psg.per_sample_grad(mixed, method="batch")(params, x)
+    for fn in (mixed, opposed, alternating):
+        with pytest.raises(psg.StateError, match=r"linear has a row on which more than one loss depends"):
+            psg.per_sample_grad(fn, method="batch")(params, x)
     with pytest.raises(Mismatch):
         psg.check(centred, method="batch")(params, x)
 
