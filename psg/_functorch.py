@@ -36,6 +36,15 @@ def is_batched(tensor: Tensor, level: int) -> bool:
     return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
 
 
+def is_sampled(tensor: Tensor) -> bool:
+    """Whether some vmap has wrapped this tensor, under whatever other wrappers."""
+    while is_wrapped(tensor):
+        if _C.is_batchedtensor(tensor):
+            return True
+        tensor = value_of(tensor)
+    return False
+
+
 def value_of(tensor: Tensor) -> Tensor:
     """The tensor under one wrapper."""
     return _C.get_unwrapped(tensor)
