@@ -11,6 +11,15 @@ from cases._table import N, Problem, case, ids, module_case, normal, op_case, sc
 STRIDES = "as_strided reads memory that a batched parameter lays out differently"
 SCATTERED = "select_scatter under vmap has a wrong gradient"
 op_case("leak: as_strided of a parameter", lambda x, w: w.as_strided((2, 3), (3, 1)) * x, (2, 3), params={"w": (3, 3)})
+for _name, _layout in (("an activation", lambda y: y), ("a transposed activation", lambda y: y.T.sin()), ("a slice", lambda y: y[1:])):
+    # The sliding windows of Longformer and LED.
+    op_case(
+        f"leak: as_strided of {_name}",
+        lambda x, w, layout=_layout: layout(F.linear(x, w)).as_strided((3, 2), (2, 1)),
+        (4, 3),
+        params={"w": (4, 3)},
+        ladder={"not_capture": STRIDES, "not_vmap": STRIDES},
+    )
 op_case(
     "leak: as_strided_copy of a parameter",
     lambda x, w: torch.as_strided_copy(w, (2, 3), (1, 2)) * x,
@@ -243,6 +252,17 @@ def _():
     def fn(p, x):
         frozen = p["w"].data.clone()
         return score(F.linear(x, p["w"]) + F.linear(x, frozen) + F.linear(x, p["w"].clone().contiguous()))
+
+    return Problem(fn, ({"w": normal(4, 3)}, normal(N, 3)))
+
+
+@case(name="leak: data of a parameter set", not_capture="vmap refuses .data", not_vmap="vmap refuses .data")
+def _():
+    # Switch Transformers' routers convert their own weight at every call, as nn.Module.to does.
+    def fn(p, x):
+        w = p["w"]
+        w.data = w.data.to(w.dtype).clamp(-1, 1)
+        return score(F.linear(x, w))
 
     return Problem(fn, ({"w": normal(4, 3)}, normal(N, 3)))
 
