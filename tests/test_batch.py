@@ -120,9 +120,9 @@ def one(fn):
 def test_gradients_equal_the_loop(problem, n, device):
     fn, params, batch = problem(n, device)
     found_values, found = psg.per_sample_value_and_grad(fn, method="batch")(params, *batch)
-    assert_trees_close(found, loop_grad(one(fn))(params, *batch), rtol=1e-9)
+    assert_trees_close(found, loop_grad(one(fn))(params, *batch))
     if n:
-        assert_trees_close(found_values, fn(params, *batch), rtol=1e-9)
+        assert_trees_close(found_values, fn(params, *batch))
 
 
 @each_problem
@@ -131,11 +131,11 @@ def test_reductions_equal_the_loop(problem, n, device):
     fn, params, batch = problem(n, device)
     grads = loop_grad(one(fn))(params, *batch)
     norms = reference_norm(grads)
-    assert_trees_close(psg.per_sample_norm(fn, method="batch")(params, *batch), norms, rtol=1e-9)
+    assert_trees_close(psg.per_sample_norm(fn, method="batch")(params, *batch), norms)
     clip_norm = float(norms.median()) if n else 1.0
     out = psg.clipped_grad(fn, clip_norm, method="batch")(params, *batch)
     expected = reference_weighted_sum(grads, (clip_norm / norms).clamp(max=1))
-    assert_trees_close(out.grads, expected, rtol=1e-9, atol=1e-11, per_sample=False)
+    assert_trees_close(out.grads, expected, atol=1e-11, per_sample=False)
 
 
 @each_problem
@@ -150,7 +150,7 @@ def test_chunks_change_nothing(seed, n, size):
     torch.manual_seed(seed)
     fn, params, batch = experts(n, "cpu")
     whole = psg.per_sample_grad(fn, method="batch")(params, *batch)
-    assert_trees_close(psg.per_sample_grad(fn, method="batch", chunk_size=size)(params, *batch), whole, rtol=1e-9)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch", chunk_size=size)(params, *batch), whole)
 
 
 def test_aux_and_containers(device):
@@ -164,7 +164,7 @@ def test_aux_and_containers(device):
         return fn(p, rows.x), {"twice": 2 * rows.x, "name": "rows"}
 
     grads, aux = psg.per_sample_grad(with_aux, method="batch", has_aux=True)(params, Rows(x))
-    assert_trees_close(grads, loop_grad(one(fn))(params, x), rtol=1e-9)
+    assert_trees_close(grads, loop_grad(one(fn))(params, x))
     assert torch.equal(aux["twice"], 2 * x) and aux["name"] == "rows"
 
 
@@ -175,7 +175,7 @@ def test_differentiable(device):
         w = params.clone().requires_grad_()
         psg.per_sample_norm(function, method=method)(w, *batch).sum().backward()
         results.append(w.grad)
-    assert_trees_close(*results, rtol=1e-9, per_sample=False)
+    assert_trees_close(*results, per_sample=False)
 
 
 def test_rows_shared_by_samples_are_found_out(device):
@@ -285,11 +285,11 @@ def test_an_input_that_is_written_into_stays_the_caller_s(device):
 
     w, x = torch.randn(3, WIDTH, device=device), torch.randn(5, WIDTH, device=device)
     before = x.clone()
-    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(lambda p, x: fn(p, x.clone())))(w, x), rtol=1e-9)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(lambda p, x: fn(p, x.clone())))(w, x))
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize("bad", ["nan", "inf", "huge"])
 @pytest.mark.parametrize("broken", [[1], [0, 3], [0, 1, 2, 3]])
 def test_a_sample_that_is_not_finite_keeps_to_itself(bad, broken, device):
     # Its cotangents tell no sample; the others' must still be told.
@@ -297,11 +297,11 @@ def test_a_sample_that_is_not_finite_keeps_to_itself(bad, broken, device):
         return F.linear(F.linear(x, p), p).square().sum((1, 2))
 
     w, x = torch.randn(WIDTH, WIDTH, device=device), torch.randn(4, 2, WIDTH, device=device)
-    x[broken, 0, 0] = bad
+    x[broken, 0, 0] = torch.finfo(x.dtype).max ** 0.6 if bad == "huge" else float(bad)
     norms = psg.per_sample_norm(fn, method="batch")(w, x)
     expected = psg.per_sample_norm(one(fn), method="loop")(w, x)
     assert torch.equal(norms.isfinite(), expected.isfinite())
-    assert_trees_close(norms[norms.isfinite()], expected[norms.isfinite()], rtol=1e-9)
+    assert_trees_close(norms[norms.isfinite()], expected[norms.isfinite()])
     out = psg.clipped_grad(fn, 1.0, method="batch")(w, x)
     assert out.grads.isfinite().all() and out.nonfinite == (~norms.isfinite()).sum()
 
@@ -315,7 +315,7 @@ def test_an_infinite_gradient_of_a_finite_loss_keeps_to_its_sample(device):
     grads = psg.per_sample_grad(fn, method="batch")(w, x)
     expected = loop_grad(one(fn))(w, x)
     assert grads[2].isnan().all() and expected[2].isnan().all()
-    assert_trees_close(grads[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-9)
+    assert_trees_close(grads[[0, 1, 3]], expected[[0, 1, 3]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -353,4 +353,4 @@ def test_activation_checkpointing(whole, device):
     params, x = detached(layers), torch.randn(4, 3, 4, device=device)
     grads = psg.per_sample_grad(fn, method="batch")(params, x)
     assert len(calls) == 3  # forward, and again for each of the two backward passes
-    assert_trees_close(grads, loop_grad(one(fn))(params, x), rtol=1e-9)
+    assert_trees_close(grads, loop_grad(one(fn))(params, x))
