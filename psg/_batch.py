@@ -109,14 +109,15 @@ def _one_pass(
         outputs = function(tensors)
     if mode.failure is not None:
         raise mode.failure  # which fn has handled
+    uses = [list(value.uses) for value in values.values()]
     mode.backward(outputs[0])
     pull_back(mode.values, list(values.values()), n)
     factors = [value.factor(n).detach() for value in values.values()]
-    return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in values.values()])
+    return Captured(tuple(output.detach() for output in outputs), factors, uses)
 
 
 _BACKWARD = {torch.autograd.grad, Tensor.backward}
-_FOR_ONE_SAMPLE = 'Or write fn for one sample and use method="auto".'
+_FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
 
 class _Tap(NamedTuple):
@@ -188,7 +189,7 @@ class _BatchMode(TorchFunctionMode):
         names = ", ".join(self.names[id(leaf)] for leaf in met)
         raise InputError(
             f'method="batch": {names} reaches {name_of(func)} at {_user_line()}, for which there is no rule that fits. Write one with '
-            f"psg.rule, or freeze the parameter. {_FOR_ONE_SAMPLE}"
+            'psg.rule, freeze the parameter, or write fn for one sample and use method="auto".'
         )
 
     def _protect(self, func: Any, target: Any) -> None:
