@@ -3,6 +3,7 @@
 from psg import clipping, factors, rules, testing, tree
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
 from psg.explain import explain
+from psg.jit import jit
 from psg.rules import primitive, rule
 from psg.stateless import stateless
 from psg.testing import check
@@ -27,6 +28,7 @@ __all__ = [
     "explain",
     "factored_grad",
     "factors",
+    "jit",
     "per_sample_grad",
     "per_sample_norm",
     "per_sample_value_and_grad",

@@ -227,9 +227,7 @@ class _BatchMode(TorchFunctionMode):
 
     def _history(self, leaf: Any) -> Any:
         value = self.by_handle.get(id(leaf))
-        if value is None:
-            return leaf
-        return value.root if value.derived is None else value.derived
+        return leaf if value is None else value.history
 
     def _run_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op's rule with every row of the data as a sample of its own, and tap its output; NotImplemented if none fits."""
@@ -240,27 +238,26 @@ class _BatchMode(TorchFunctionMode):
             rule = _registry.find_rule(func)
         if rule is None:
             return NotImplemented
-        try:
-            bound = rule.signature.bind(*args, **kwargs)
-        except TypeError:
+        bound = rule.bind(args, kwargs)
+        if bound is None:
             return NotImplemented
         own: dict[Place, Lifted] = {}
-        for place, argument in places_of(bound.arguments):
+        for place, argument in places_of(bound):
             value = self.by_handle.get(id(argument))
             if value is not None and place[0] not in rule.params:
                 return NotImplemented  # a parameter in the place of data: its rows are no sample's
             if value is not None:
                 own[place] = value
-        split = split_rows(func, bound.arguments, own) if own else None
+        split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
         values = {place: value.value for place, value in own.items()}
-        bound.arguments.update(split.options)
-        bound.arguments.update(replace_at(bound.arguments, split.data | values))
+        bound.update(split.options)
+        bound.update(replace_at(bound, split.data | values))
         if rule.mixed:
-            given = {place for place, _ in places_of(bound.arguments) if place[0] in rule.params}
-            bound.arguments["shared"] = {place_name(place) for place in given - set(split.data)}
-        result = rule.run(*bound.args, **bound.kwargs)
+            given = {place for place, _ in places_of(bound) if place[0] in rule.params}
+            bound["shared"] = {place_name(place) for place in given - set(split.data)}
+        result = rule.call(bound)
         if result is NotImplemented:
             return NotImplemented
         output, builders = result
@@ -270,7 +267,7 @@ class _BatchMode(TorchFunctionMode):
             outputs, edges = zip(*map(anchor, outputs), strict=True)
             targets = [(self.names[id(value.handle)], value, builder_at(builders, place)) for place, value in own.items()]
             shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
-            versions = [(tensor, tensor._version) for place, tensor in places_of(bound.arguments) if place not in own]
+            versions = [(tensor, tensor._version) for place, tensor in places_of(bound) if place not in own]
             self.taps.append(_Tap(name_of(func), edges, shapes, targets, versions))
         for value in own.values():
             value.uses.append(f"{name_of(func)}: rule")

@@ -76,7 +76,7 @@ class Call:
     randomness: str
     n: int
 
-    @property
+    @cached_property
     def tensors(self) -> list[int]:
         """The positions of the leaves that are tensors."""
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
@@ -136,6 +136,8 @@ class Call:
 
     def chunk(self, start: int, size: int) -> "Call":
         """The same call on the samples from `start` on, at most `size` of them."""
+        if size >= self.n:
+            return self
         size = min(size, self.n - start)
         leaves = [leaf if dim is None else leaf.narrow(dim, start, size) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
         return replace(self, leaves=leaves, n=size)
@@ -145,12 +147,16 @@ class Call:
         leaves = [leaf if dim is None else leaf.index_select(dim, index) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
         return replace(self, leaves=leaves, n=len(index))
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
-        """The same call with other tensors in the places of `self.tensors`."""
+    def filled(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The leaves, with other tensors in the places of `self.tensors`."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.tensors, tensors, strict=True):
             leaves[position] = tensor
-        return replace(self, leaves=leaves)
+        return leaves
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
+        """The same call with other tensors in the places of `self.tensors`."""
+        return replace(self, leaves=self.filled(tensors))
 
 
 def _describe(value: Any) -> str:

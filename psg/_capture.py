@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
 from psg._errors import PsgError
-from psg._lifted import Lifted, anchor, pull_back
+from psg._lifted import Lifted, anchor, pull_back, with_history
 from psg._ops import (
     CARRIES,
     CONVERSIONS,
@@ -176,7 +176,7 @@ def _one_pass(
         outputs = _functorch.vmap(watched, tensors, dims, n, randomness)
     mode.backward(outputs[0])
     pull_back(mode.values, lifted, n)
-    factors = [value.factor(n).detach() for value in lifted]
+    factors = [value.factor(n) for value in lifted]
     return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted])
 
 
@@ -321,8 +321,8 @@ class _Mode(TorchFunctionMode):
         for leaf in leaves_of((args, kwargs)):
             if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle and _functorch.is_wrapped(leaf):
                 return NotImplemented  # depends on the sample
-        args, kwargs = substitute((args, kwargs), lambda leaf: self._history(leaf))
         with _functorch.below():
+            args, kwargs = substitute((args, kwargs), self._history)
             output = func(*args, **kwargs)
             several = isinstance(output, (tuple, list))
             parts = list(output) if several else [output]
@@ -344,20 +344,17 @@ class _Mode(TorchFunctionMode):
 
     def _history(self, leaf: Any) -> Any:
         value = self.by_handle.get(id(leaf))
-        if value is None:
-            return leaf
-        return value.root if value.derived is None else value.derived
+        return leaf if value is None else value.history
 
     def _run_rule(self, op: str, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule on the physical batch and tap its output; NotImplemented if it does not fit this call."""
-        try:
-            bound = rule.signature.bind(*args, **kwargs)
-        except TypeError:
+        arguments = rule.bind(args, kwargs)
+        if arguments is None:
             return NotImplemented
         own: dict[Place, Lifted] = {}
         data: dict[Place, Tensor] = {}
         shared: list[Place] = []
-        for place, argument in places_of(bound.arguments):
+        for place, argument in places_of(arguments):
             value = self.by_handle.get(id(argument))
             if place[0] not in rule.params:
                 data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
@@ -381,11 +378,13 @@ class _Mode(TorchFunctionMode):
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal declined, single
+            if own:
+                values = with_history(values)
             replaced = dict(zip(data, values, strict=True)) | {place: value.value for place, value in own.items()}
-            bound.arguments.update(replace_at(bound.arguments, replaced))
+            arguments.update(replace_at(arguments, replaced))
             if rule.mixed:
-                bound.arguments["shared"] = {place_name(place) for place in (*own, *shared)}
-            result = rule.run(*bound.args, **bound.kwargs)
+                arguments["shared"] = {place_name(place) for place in (*own, *shared)}
+            result = rule.call(arguments)
             if result is NotImplemented:
                 declined = True
                 return ()

@@ -7,13 +7,12 @@ Both run the same code at the same level, with ordinary autograd recording it; t
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from functools import cache
 
 from torch import Tensor
 from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # pyright: ignore[reportPrivateImportUsage]
+from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 
 
 def transform_active() -> bool:
@@ -64,9 +63,10 @@ def memory_of(tensor: Tensor) -> int:
 
 def physical(tensor: Tensor, level: int, n: int) -> Tensor:
     """The value with the samples in dim 0; a tensor without a batch dimension is expanded to one, without a copy."""
-    if is_batched(tensor, level):
-        return _C.get_unwrapped(tensor).movedim(_C.maybe_get_bdim(tensor), 0)
-    return tensor.unsqueeze(0).expand(n, *tensor.shape)
+    if not is_batched(tensor, level):
+        return tensor.unsqueeze(0).expand(n, *tensor.shape)
+    value, dim = _C.get_unwrapped(tensor), _C.maybe_get_bdim(tensor)
+    return value if dim == 0 else value.movedim(dim, 0)
 
 
 def wrap(value: Tensor, level: int) -> Tensor:
@@ -74,9 +74,14 @@ def wrap(value: Tensor, level: int) -> Tensor:
     return _C._add_batch_dim(value, 0, level)
 
 
-def below() -> AbstractContextManager[None]:
-    """Run the body one transform further down the stack."""
-    return temporarily_pop_interpreter_stack()
+class below:
+    """A context: run the body one transform further down the stack."""
+
+    def __enter__(self) -> None:
+        self._popped = _C.pop_dynamic_layer_stack()
+
+    def __exit__(self, *_: object) -> None:
+        _C.push_dynamic_layer_stack(self._popped)
 
 
 def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], level: int, n: int) -> tuple[Tensor, ...]:
@@ -95,7 +100,13 @@ def vmap(
     randomness: str,
 ) -> tuple[Tensor, ...]:
     """`torch.func.vmap` of a function of a flat sequence of tensors, without the checks and trees that the caller has done already."""
-    lazy_load_decompositions()
-    with vmap_increment_nesting(n, randomness) as level:
+    _load_decompositions()
+    level = _C._vmap_increment_nesting(n, randomness)
+    try:
         samples = [tensor if dim is None else _C._add_batch_dim(tensor, dim, level) for tensor, dim in zip(tensors, in_dims, strict=True)]
         return tuple(_C._remove_batch_dim(output, level, n, 0) for output in function(samples))
+    finally:
+        _C._vmap_decrement_nesting()
+
+
+_load_decompositions = cache(lazy_load_decompositions)

@@ -166,7 +166,7 @@ def _capture_together(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
     def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        loss, extra = call.evaluate(call.with_tensors(tensors).leaves)
+        loss, extra = call.evaluate(call.filled(tensors))
         return (loss, *aux.split(extra))
 
     captured = capture(
@@ -186,7 +186,7 @@ def _run_vmap(call: Call) -> Result:
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
         with _Guard("vmap") as guard:
-            loss, extra = call.evaluate(call.with_tensors(tensors).leaves)
+            loss, extra = call.evaluate(call.filled(tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}") from guard.failure
         return loss, (loss, *aux.split(extra))
@@ -238,7 +238,7 @@ def _batch_together(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
     def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        losses, extra = call.evaluate(call.with_tensors(tensors).leaves, batch=True)
+        losses, extra = call.evaluate(call.filled(tensors), batch=True)
         return (losses, *aux.split(extra))
 
     params = {order.index(position): call.paths[position] for position in call.params}

@@ -1,6 +1,7 @@
 """Values computed from parameters alone, what their per-sample gradients are made of, and how the graph is tapped."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ class Lifted:
     Attributes:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
-        root: For a parameter, an autograd leaf over `value`, from which derived values are computed.
         derived: For a derived value, the value with its history up to the roots.
         carry: For a derived value that is its parent in another layout or dtype: the parent, and how to carry factors over.
         handle: The wrapper that the function holds; kept, so that its id stays its own.
@@ -26,7 +26,6 @@ class Lifted:
     def __init__(self, leaf: Tensor, value: Tensor | None) -> None:
         self.leaf = leaf
         self.value = value
-        self.root: Tensor | None = None
         self.derived: Tensor | None = None
         self.carry: tuple[Lifted, Callable[[Factor], Factor | None]] | None = None
         self.handle: Tensor | None = None
@@ -38,9 +37,7 @@ class Lifted:
         """Lift a parameter; one with a dimension for the samples is its own leaf."""
         if in_dim is not None:
             return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None)
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
-        lifted.root = value.detach().requires_grad_()
-        return lifted
+        return cls(value.expand(n, *value.shape).requires_grad_(), value)
 
     @classmethod
     def derivation(cls, derived: Tensor, n: int) -> "Lifted":
@@ -49,6 +46,16 @@ class Lifted:
         lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
         lifted.derived = derived
         return lifted
+
+    @cached_property
+    def root(self) -> Tensor | None:
+        """For a parameter, an autograd leaf over `value`, from which derived values are computed."""
+        return None if self.value is None or self.derived is not None else self.value.detach().requires_grad_()
+
+    @property
+    def history(self) -> Tensor | None:
+        """The value with its history up to the roots."""
+        return self.root if self.derived is None else self.derived
 
     def ask(self, predicate: Callable[[Tensor], Any]) -> Any:
         """What plain autograd would say of this value: whether it is a leaf, requires grad, has a history."""
@@ -75,13 +82,30 @@ class Lifted:
                 f"a rule is broken: its factor for {place} has {got[0]} samples of shape {got[1]}, "
                 f"the parameter has {expected[0]} samples of shape {expected[1]}"
             )
-        return factor.detach().to(self.leaf.dtype)
+        dtype = self.leaf.dtype
+
+        def settled(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            return tensor if tensor.dtype == dtype or not (tensor.is_floating_point() or tensor.is_complex()) else tensor.to(dtype)
+
+        return factor.map(settled)
 
     def factor(self, n: int) -> Factor:
         """The terms as one factor of the parameter's dtype."""
         if not self.terms:
             return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
         return merge(self.terms)
+
+
+def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A rule's data, one of them with a history, so that autograd records the op and its output can be tapped.
+
+    It costs nothing in the backward pass, which stops at the output.
+    """
+    if any(value.requires_grad for value in values):
+        return values
+    first = next((i for i, value in enumerate(values) if value.is_floating_point()), None)
+    return tuple(value.detach().requires_grad_() if i == first else value for i, value in enumerate(values))
 
 
 class _Anchor(torch.autograd.Function):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -123,12 +124,12 @@ class Group(NamedTuple):
     clip_norm: Any
 
 
-def groups_of(clip_norm: Any, params: Any) -> list[Group]:
-    """The groups that a clip norm makes of the leaves of `params`.
+def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
+    """The groups that a clip norm makes of the leaves of a tree.
 
     Args:
         clip_norm: A number or scalar tensor (one group), a `PerLeaf` or a `PerGroup`.
-        params: The tree of parameters.
+        spec: The structure of the tree of parameters.
 
     Returns:
         The groups; every leaf is in exactly one.
@@ -136,21 +137,22 @@ def groups_of(clip_norm: Any, params: Any) -> list[Group]:
     Raises:
         InputError: A clip norm is no number, negative or NaN; a label has none; a tree does not fit.
     """
+    indices = range(spec.num_leaves)
     if isinstance(clip_norm, PerLeaf):
-        norms = _trees.broadcast(clip_norm.clip_norm, params, "PerLeaf(clip_norm)")
+        norms = _trees.broadcast(clip_norm.clip_norm, _trees.unflatten(spec, indices), "PerLeaf(clip_norm)")
         groups = [Group((i,), norm) for i, norm in enumerate(norms)]
     elif isinstance(clip_norm, PerGroup):
         members: dict[Hashable, list[int]] = {}
-        for i, path in enumerate(_trees.keys(params)):
+        for i, path in enumerate(_trees.keys(_trees.unflatten(spec, indices))):
             label = clip_norm.label(path)
             if label not in clip_norm.clip_norm:
                 raise InputError(
                     f"PerGroup(label=...)({path!r}) is {label!r}, which has no clip norm; there are {list(clip_norm.clip_norm)!r}."
                 )
             members.setdefault(label, []).append(i)
-        groups = [Group(tuple(indices), clip_norm.clip_norm[label]) for label, indices in members.items()]
+        groups = [Group(tuple(own), clip_norm.clip_norm[label]) for label, own in members.items()]
     else:
-        groups = [Group(tuple(range(len(_trees.flatten(params)[0]))), clip_norm)]
+        groups = [Group(tuple(indices), clip_norm)]
     for group in groups:
         check_clip_norm(group.clip_norm)
     return groups

@@ -68,6 +68,13 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         output = _call(module, children, {**params, **tied}, positional, keyword)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
+    def cache_key() -> tuple[Any, ...]:
+        """For `psg.jit`: what the loss depends on beside its arguments and what is written into the module's tensors."""
+        modules = list(children.values())
+        held = (tensor for child in modules for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
+        return tuple(child.training for child in modules), tuple(map(id, held))
+
+    loss.cache_key = cache_key  # type: ignore[attr-defined]
     return loss, params
 
 

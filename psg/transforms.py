@@ -26,11 +26,13 @@ zero sums.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clipping
 from psg._call import Call, Options, prepare
@@ -38,6 +40,23 @@ from psg._errors import InputError
 from psg._ladder import Result
 from psg.factors import joint_norm
 from psg.tree import concat
+
+
+class Batching(NamedTuple):
+    """What a transform's function, as its attribute `batching`, tells of the batches it takes: for `psg.jit`, which pads them.
+
+    Attributes:
+        name: What messages call it.
+        fn: The function of one sample.
+        pad: From args, kwargs and a function of the number of samples that gives another, no smaller: args and kwargs of so many, and
+            the number before. The last sample is repeated, and masked where the function takes a mask.
+        trim: From a result and a number of samples to the result for the first so many.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    pad: Callable[[tuple[Any, ...], dict[str, Any], Callable[[int], int]], tuple[tuple[Any, ...], dict[str, Any], int]]
+    trim: Callable[[Any, int], Any]
 
 
 class ClippedGrad(NamedTuple):
@@ -106,7 +125,7 @@ def per_sample_grad(
         grads = call.gradient_tree(result.reduced)
         return (grads, result.aux) if has_aux else grads
 
-    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+    return _wrap("per_sample_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
 def per_sample_value_and_grad(
@@ -149,7 +168,7 @@ def per_sample_value_and_grad(
     def finish(call: Call, result: _Reduced) -> Any:
         return ((result.values, result.aux) if has_aux else result.values), call.gradient_tree(result.reduced)
 
-    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+    return _wrap("per_sample_value_and_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
 def per_sample_norm(
@@ -193,7 +212,7 @@ def per_sample_norm(
         (norms,) = result.reduced
         return (norms, result.aux) if has_aux else norms
 
-    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+    return _wrap("per_sample_norm", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
 def factored_grad(
@@ -244,7 +263,7 @@ def factored_grad(
         grads = call.gradient_tree(result.reduced)
         return (grads, result.aux) if has_aux else grads
 
-    return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
+    return _wrap("factored_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
 def clipped_grad(
@@ -307,7 +326,7 @@ def clipped_grad(
             return _clip(result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
-            groups.extend(clipping.groups_of(clip_norm, call.gradient_tree([call.leaves[i] for i in call.params])))
+            groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
             if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (call.n,)):
                 got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
@@ -318,7 +337,7 @@ def clipped_grad(
         bound = clipping.sensitivity(groups, scale)
         return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound)
 
-    return _wrap(fn, clipped)
+    return _wrap("clipped_grad", fn, options, clipped, _first_clipped, masked=True)
 
 
 # What the five have in common
@@ -342,14 +361,48 @@ class _Clipped(NamedTuple):
     nonfinite: Tensor
 
 
-def _wrap(fn: Callable[..., Any], call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
+def _wrap(
+    name: str,
+    fn: Callable[..., Any],
+    options: Options,
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    trim: Callable[[Any, int], Any],
+    masked: bool = False,
+) -> Callable[..., Any]:
     # The result has fn's name and docstring, but not its signature: it takes a batch.
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         return call(args, kwargs)
 
+    def pad(args: tuple[Any, ...], kwargs: dict[str, Any], size_for: Callable[[int], int]) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        own = prepare(_label(name, fn), fn, options, args, {})
+        if own.n == 0:
+            return args, kwargs, 0
+        device = own.leaves[own.params[0]].device
+        index = torch.arange(size_for(own.n), device=device)
+        if masked:
+            mask = kwargs.get("mask")
+            within = index < own.n
+            kwargs = {**kwargs, "mask": within if mask is None else within & mask[index.clamp(max=own.n - 1)]}
+        return _trees.unflatten(own.spec, own.take(index.clamp(max=own.n - 1)).leaves), kwargs, own.n
+
     del transformed.__wrapped__
+    transformed.batching = Batching(_label(name, fn), fn, pad, trim)  # type: ignore[attr-defined]
     return transformed
+
+
+def _label(name: str, fn: Callable[..., Any]) -> str:
+    return f"{name}({getattr(fn, '__name__', type(fn).__name__)})"
+
+
+def _first(result: Any, n: int) -> Any:
+    """The first n samples of a result all of whose tensors have the samples in dim 0."""
+    return _trees.map_leaves(lambda leaf: leaf[:n] if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
+    norms, coefs, values, aux = _first((result.norms, result.clip_coef, result.values, result.aux), n)
+    return result._replace(norms=norms, clip_coef=coefs, values=values, aux=aux)
 
 
 def _over_batches(
@@ -362,7 +415,7 @@ def _over_batches(
     factored: bool = False,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, _Reduced]]:
     """Prepare a call, run it chunk by chunk, reduce each chunk and combine what is left."""
-    label = f"{name}({getattr(fn, '__name__', type(fn).__name__)})"
+    label = _label(name, fn)
 
     def compute(call: Call, method: str) -> _Reduced:
         parts = []
@@ -415,27 +468,30 @@ def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, 
     factors = [factor.settle() for factor in result.factors]
     leaf_norms = [factor.norm() for factor in factors]
     norms, values = joint_norm(leaf_norms), result.values
-    finite = norms.isfinite()
+    finite = norms < math.inf  # which NaN is not
     keep = finite if mask is None else finite & mask
-    nonfinite = (~finite if mask is None else ~finite & mask).sum()
-    if mask is not None:
-        norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
+    plain = _all_known(keep)
+    if plain:
+        nonfinite = torch.zeros((), dtype=torch.int64)
+    else:
+        nonfinite = (~finite if mask is None else ~finite & mask).sum()
+        if mask is not None:
+            norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
+        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
+        factors = [factor.zero(keep) for factor in factors]
 
     coefs: dict[int, Tensor] = {}
     for group in groups:
         group_norm = norms if len(groups) == 1 else joint_norm([leaf_norms[i] for i in group.leaves])
-        coef = torch.where(keep, scale(group_norm, group.clip_norm), 0)
-        coefs.update(dict.fromkeys(group.leaves, coef))
-    if not _all_known(keep):
-        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
-        factors = [factor.zero(keep) for factor in factors]
+        coef = scale(group_norm, group.clip_norm)
+        coefs.update(dict.fromkeys(group.leaves, coef if plain else torch.where(keep, coef, 0)))
     sums = [factor.weighted_sum(coefs[i]) for i, factor in enumerate(factors)]
     return _Clipped(sums, norms, [coefs[i] for i in range(len(factors))], values, nonfinite)
 
 
 def _all_known(keep: Tensor) -> bool:
-    """Whether all are True, where asking costs nothing: on other devices it would wait, so there the answer is no."""
-    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and bool(keep.all())
+    """Whether all are True, where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
+    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and get_proxy_mode() is None and bool(keep.all())
 
 
 def _add(parts: list[_Clipped]) -> _Clipped:

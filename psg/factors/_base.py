@@ -4,6 +4,7 @@ Index legend, here and in the other files of this room: n, m samples; t, s posit
 i in, o out; g group; k kernel.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
@@ -33,7 +34,10 @@ def widen(tensor: Tensor) -> Tensor:
 
 def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
     """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
-    scaled = tensor * weights.to(wide(tensor.dtype)).reshape(-1, *(1,) * (tensor.ndim - 1))
+    dtype = wide(tensor.dtype)
+    if weights.dtype != dtype:
+        weights = weights.to(dtype)
+    scaled = tensor * weights.reshape(-1, *(1,) * (tensor.ndim - 1))
     return scaled if scaled.dtype == tensor.dtype else scaled.to(tensor.dtype)
 
 
@@ -44,10 +48,10 @@ def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:
 
 def joint_norm(norms: Sequence[Tensor]) -> Tensor:
     """The norm of the whole from the norms of its parts: [n] each -> [n]."""
-    dtype = norms[0].dtype
-    for part in norms[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return torch.linalg.vector_norm(torch.stack([part.to(dtype) for part in norms]), dim=0)
+    if len({part.dtype for part in norms}) > 1:
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in norms))
+        norms = [part.to(dtype) for part in norms]
+    return torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
 
 
 def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:

@@ -59,7 +59,12 @@ class Dense(Factor):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         values, order = _straight(self.values)
         values = widen(values)
-        total = (weights.to(values.dtype) @ rows_of(values)).reshape(values.shape[1:]).to(self.dtype)
+        if weights.dtype != values.dtype:
+            weights = weights.to(values.dtype)
+        total = weights @ rows_of(values)
+        if total.dtype != self.dtype:
+            total = total.to(self.dtype)
+        total = total.reshape(values.shape[1:])
         return total if order is None else total.permute(order).contiguous()
 
     def dot(self, direction: Tensor) -> Tensor:
@@ -85,6 +90,8 @@ def _straight(values: Tensor) -> tuple[Tensor, list[int] | None]:
 
 def rows_of(values: Tensor) -> Tensor:
     """[n, *shape] -> [n, P], also for n = 0 and for scalars."""
+    if values.ndim == 2:
+        return values
     return values.reshape(values.shape[0], values.shape[1:].numel())
 
 

@@ -90,7 +90,7 @@ class Outer(Factor):
             left = scale_rows(left, weights)
         else:
             right = scale_rows(right, weights)
-        return left.flatten(0, 1).T @ right.flatten(0, 1)
+        return torch.mm(left.flatten(0, 1).T, right.flatten(0, 1))
 
     def dot(self, direction: Tensor) -> Tensor:
         left, right = widen(self.left), widen(self.right)

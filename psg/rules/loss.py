@@ -3,8 +3,10 @@
 Under vmap they are written out in a dozen small ops.
 """
 
+import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,12 +33,14 @@ def cross_entropy(
     if target.is_floating_point() or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
         return NotImplemented
     losses = F.cross_entropy(input.reshape(-1, input.shape[-1]), target.reshape(-1), reduction="none", ignore_index=ignore_index)
-    losses = losses.reshape(input.shape[0], target[0].numel())
-    total = losses.sum(1)
+    counted = target.reshape(-1) != ignore_index
+    if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
+        return losses if reduction == "sum" else torch.where(counted, losses, math.nan), {}
+    losses = losses.reshape(input.shape[0], -1)
     if reduction == "sum":
-        return total, {}
-    counted = (target != ignore_index).reshape(losses.shape).sum(1)
-    return total / counted, {}  # 0 / 0 where a sample ignores all its positions, as in torch
+        return losses.sum(1), {}
+    # 0 / 0 where a sample ignores all its positions, as in torch.
+    return losses.sum(1) / counted.reshape(losses.shape).sum(1, dtype=losses.dtype), {}
 
 
 @decomposition(F.cross_entropy)

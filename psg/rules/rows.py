@@ -3,7 +3,6 @@
 Used where fn sees a whole batch, in whatever layout: every row is then treated as a sample of its own.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -280,5 +279,5 @@ def _shifted(input: Tensor, weight: Tensor) -> Any:
     return output, {"weight": lambda cotangent: Dense(cotangent.reshape(len(input), *own))}
 
 
-ELEMENTWISE = dict.fromkeys(_PRODUCTS, Rule(_scaled, ("weight",), inspect.signature(_scaled), mixed=False))
-ELEMENTWISE |= dict.fromkeys(_SUMS, Rule(_shifted, ("weight",), inspect.signature(_shifted), mixed=False))
+ELEMENTWISE = dict.fromkeys(_PRODUCTS, Rule.of(_scaled, ("weight",)))
+ELEMENTWISE |= dict.fromkeys(_SUMS, Rule.of(_shifted, ("weight",)))

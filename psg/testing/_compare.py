@@ -60,11 +60,11 @@ def assert_trees_close(
     An entry may differ by `atol + rtol * max(leaf, tree / 100)`, where `leaf` and `tree` are the largest finite
     magnitudes in the expected leaf and in the whole expected tree: so entries, and whole leaves, whose exact
     gradient is zero are held to the rounding of their neighbours and not to their own. NaN agrees with NaN, and an
-    infinity with itself. Shapes, dtypes and devices must agree.
+    infinity with itself. Shapes, dtypes and devices must agree; leaves that are no tensors must be equal.
 
     Args:
-        actual: a tree of tensors.
-        expected: a tree of tensors.
+        actual: a tree.
+        expected: a tree.
         rtol: relative tolerance; None takes `default_rtol` of each leaf's dtype.
         atol: absolute tolerance.
         name: what the message calls the tree.
@@ -86,13 +86,19 @@ def assert_trees_close(
     if structure != found:
         raise Mismatch(f"{name}: got the structure {found}, expected {structure}", name)
     labels = paths(expected, name)
+    compared = []
     for label, got, want in zip(labels, gots, wants, strict=True):
+        if isinstance(got, Tensor) and isinstance(want, Tensor):
+            compared.append((label, got, want))
+        elif type(got) is not type(want) or got != want:
+            raise Mismatch(f"{label}: got {got!r}, expected {want!r}", label)
+    for label, got, want in compared:
         for what in ("shape", "dtype", "device"):
             if getattr(got, what) != getattr(want, what):
                 raise Mismatch(f"{label}: got {what} {getattr(got, what)}, expected {getattr(want, what)}", label)
-    whole = max(map(_magnitude, wants), default=0.0)
+    whole = max((_magnitude(want) for _, _, want in compared), default=0.0)
     worst, failures = 0.0, []
-    for label, got, want in zip(labels, gots, wants, strict=True):
+    for label, got, want in compared:
         scale = max(_magnitude(want), whole / 100)
         allowed = atol + (default_rtol(want.dtype) if rtol is None else rtol) * scale
         error = _error(got.detach(), want.detach())

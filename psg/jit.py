@@ -1,0 +1,311 @@
+"""Trace a whole transform, forward, backward and reductions, to one flat graph, and compile it.
+
+The first call of every signature (tree structure, shapes, strides, dtypes, devices, Python values, autocast) is traced with
+`torch.fx.experimental.proxy_tensor.make_fx`, which sees through vmap, the function mode and the backward pass. The graph of ATen ops goes
+to torch.compile, and what comes out is compared with the eager result before it is used: compilers do go wrong. Later calls of the
+signature run the compiled graph alone.
+"""
+
+import functools
+import logging
+import random
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from psg import _ambient, _functorch, _random, _trees
+from psg._errors import FallbackWarning, InputError, StateError
+from psg.rules._registry import are_disabled
+from psg.testing import Mismatch, assert_trees_close
+from psg.transforms import Batching
+
+_log = logging.getLogger("psg.jit")
+
+
+class Compiled(NamedTuple):
+    """One entry of a jitted function's cache.
+
+    Attributes:
+        signature: What it was traced for: the tensors of the call, written as dtype[shape].
+        seconds: What tracing, compiling and the comparison with eager took.
+        error: Why calls of this signature run eagerly; None if they run compiled.
+    """
+
+    signature: str
+    seconds: float
+    error: str | None
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    buckets: int | Sequence[int] | None = None,
+    check: bool = True,
+) -> "Jitted":
+    """Compile a function that `psg`'s transforms have made, or any pure function of trees of tensors that calls some.
+
+    What is traced and what is not, as in JAX:
+
+    - Tensors among the arguments may change from call to call. New shapes, strides, dtypes or devices are a new signature, and so are
+      other Python values (numbers, strings, flags, the tree's structure) and other autocast settings: each is compiled once.
+    - Tensors that fn closes over are read at every call, so that changes in place are seen; one that is *replaced* is not. Functions made
+      by `psg.stateless` are looked after: replaced buffers and frozen parameters and `train()`/`eval()` lead to a new trace. Another
+      function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
+    - Python values that fn closes over, and what it prints or appends to, are those of the trace.
+    - Random numbers of torch are drawn anew at every call, from torch's generators; `torch.manual_seed` decides them.
+
+    Inside torch.func transforms and on inputs that require grad, calls run eagerly, so that they can be differentiated. So do empty
+    batches. Thread-safe: a signature is compiled once, whoever asks first.
+
+    Args:
+        fn: The function.
+        backend: As torch.compile takes it.
+        mode: As torch.compile takes it, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
+        buckets: Pad batches, so that a varying number of samples (Poisson sampling) does not compile anew for each: an integer b for
+            multiples of b, or the sizes to choose from (and multiples of the largest beyond it). The samples that fill a batch up are
+            copies of its last one, contribute exactly zero to sums and do not appear in the result. For functions made by psg's
+            transforms.
+        check: Compare the first result of every signature with eager's. A mismatch gives a FallbackWarning, and calls of that signature
+            stay eager.
+
+    Returns:
+        The function, compiled, with `cache_info()` and `cache_clear()`. Where tracing or compiling is impossible it gives a
+        FallbackWarning that says why and runs eagerly. The logger "psg.jit" tells at level INFO when something is compiled.
+
+    Raises:
+        InputError: An option does not fit. At a call: an argument is neither a tensor nor hashable.
+        StateError: At a call: fn draws random numbers of Python or NumPy, which every later call would repeat.
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda w, x: (w * x).sum() ** 2
+        >>> fast = psg.jit(psg.per_sample_norm(loss), backend="eager", buckets=4)
+        >>> fast(torch.ones(2), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([2.0000, 5.6569])
+        >>> [entry.signature for entry in fast.cache_info()]
+        ['float32[2], float32[4, 2]']
+
+    Source: Frostig et al., "Compiling machine learning programs via high-level tracing", 2018 (JAX's jit).
+    """
+    return Jitted(fn, backend, mode, buckets, check)
+
+
+class Jitted:
+    """What `psg.jit` returns: call it like the function."""
+
+    def __init__(
+        self, fn: Callable[..., Any], backend: str | Callable[..., Any], mode: str | None, buckets: int | Sequence[int] | None, check: bool
+    ) -> None:
+        functools.update_wrapper(self, fn, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
+        self._fn = fn
+        self._batching: Batching | None = getattr(fn, "batching", None)
+        self._key = getattr(fn if self._batching is None else self._batching.fn, "cache_key", tuple)
+        self._compile = _compiler(backend, mode)
+        self._check = check
+        self._name = getattr(fn, "__name__", type(fn).__name__) if self._batching is None else self._batching.name
+        self._sizes = None if buckets is None else _sizes(buckets)
+        if self._sizes is not None and self._batching is None:
+            raise InputError(
+                f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so that nothing says "
+                "which of its arguments are batched. Give jit the transform itself, or leave buckets out."
+            )
+        self._cache: dict[Hashable, _Entry] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, compiled for this signature."""
+        if self._sizes is not None and self._batching is not None:
+            args, kwargs, n = self._batching.pad(args, kwargs, self._sizes)
+            return self._batching.trim(self._run(args, kwargs), n)
+        return self._run(args, kwargs)
+
+    def cache_info(self) -> list[Compiled]:
+        """What has been compiled so far, in order."""
+        return [entry.info for entry in self._cache.values()]
+
+    def cache_clear(self) -> None:
+        """Forget what has been compiled."""
+        with self._lock:
+            self._cache.clear()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = _trees.flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return self._fn(*args, **kwargs)
+        if any(tensor.numel() == 0 for tensor in tensors):
+            return self._fn(*args, **kwargs)  # an empty batch: nothing to compile
+        key = (spec, tuple(_signature(leaf) for leaf in leaves), _surroundings(), self._key())
+        entry = self._cache.get(key)
+        if entry is None:
+            with self._lock:
+                entry = self._cache.get(key)
+                if entry is None:
+                    entry = self._cache[key] = self._build(args, kwargs, leaves, spec)
+        if entry.program is None:
+            return self._fn(*args, **kwargs)
+        return entry.program(tensors)
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any) -> "_Entry":
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+        name = self._name
+        start, state = time.perf_counter(), _random.get_state(tensors)
+        _log.info("%s: compiling for %s", name, signature)
+        program, error = None, None
+        try:
+            program = _Program(_trace(self._fn, leaves, spec, tensors, name), self._compile)
+            if self._check:
+                _random.set_state(state)
+                expected = self._fn(*args, **kwargs)
+                _random.set_state(state)
+                _compare(program(tensors), expected, "compiled result")
+            else:
+                program(tensors)  # compiles
+        except StateError:
+            raise
+        except Mismatch as mismatch:
+            program, error = None, f"the compiled result is wrong: {str(mismatch).strip().splitlines()[0]}"
+        except Exception as reason:
+            text = str(reason).strip().splitlines()
+            program, error = None, f"it cannot be traced or compiled ({type(reason).__name__}: {text[0] if text else 'no message'})"
+        finally:
+            _random.set_state(state)
+        seconds = time.perf_counter() - start
+        if error is None:
+            _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
+        else:
+            warnings.warn(f"psg.jit({name}): {error}. Calls of this signature run eagerly: {signature}.", FallbackWarning, stacklevel=4)
+        return _Entry(program, Compiled(signature, seconds, error))
+
+
+class _Entry(NamedTuple):
+    program: "_Program | None"
+    info: Compiled
+
+
+class _Trace(NamedTuple):
+    """A flat graph, and what it takes to call it."""
+
+    graph: GraphModule
+    captured: list[Tensor]  # what fn closes over: further inputs of the graph
+    leaves: list[Any]  # of the result; tensors stand for the graph's outputs
+    spec: Any
+
+
+class _Program:
+    """A compiled trace: from the tensors of the arguments to the function's result."""
+
+    def __init__(self, trace: _Trace, compile: Callable[[GraphModule], Callable[..., Any]]) -> None:
+        self._trace = trace
+        self._run = compile(trace.graph)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        # Always in the same surroundings, which torch.compile guards on.
+        with _ambient.off(), torch.no_grad():
+            outputs = iter(self._run(*(tensor.detach() for tensor in tensors), *self._trace.captured))
+        return _trees.unflatten(self._trace.spec, [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in self._trace.leaves])
+
+
+def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Tensor], name: str) -> _Trace:
+    """Trace the function on these tensors; what is no tensor among the leaves is a constant."""
+    result: list[Any] = []
+
+    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        args, kwargs = _trees.unflatten(spec, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        result[:] = _trees.flatten(fn(*args, **kwargs))
+        return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
+
+    before = _python_randomness()
+    graph = make_fx(flat)(*tensors)
+    if _python_randomness() != before:
+        raise StateError(
+            f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be those of the first call for ever. "
+            "Draw them with torch, or outside of the function and pass them to it."
+        )
+    captured = _captured(graph)
+    return _Trace(graph, captured, *result)
+
+
+def _captured(graph: GraphModule) -> list[Tensor]:
+    """Turn the tensors that the function closes over into inputs of the graph, and return them."""
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    tensors: dict[str, Tensor] = {}
+    inputs: dict[str, Any] = {}
+    for node in list(graph.graph.find_nodes(op="get_attr")):
+        value = getattr(graph, node.target, None)
+        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)  # torch.tensor(1.0) inside fn
+        if not isinstance(value, Tensor) or literal:
+            continue
+        if node.target not in inputs:
+            with graph.graph.inserting_before(first):
+                inputs[node.target] = graph.graph.placeholder(f"captured_{len(inputs)}")
+            tensors[node.target] = value
+        node.replace_all_uses_with(inputs[node.target])
+        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return [value.detach() for value in tensors.values()]
+
+
+def _compare(actual: Any, expected: Any, name: str) -> None:
+    """Raise Mismatch unless the parts of a result agree, each on the scale of its own."""
+    if isinstance(expected, tuple):
+        for i, (own, other) in enumerate(zip(actual, expected, strict=True)):
+            _compare(own, other, f"{name}[{i}]")
+    else:
+        assert_trees_close(actual, expected, name=name, per_sample=False)
+
+
+def _python_randomness() -> Any:
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ()
+    return random.getstate(), tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+
+
+def _signature(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        raise InputError(f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it before jit.") from None
+    return type(leaf), leaf
+
+
+def _surroundings() -> Hashable:
+    """What a trace depends on beside the arguments."""
+    autocast = tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    return autocast, are_disabled(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+
+
+def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
+    """From a number of samples to the size of its bucket."""
+    sizes = sorted([buckets] if isinstance(buckets, int) else buckets)
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
+        raise InputError(f"psg.jit(buckets={buckets!r}): expected an integer of at least 1 or a sequence of them.")
+    return lambda n: next((size for size in sizes if n <= size), -(-n // sizes[-1]) * sizes[-1])
+
+
+def _compiler(backend: str | Callable[..., Any], mode: str | None) -> Callable[[GraphModule], Callable[..., Any]]:
+    if backend != "inductor":
+        if mode is not None:
+            raise InputError(f'psg.jit(mode={mode!r}): only the backend "inductor" has modes.')
+        return lambda graph: torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
+    modes = torch._inductor.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise InputError(f"psg.jit(mode={mode!r}): expected None or one of {', '.join(map(repr, modes))}.")
+    # fallback_random: the random numbers are those of eager, so that the two can be compared.
+    options = {**modes.get(mode, {}), "fallback_random": True}
+    return lambda graph: torch.compile(graph, backend="inductor", options=options, dynamic=False, fullgraph=True)
