@@ -171,7 +171,8 @@ class _BatchMode(TorchFunctionMode):
             names = ", ".join(self.names[id(leaf)] for leaf in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')
         others = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
-        if not others:
+        computes = func != Tensor.register_hook  # a hook would be called for what is pulled back, and for no rule's gradient
+        if computes and not others:
             return self._derive(func, met, args, kwargs)
         output = self._run_rule(func, args, kwargs)
         if output is not NotImplemented:
@@ -184,7 +185,7 @@ class _BatchMode(TorchFunctionMode):
                 return output
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if not any(map(_differentiable, others)):
+        if computes and not any(map(_differentiable, others)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(self.names[id(leaf)] for leaf in met)
         raise InputError(

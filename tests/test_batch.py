@@ -269,6 +269,7 @@ def tangent(p, x):
         (tangent, r"_make_dual at .*test_batch.py:\d+ makes derivatives"),
         (written, r"clamp_ at .*test_batch.py:\d+ writes into a parameter"),
         (handled, r"reaches conv1d"),
+        (lambda p, x: (p["w"].register_hook(torch.neg), F.linear(x, p["w"]).sum(1))[1], r"p\['w'\] reaches register_hook"),
     ],
 )
 def test_what_would_be_lost_is_an_error(fn, message, device):
