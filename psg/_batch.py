@@ -6,9 +6,10 @@ sample i is that of losses[i].
 Nothing is lifted here. An op that meets a parameter runs by its rule, row by row of its data; an op on parameters alone is computed once
 and pulled back; any other op that meets a parameter is an error, for nobody could say which sample its gradient belongs to.
 
-Which sample a row belongs to is measured, not guessed. The cotangent of a row is linear in the weights of the losses: a second backward
-pass, for sum_i w_i losses[i] with distinct w_i, gives w_i times the first one's on every row that only loss i depends on. So the ratio
-tells the sample, however fn has reshaped, sorted or routed its rows; and a row on which two losses depend is found out.
+Which sample a row belongs to is measured (psg/_owners.py). A call on which that fails is run again by groups of samples, or refused.
+
+What fn holds requires grad, though no gradient should ever reach it: if one does, an op has met the parameter unseen, which is an error.
+Activation checkpointing computes again in the backward pass, which therefore runs under the same mode.
 """
 
 import traceback
@@ -18,13 +19,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from psg import _functorch
 from psg._capture import Captured
-from psg._errors import InputError, StateError
+from psg._errors import InputError, PsgError
 from psg._lifted import Lifted, anchor, pull_back
-from psg._ops import CARRIES, METADATA, PREDICATES, leaves_of, name_of, substitute
+from psg._ops import (
+    CARRIES,
+    METADATA,
+    PREDICATES,
+    Place,
+    builder_at,
+    leaves_of,
+    name_of,
+    place_name,
+    places_of,
+    replace_at,
+    substitute,
+    target_of,
+)
+from psg._owners import groups, loss_weights, owners
 from psg.factors import Factor
 from psg.rules import _registry
 from psg.rules.leaks import refuse_updates
@@ -48,25 +64,68 @@ def capture_batch(
     Raises:
         InputError: A parameter reaches an op that has no rule, or a rule that does not fit.
         StateError: A row depends on two samples.
+        NotFinite: A row's cotangent does not tell its sample.
     """
     tensors = [tensor.detach() for tensor in tensors]
-    lifted = {position: Lifted.parameter(tensors[position], None, n) for position in params}
-    for position, value in lifted.items():
-        value.handle = tensors[position] = tensors[position].detach()
-    mode = _BatchMode(n, dict(zip(params.values(), lifted.values(), strict=True)))
+    try:
+        return _one_pass(function, tensors, params, n, tensors)
+    except _WritesInput:
+        # An activation in place on the batch itself, say: harmless to the caller on a copy.
+        tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
+        return _one_pass(function, tensors, params, n, ())
+
+
+class NotFinite(PsgError):
+    """A row has an infinite or NaN cotangent, which tells no sample.
+
+    Attributes:
+        groups: Samples to run together: those whose losses are finite, and every other one alone; if all are, each alone.
+    """
+
+    def __init__(self, losses: Tensor) -> None:
+        super().__init__("a cotangent is not finite")
+        finite = losses.isfinite()
+        together, alone = finite.nonzero()[:, 0], (~finite).nonzero()[:, 0]
+        self.groups = [*together.split(1)] if len(alone) == 0 else [together, *alone.split(1)][len(together) == 0 :]
+
+
+class _WritesInput(PsgError):
+    """The function writes into one of its inputs that is no parameter."""
+
+
+def _one_pass(
+    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    params: dict[int, str],
+    n: int,
+    inputs: Sequence[Tensor],
+) -> Captured:
+    tensors = list(tensors)
+    values = {position: Lifted.parameter(tensors[position], None, n) for position in params}
+    for position, value in values.items():
+        value.handle = tensors[position] = tensors[position].detach().requires_grad_()
+    mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs)
     with torch.enable_grad(), mode:
         outputs = function(tensors)
+    if mode.failure is not None:
+        raise mode.failure  # which fn has handled
+    uses = [list(value.uses) for value in values.values()]
     mode.backward(outputs[0])
-    values = list(lifted.values())
-    pull_back(mode.values, values, n)
-    return Captured(tuple(o.detach() for o in outputs), [v.factor(n).detach() for v in values], [v.uses for v in values])
+    pull_back(mode.values, list(values.values()), n)
+    factors = [value.factor(n).detach() for value in values.values()]
+    return Captured(tuple(output.detach() for output in outputs), factors, uses)
+
+
+_BACKWARD = {torch.autograd.grad, Tensor.backward}
+_FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
 
 class _Tap(NamedTuple):
     """Where a rule's output joins the graph, and what to make of the cotangent that arrives there."""
 
     op: str
-    edge: GradientEdge
+    edges: tuple[GradientEdge, ...]
+    shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
     builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
     inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
 
@@ -74,25 +133,46 @@ class _Tap(NamedTuple):
 class _BatchMode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: dict[str, Lifted]) -> None:
+    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.n = n
+        self.level = _functorch.current_level()
+        self.owned = {_functorch.memory_of(value.leaf) for value in params.values()}
+        self.inputs = {_functorch.memory_of(tensor) for tensor in inputs if tensor.numel()} - self.owned
         self.names = {id(value.handle): name for name, value in params.items()}
         self.by_handle = {id(value.handle): value for value in params.values()}
         self.values = list(params.values())  # and, as they appear, the derived ones
         self.taps: list[_Tap] = []
+        self.failure: PsgError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._route(func, args, kwargs or {})
+        except PsgError as error:
+            self.failure = error
+            raise
+
+    def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in METADATA:
             return func(*args, **kwargs)
+        self._protect(func, target_of(func, args, kwargs))
         refuse_updates(func, args, kwargs)
+        if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
+            raise InputError(
+                f'method="batch": {name_of(func)} at {_user_line()} makes derivatives that are differentiated in turn; rules give no such '
+                f"derivatives. {_FOR_ONE_SAMPLE}"
+            )
         met = [leaf for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
         if not met:
             return func(*args, **kwargs)
         if func in PREDICATES:
             return self.by_handle[id(args[0])].ask(func)
-        if all(id(leaf) in self.by_handle for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)):
+        if _functorch.current_level() != self.level:
+            names = ", ".join(self.names[id(leaf)] for leaf in met)
+            raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')
+        others = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
+        computes = func != Tensor.register_hook  # a hook would be called for what is pulled back, and for no rule's gradient
+        if computes and not others:
             return self._derive(func, met, args, kwargs)
         output = self._run_rule(func, args, kwargs)
         if output is not NotImplemented:
@@ -105,14 +185,26 @@ class _BatchMode(TorchFunctionMode):
                 return output
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if computes and not any(map(_differentiable, others)):
+            return self._derive(func, met, args, kwargs)
         names = ", ".join(self.names[id(leaf)] for leaf in met)
         raise InputError(
             f'method="batch": {names} reaches {name_of(func)} at {_user_line()}, for which there is no rule that fits. Write one with '
             'psg.rule, freeze the parameter, or write fn for one sample and use method="auto".'
         )
 
+    def _protect(self, func: Any, target: Any) -> None:
+        """Refuse to write into memory that the caller owns."""
+        memory = _functorch.memory_of(target) if isinstance(target, Tensor) and target.numel() else None
+        if memory in self.owned:
+            raise InputError(
+                f'method="batch": {name_of(func)} at {_user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
+            )
+        if memory in self.inputs:
+            raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
+
     def _derive(self, func: Any, met: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """An op on parameters alone is computed once; what comes out is known by its history."""
+        """An op on parameters alone, or with integers that say where, is computed once; what comes out is known by its history."""
         args, kwargs = substitute((args, kwargs), self._history)
         output = func(*args, **kwargs)
         several = isinstance(output, (tuple, list))
@@ -125,7 +217,7 @@ class _BatchMode(TorchFunctionMode):
             parent = self.by_handle[id(met[0])]
             if carry is not None and parent.value is not None:
                 lifted.carry = (parent, carry(parent.value, part))
-            lifted.handle = parts[i] = part.detach()
+            lifted.handle = parts[i] = part.detach().requires_grad_()
             self.by_handle[id(lifted.handle)] = lifted
             self.names[id(lifted.handle)] = f"{name_of(func)} of {self.names[id(met[0])]}"
             self.values.append(lifted)
@@ -150,88 +242,96 @@ class _BatchMode(TorchFunctionMode):
         bound = rule.bind(args, kwargs)
         if bound is None:
             return NotImplemented
-        own = {name: self.by_handle[id(argument)] for name, argument in bound.items() if id(argument) in self.by_handle}
-        if not own or not set(own) <= set(rule.params):
-            return NotImplemented
-        split = split_rows(func, bound, set(own))
+        own: dict[Place, Lifted] = {}
+        for place, argument in places_of(bound):
+            value = self.by_handle.get(id(argument))
+            if value is not None and place[0] not in rule.params:
+                return NotImplemented  # a parameter in the place of data: its rows are no sample's
+            if value is not None:
+                own[place] = value
+        split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
-        arguments, join = split
-        bound.update(arguments | {name: value.value for name, value in own.items()})
+        values = {place: value.value for place, value in own.items()}
+        bound.update(split.options)
+        bound.update(replace_at(bound, split.data | values))
         if rule.mixed:
-            given = {name for name, value in bound.items() if isinstance(value, Tensor) and name in rule.params}
-            bound["shared"] = given - set(arguments)
+            given = {place for place, _ in places_of(bound) if place[0] in rule.params}
+            bound["shared"] = {place_name(place) for place in given - set(split.data)}
         result = rule.call(bound)
         if result is NotImplemented:
             return NotImplemented
         output, builders = result
+        single = isinstance(output, Tensor)
+        outputs = (output,) if single else tuple(output)
         if torch.is_grad_enabled():
-            inputs = [tensor for name, tensor in bound.items() if isinstance(tensor, Tensor) and name not in own]
-            output, edge = anchor(output)
-            targets = [(self.names[id(own[name].handle)], own[name], builders[name]) for name in own]
-            versions = [(tensor, tensor._version) for tensor in inputs]
-            self.taps.append(_Tap(name_of(func), edge, targets, versions))
+            outputs, edges = zip(*map(anchor, outputs), strict=True)
+            targets = [(self.names[id(value.handle)], value, builder_at(builders, place)) for place, value in own.items()]
+            shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
+            versions = [(tensor, tensor._version) for place, tensor in places_of(bound) if place not in own]
+            self.taps.append(_Tap(name_of(func), edges, shapes, targets, versions))
         for value in own.values():
             value.uses.append(f"{name_of(func)}: rule")
-        return _registry.reshape(output, join(output.shape))
+        return split.join(*outputs)
 
     def backward(self, losses: Tensor) -> None:
         """Two backward passes: the cotangents, and which sample each row of them belongs to."""
-        if losses.shape != (self.n,):
+        if losses.shape != (self.n,) or not losses.requires_grad:
             return
-        if not losses.requires_grad or not self.taps:
-            return
-        targets: Any = [tap.edge for tap in self.taps]
-        # In [1, 2], so that no sample's cotangent outweighs another's; shuffled, so that no pattern of fn's can look like one of ours.
-        weights = 1 + torch.randperm(self.n, generator=torch.Generator().manual_seed(0)).to(losses.device) / self.n
-        weights = weights.to(losses.dtype)
-        first = torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True, retain_graph=True)
-        second = torch.autograd.grad(losses, targets, weights, allow_unused=True)
+        # What is computed again for the backward pass taps it anew, to no purpose.
+        taps, self.taps = self.taps, []
+        targets = [edge for tap in taps for edge in tap.edges]
+        weights = loss_weights(losses)
+        handles = [value.handle for value in self.values if value.handle is not None]
+        # Edges alone: a call with tensors would go to the mode itself, which would not be in force below it.
+        output: Any = [get_gradient_edge(losses)]
+        inputs: Any = [*targets, *map(get_gradient_edge, handles)]
+        ones = torch.ones_like(losses)
+        with self:
+            arrived = torch.autograd.grad(output, inputs, [ones], allow_unused=True, retain_graph=self.n > 1)
+        first, unseen = arrived[: len(targets)], arrived[len(targets) :]
+        names = [self.names[id(handle)] for handle, gradient in zip(handles, unseen, strict=True) if gradient is not None]
+        if names:
+            raise InputError(
+                f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
+                f"say), or as it is. {_FOR_ONE_SAMPLE}"
+            )
+        second = first
+        if self.n > 1 and targets:
+            with self:
+                second = torch.autograd.grad(output, inputs[: len(targets)], [weights], allow_unused=True)
+        pairs = zip(first, second, strict=True)
+        # Functions of double precision are often rounded to single somewhere, and under autocast to less; cancellation amplifies it.
+        dtypes = [torch.float32, *(own.dtype for own in first if own is not None)]
+        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
         with torch.no_grad():
-            for tap, cotangent, weighted in zip(self.taps, first, second, strict=True):
-                if cotangent is None or weighted is None:
-                    continue
-                if any(tensor._version != version for tensor, version in tap.inputs):
-                    raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
-                table = _groups(_owners(tap.op, cotangent, weighted, weights), self.n)
-                for name, value, build in tap.builders:
-                    value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", len(cotangent)).regroup(table))
+            for tap in taps:
+                self._collect(tap, [next(pairs) for _ in tap.edges], weights, losses, coarsest**0.5)
+
+    def _collect(
+        self, tap: _Tap, arrived: list[tuple[Tensor | None, Tensor | None]], weights: Tensor, losses: Tensor, rounding: float
+    ) -> None:
+        pairs = [(own, other) for own, other in arrived if own is not None and other is not None and own.numel()]
+        if not pairs:
+            return
+        rows = len(pairs[0][0])
+        if any(tensor._version != version for tensor, version in tap.inputs):
+            raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
+        flat, weighted = (torch.cat([side.reshape(rows, -1).double() for side in sides], 1) for sides in zip(*pairs, strict=True))
+        if self.n > 1 and not (flat.isfinite().all() and weighted.isfinite().all()):
+            raise NotFinite(losses)
+        eps = max(torch.finfo(own.dtype).eps for own, _ in pairs)
+        table = groups(owners(tap.op, flat, weighted, weights.double(), eps, rounding), self.n)
+        if tap.shapes is None:
+            cotangent: Any = arrived[0][0]
+        else:
+            cotangent = tuple(zero if own is None else own for (own, _), zero in zip(arrived, tap.shapes, strict=True))
+        for name, value, build in tap.builders:
+            value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", rows).regroup(table))
 
 
-def _owners(op: str, cotangent: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
-    """Which sample each row belongs to, [rows]; n for a row that no loss depends on.
-
-    Raises:
-        StateError: A row's two cotangents are not one weight apart.
-    """
-    flat, other = (tensor.flatten(1).to(torch.float64) if tensor.ndim > 1 else tensor[:, None].double() for tensor in (cotangent, weighted))
-    squared = flat.square().sum(1)
-    used = squared > 0
-    ratio = (flat * other).sum(1) / torch.where(used, squared, 1)
-    ordered, order = weights.double().sort()
-    nearest = torch.searchsorted((ordered[1:] + ordered[:-1]) / 2, ratio)
-    residual = (other - ordered[nearest][:, None] * flat).square().sum(1).sqrt()
-    # Half the distance between two weights is the most that may be rounding; what is negligible beside the largest row may be all of it.
-    allowed = 0.25 / len(weights) * squared.sqrt() + 100 * torch.finfo(cotangent.dtype).eps * squared.max().sqrt()
-    if bool((residual > allowed).any()):
-        raise StateError(
-            f'method="batch": the output of {op} has a row on which more than one loss depends, or whose sample rounding hides. Each loss '
-            "must depend on rows of its own; normalise over no batch, or use a smaller chunk_size or a wider dtype."
-        )
-    return torch.where(used, order[nearest], len(weights))
-
-
-def _groups(owners: Tensor, n: int) -> Tensor:
-    """The rows of every sample, [n, most rows of one], filled up with the number of rows."""
-    rows = len(owners)
-    ordered, order = owners.sort(stable=True)
-    counts = torch.bincount(owners, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()))
-    table = torch.full((n, width), rows, device=owners.device)
-    starts = counts.cumsum(0) - counts
-    kept = ordered < n
-    table[ordered[kept], torch.arange(rows, device=owners.device)[kept] - starts[ordered[kept]]] = order[kept]
-    return table
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _user_line() -> str:

@@ -198,10 +198,11 @@ class _Mode(TorchFunctionMode):
         self.n = n
         self.habits = habits
         # Memory that the function must not write into: parameters, values derived from them, and the caller's inputs.
-        self.owned = {_memory(value.leaf) for value in params}
+        self.owned = {_functorch.memory_of(value.leaf) for value in params}
         self.derived: set[int] = set()
-        self.inputs = {_memory(tensor) for tensor in inputs if tensor.numel()}
+        self.inputs = {_functorch.memory_of(tensor) for tensor in inputs if tensor.numel()}
         self.level = -1
+        self.hooks = _functorch.saved_tensor_hooks()
         self.params = params
         self.values = list(params)  # and, as they appear, the derived ones
         self.by_handle: dict[int, Lifted] = {}
@@ -286,15 +287,14 @@ class _Mode(TorchFunctionMode):
 
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
-        while isinstance(target, Tensor) and _functorch.is_wrapped(target):
-            target = _functorch.value_of(target)
         if not isinstance(target, Tensor):
             return
-        if _memory(target) in self.owned:
+        memory = _functorch.memory_of(target)
+        if memory in self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
-        if _memory(target) in self.derived:
+        if memory in self.derived:
             raise _WritesDerived(f"{op} writes into a value computed from parameters")
-        if _memory(target) in self.inputs:
+        if memory in self.inputs:
             raise _WritesInput(f"{op} writes into an input, or a view of one")
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -339,7 +339,7 @@ class _Mode(TorchFunctionMode):
             lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
             self.by_handle[id(lifted.handle)] = lifted
             self.values.append(lifted)
-            self.derived.add(_memory(part))
+            self.derived.add(_functorch.memory_of(part))
         return tuple(parts) if several else parts[0]
 
     def _history(self, leaf: Any) -> Any:
@@ -407,6 +407,8 @@ class _Mode(TorchFunctionMode):
         return outputs[0] if single else outputs
 
     def _tap(self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if _functorch.saved_tensor_hooks() != self.hooks:
+            raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
         outputs, edges = zip(*map(anchor, outputs), strict=True)
         shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
         self.taps.append(_Tap(op, edges, shapes, builders, [(tensor, tensor._version) for tensor in inputs]))
@@ -440,7 +442,3 @@ class _Mode(TorchFunctionMode):
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
         for name, value, build in tap.builders:
             value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", self.n))
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

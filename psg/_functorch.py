@@ -1,4 +1,4 @@
-"""Everything psg asks of functorch's internals, behind a few functions; no other file touches them.
+"""Everything psg asks of torch's internals, behind a few functions; no other file touches them.
 
 A rule wants to see the *physical* batch: the tensors under vmap's wrappers, with the samples in dim 0. The public way there is an
 `autograd.Function` whose `vmap` static method is the rule; it costs some 200 microseconds a call, thirty times the price of the op it
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from torch import Tensor
+from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 
@@ -34,9 +35,30 @@ def is_batched(tensor: Tensor, level: int) -> bool:
     return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
 
 
+def is_sampled(tensor: Tensor) -> bool:
+    """Whether some vmap has wrapped this tensor, under whatever other wrappers."""
+    while is_wrapped(tensor):
+        if _C.is_batchedtensor(tensor):
+            return True
+        tensor = value_of(tensor)
+    return False
+
+
 def value_of(tensor: Tensor) -> Tensor:
     """The tensor under one wrapper."""
     return _C.get_unwrapped(tensor)
+
+
+def saved_tensor_hooks() -> object:
+    """The hooks through which autograd now saves tensors for the backward pass; None if there are none."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where the values are stored, under whatever wrappers."""
+    while is_wrapped(tensor):
+        tensor = value_of(tensor)
+    return tensor.untyped_storage().data_ptr()
 
 
 def physical(tensor: Tensor, level: int, n: int) -> Tensor:

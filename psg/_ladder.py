@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _random, _trees
-from psg._batch import capture_batch
+from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Diverged, capture
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
@@ -140,19 +140,23 @@ def _run_capture(call: Call) -> Result:
         # Samples that go different ways are captured apart: each group is then as one batch.
         if len(error.groups) > max(2, call.n // 2):
             raise
-        groups = error.groups
+        return _run_apart(_run_capture, call, error.groups, state)
+
+
+def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor], state: Any) -> Result:
+    """Run groups of the samples one after the other, each from this state of the random generators, if one is given."""
     results = []
     for index in groups:
         if state is not None:
             _random.set_state(state)
-        results.append(_run_capture(call.take(index)))
+        results.append(rung(call.take(index)))
     back = torch.cat(groups).argsort()
     columns = zip(*(result.factors for result in results), strict=True)
     return Result(
         values=torch.cat([result.values for result in results])[back],
         aux=_trees.map_leaves(lambda leaf: leaf[back] if isinstance(leaf, Tensor) else leaf, _trees.concat([r.aux for r in results])),
         factors=[concat(column).take(back) for column in columns],
-        rung="capture",
+        rung=results[0].rung,
         reasons=(),
         uses=results[0].uses,
     )
@@ -224,6 +228,13 @@ def _run_loop(call: Call) -> Result:
 def _run_batch(call: Call) -> Result:
     if _functorch.transform_active():
         return _run_vmap(call.single())
+    try:
+        return _batch_together(call)
+    except NotFinite as error:
+        return _run_apart(_run_batch, call, error.groups, None)
+
+
+def _batch_together(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
     def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

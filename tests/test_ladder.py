@@ -374,3 +374,18 @@ def test_an_error_that_the_function_handles_is_not_mistaken_for_the_sample_s(ask
     for method in ("capture", "vmap"):
         with pytest.raises(psg.PsgError, match="handles an error"):
             psg.per_sample_grad(fn, method=method)(*args)
+
+
+def test_activation_checkpointing_falls_and_says_why(args):
+    def fn(w, x):
+        return torch.utils.checkpoint.checkpoint(lambda x: F.linear(F.linear(x, w).sin(), w.T), x, use_reentrant=False).square().sum()
+
+    with pytest.warns(psg.FallbackWarning, match="saves tensors through hooks, as activation checkpointing does"):
+        grads = psg.per_sample_grad(fn)(*args)
+    assert_trees_close(grads, loop_grad(fn)(*args))
+
+
+def test_hooks_around_a_call_change_nothing(args):
+    with torch.autograd.graph.save_on_cpu():
+        grads = psg.per_sample_grad(plain, method="capture")(*args)
+    assert_trees_close(grads, loop_grad(plain)(*args))

@@ -435,6 +435,8 @@ def test_autocast(kind, device):
         return sum(score(result.float()) for result in results)
 
     params, x = parameters(module), normal(3, 5, 3).to(device, torch.float32)
+    if "relu" in kind:  # away from the kink, whose side rounding decides
+        params, x = tree_map(torch.abs, (params, x))
     x = x if "cell" in kind else x[:, :, None]
     values, grads = psg.per_sample_value_and_grad(fn, method="capture")(params, x, "capture")
     expected_values, expected = loop_value_and_grad(fn)(params, x, "loop")
@@ -449,7 +451,8 @@ def test_autocast(kind, device):
 
 @each_layer
 def test_outputs_may_be_written_into(kind, device):
-    module = LAYERS[kind](3, 4, batch_first=True).to(device)
+    # In double precision: in single, oneDNN's LSTM saves its output, and torch refuses in the loop.
+    module = LAYERS[kind](3, 4, batch_first=True).to(device, torch.float64)
 
     def fn(p, x):
         output, last = functional_call(module, p, (x[None],))
@@ -459,7 +462,7 @@ def test_outputs_may_be_written_into(kind, device):
             state.mul_(2)
         return score(output) + sum(score(state) for state in listed(last))
 
-    assert_agrees(Problem(fn, (parameters(module), normal(3, 5, 3).to(device))))
+    assert_agrees(Problem(fn, (parameters(module), normal(3, 5, 3).to(device, torch.float64))))
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])  # torch saves the new states of the others and refuses

@@ -19,7 +19,6 @@ BELOW_CAPTURE = {
     ("nn.BatchNorm1d train", REFUSED): "it updates its running statistics",
     ("nn.BatchNorm2d train", REFUSED): "it updates its running statistics",
     ("nn.BatchNorm3d train", REFUSED): "it updates its running statistics",
-    ("nn.LinearCrossEntropyLoss train", "vmap"): "class weights with label smoothing: torch selects by a mask",
 }
 """All that does not run on the first rung, and why: a module that comes or goes here is to be noticed."""
 

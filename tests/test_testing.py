@@ -255,7 +255,7 @@ def test_batches_share_one_n(batch):
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_batches_reach_the_empty_batch_and_the_full_one(n):
-    (x,) = find(testing.batches((2,), max_samples=3), lambda batch: len(batch[0]) == n, settings=settings(database=None))
+    (x,) = find(testing.batches((2,), max_samples=3), lambda batch: len(batch[0]) == n, settings=settings(database=None, max_examples=200))
     assert x.shape == (n, 2)
 
 

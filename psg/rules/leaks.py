@@ -16,20 +16,10 @@ from psg import _functorch
 from psg._errors import StateError
 from psg.rules._registry import decomposition, leak
 
-
-def _scattered(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether the samples of a batched tensor are not laid out as one sample of its own would be."""
-    if not tensor.is_contiguous():
-        return True
-    while _functorch.is_wrapped(tensor):
-        tensor = _functorch.value_of(tensor)
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
 leak(
     *(torch.as_strided, Tensor.as_strided),
     reason="as_strided reads the memory of one sample, which vmap lays out in its own way",
-    when=_scattered,
+    when=lambda input, *args, **kwargs: _functorch.is_sampled(input),
     rungs=("capture", "vmap"),
 )
 leak(torch.as_strided_copy, Tensor.as_strided_, reason="this variant of as_strided under vmap has a wrong gradient or value")
@@ -96,6 +86,33 @@ def _default(func: Any, name: str) -> Any:
 def contains(self: Tensor, element: Any) -> Any:
     """`element in tensor`, written out: its last step is a Python value of a tensor, which the pass knows how to take."""
     return bool((self == element).any())
+
+
+_CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def _layout(conversion: Any) -> None:
+    @decomposition(conversion)
+    def channels_last(self: Tensor, *args: Any, memory_format: Any = None, **kwargs: Any) -> Any:
+        """The layout of a sample: vmap cannot ask for it by name, but by a permutation of a contiguous tensor."""
+        if _CHANNELS_LAST.get(memory_format) != self.ndim:
+            return NotImplemented
+        return conversion(self.movedim(1, -1), *args, **kwargs).contiguous().movedim(-1, 1)
+
+
+for _conversion in (
+    *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+):
+    _layout(_conversion)
+
+
+@decomposition(Tensor.is_contiguous)
+def is_contiguous(self: Tensor, memory_format: Any = torch.contiguous_format) -> Any:
+    """Of a sample in this layout."""
+    if _CHANNELS_LAST.get(memory_format) != self.ndim:
+        return NotImplemented
+    return self.movedim(1, -1).is_contiguous()
 
 
 if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13

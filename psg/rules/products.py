@@ -125,11 +125,16 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
     dims = [tensor.ndim - (name not in shared) for name, tensor in (("input", input), ("other", other))]
     if 0 in dims:
         return NotImplemented
+    equation = matmul_equation(dims)
+    return _pair(("input", "other"), (input, other), equation, shared, stretch="".join(filter(str.isupper, equation)))
+
+
+def matmul_equation(dims: Sequence[int]) -> str:
+    """The product of two operands as an einsum; the dimensions before the last two, which broadcast, are in capitals."""
     batch = ascii_letters[: max(0, *(d - 2 for d in dims))].upper()
     rows, columns = ["" if d == 1 else name for d, name in zip(dims, "to", strict=True)]
     lead = [batch[len(batch) - max(0, d - 2) :] for d in dims]
-    equation = f"{lead[0]}{rows}i,{lead[1]}i{columns}->{batch}{rows}{columns}"
-    return _pair(("input", "other"), (input, other), equation, shared, stretch=batch)
+    return f"{lead[0]}{rows}i,{lead[1]}i{columns}->{batch}{rows}{columns}"
 
 
 @rule(Tensor.__rmatmul__, params=("input", "other"))
@@ -259,7 +264,7 @@ def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> An
     if not isinstance(equation, str):
         return NotImplemented
     alone = [f"operands[{k}]" in shared for k in range(len(operands))]
-    written = _written_out(equation, [tensor.ndim - (not one) for tensor, one in zip(operands, alone, strict=True)])
+    written = einsum_labels(equation, [tensor.ndim - (not one) for tensor, one in zip(operands, alone, strict=True)])
     if written is None:
         return NotImplemented
     result = contract(operands, *written, alone)
@@ -269,7 +274,7 @@ def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> An
     return output, {"operands": builders}
 
 
-def _written_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str] | None:
+def einsum_labels(equation: str, dims: Sequence[int]) -> tuple[list[str], str] | None:
     """The labels of each operand and of the output, an ellipsis replaced by letters of its own; None if they do not fit."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")

@@ -11,6 +11,15 @@ from cases._table import N, Problem, case, ids, module_case, normal, op_case, sc
 STRIDES = "as_strided reads memory that a batched parameter lays out differently"
 SCATTERED = "select_scatter under vmap has a wrong gradient"
 op_case("leak: as_strided of a parameter", lambda x, w: w.as_strided((2, 3), (3, 1)) * x, (2, 3), params={"w": (3, 3)})
+for _name, _layout in (("an activation", lambda y: y), ("a transposed activation", lambda y: y.T.sin()), ("a slice", lambda y: y[1:])):
+    # The sliding windows of Longformer and LED.
+    op_case(
+        f"leak: as_strided of {_name}",
+        lambda x, w, layout=_layout: layout(F.linear(x, w)).as_strided((3, 2), (2, 1)),
+        (4, 3),
+        params={"w": (4, 3)},
+        ladder={"not_capture": STRIDES, "not_vmap": STRIDES},
+    )
 op_case(
     "leak: as_strided_copy of a parameter",
     lambda x, w: torch.as_strided_copy(w, (2, 3), (1, 2)) * x,
@@ -63,6 +72,37 @@ op_case(
     lambda x, w: F.conv2d(x, w if w.is_contiguous(memory_format=torch.contiguous_format) else w * 0),
     (2, 4, 4),
     params={"w": (3, 2, 2, 2)},
+)
+
+
+NAMED = {"not_vmap": "vmap does not know memory formats by name"}
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+module_case("channels_last module on a channels_last sample", lambda: nn.Conv2d(2, 3, 2).to(memory_format=LAST), (2, 4, 4))
+for _name, _ladder, _change in (
+    ("to", NAMED, lambda y: y.to(memory_format=LAST)),
+    ("to a dtype", NAMED, lambda y: y.to(y.dtype.to_complex(), memory_format=LAST).real),
+    ("contiguous", {}, lambda y: y.contiguous(memory_format=LAST).mul_(2)),
+    ("contiguous, and back", {}, lambda y: y.contiguous(memory_format=LAST).contiguous(memory_format=torch.contiguous_format).view(-1)),
+    ("clone", NAMED, lambda y: y.clone(memory_format=LAST).mul_(2)),
+    ("strides", {}, lambda y: y * torch.tensor(y.contiguous(memory_format=LAST).stride()[1:], device=y.device)),
+    ("asked for", {}, lambda y: y * y.contiguous(memory_format=LAST).is_contiguous(memory_format=LAST)),
+    ("of zeros", NAMED, lambda y: torch.zeros_like(y, memory_format=LAST) + y),
+    ("three dimensions", NAMED, lambda y: y[None].contiguous(memory_format=LAST_3D)),
+    ("of a weight", NAMED, lambda y: F.conv2d(y, y.new_ones(1, 3, 1, 1).to(memory_format=LAST))),
+):
+    op_case(
+        f"memory format: {_name}",
+        lambda x, weight, bias, change=_change: change(F.conv2d(x[None], weight.to(memory_format=LAST), bias)),
+        (2, 4, 4),
+        params={"weight": (3, 2, 2, 2), "bias": (3,)},
+        ladder=_ladder,
+    )
+op_case(
+    "memory format: read by as_strided",
+    lambda x, w: F.conv2d(x[None], w).contiguous(memory_format=LAST).as_strided((2, 2), (3, 1)),
+    (2, 4, 4),
+    params={"w": (3, 2, 2, 2)},
+    ladder={"not_capture": STRIDES, **NAMED},
 )
 
 
@@ -214,6 +254,17 @@ def _():
     def fn(p, x):
         frozen = p["w"].data.clone()
         return score(F.linear(x, p["w"]) + F.linear(x, frozen) + F.linear(x, p["w"].clone().contiguous()))
+
+    return Problem(fn, ({"w": normal(4, 3)}, normal(N, 3)))
+
+
+@case(name="leak: data of a parameter set", not_capture="vmap refuses .data", not_vmap="vmap refuses .data")
+def _():
+    # Switch Transformers' routers convert their own weight at every call, as nn.Module.to does.
+    def fn(p, x):
+        w = p["w"]
+        w.data = w.data.to(w.dtype).clamp(-1, 1)
+        return score(F.linear(x, w))
 
     return Problem(fn, ({"w": normal(4, 3)}, normal(N, 3)))
 

@@ -1,0 +1,53 @@
+"""Models of `transformers`, unchanged, held to the loop; `python -m sweeps.architectures` prints a table of them."""
+
+import pytest
+import torch.nn.functional as F
+from sweeps import models
+from sweeps.architectures import check
+from torch.func import functional_call
+
+import psg
+from psg.testing import assert_trees_close, loop_value_and_grad
+
+pytest.importorskip("transformers")
+
+TABLE = {architecture.name: architecture for architecture in models.architectures()}
+
+BELOW_CAPTURE = {
+    **dict.fromkeys(("Longformer", "LED"), "as_strided of activations"),
+    **dict.fromkeys(("BLOOM", "RecurrentGemma"), "an autograd.Function of the old style"),
+    **dict.fromkeys(("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "OLMoE"), "tokens routed by data-dependent indices"),
+    "Switch": "a parameter's data is set",
+    "Jamba": "tokens routed by data-dependent indices",
+}
+"""All that only the loop can run, and why: a model that comes or goes here is to be noticed."""
+
+EXPERTS = ["Mixtral", "Qwen2-MoE"]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_architecture(name):
+    result = check(TABLE[name])
+    assert not result.wrong, result.remark
+    assert result.rung == ("loop" if name in BELOW_CAPTURE else "capture"), result.reasons
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_routing_by_data_in_one_batch(name, n):
+    """A mixture of experts whose tokens are routed by data-dependent indices, over the whole batch at once."""
+    model, (batch, labels) = TABLE[name].model_and_batch()
+
+    def fn(params, ids, labels):
+        logits = functional_call(model, params, (), {"input_ids": ids}).logits
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
+
+    def one(params, ids, labels):
+        return fn(params, ids[None], labels[None])[0]
+
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    batch = batch["input_ids"][:n], labels[:n]
+    values, grads = psg.per_sample_value_and_grad(fn, method="batch")(params, *batch)
+    expected_values, expected = loop_value_and_grad(one)(params, *batch)
+    assert_trees_close(values, expected_values)
+    assert_trees_close(grads, expected)

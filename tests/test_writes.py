@@ -1,0 +1,100 @@
+"""Ops that write one tensor into another, with the gradient on either side: on every rung the loop's number, or none."""
+
+import warnings
+
+import pytest
+import torch
+from cases import score
+
+import psg
+from psg.testing import assert_trees_close, loop_grad
+
+INDEX = [2, 0]
+
+
+def into(y, place, value):
+    """Write into a part of a copy, whichever way the part is taken."""
+    y = y.clone()
+    place(y).copy_(value)
+    return y
+
+
+def put(y, key, value):
+    y = y.clone()
+    y[key] = value
+    return y
+
+
+def index(tensor):
+    return torch.tensor(INDEX, device=tensor.device)
+
+
+def stairs(tensor):
+    return torch.tensor([[1, 0, 2], [1, 1, 1]], device=tensor.device)
+
+
+def diagonal(tensor):
+    return torch.eye(4, 3, dtype=torch.bool, device=tensor.device)
+
+
+WRITES = {
+    "select_scatter": lambda y, v: torch.select_scatter(y, v[0], 0, 1),
+    "select_scatter, last": lambda y, v: torch.select_scatter(y, v[:, 0].repeat(2)[:4], 1, -1),
+    "slice_scatter": lambda y, v: torch.slice_scatter(y, v[:2], 0, 1, 3),
+    "slice_scatter by steps": lambda y, v: torch.slice_scatter(y, v[:, :2].repeat(2, 1)[:4], 1, 0, 3, 2),
+    "diagonal_scatter": lambda y, v: torch.diagonal_scatter(y, v[0], -1),
+    "as_strided_scatter": lambda y, v: torch.as_strided_scatter(y, v[:2, :2], (2, 2), (3, 1), 1),
+    "index_copy": lambda y, v: y.index_copy(0, index(y), v[:2]),
+    "index_add": lambda y, v: y.index_add(0, index(y), v[:2], alpha=2),
+    "index_put": lambda y, v: y.index_put((index(y),), v[:2]),
+    "index_fill": lambda y, v: y.index_fill(0, index(y), v[0, 0]),
+    "scatter": lambda y, v: y.scatter(0, stairs(y)[:1], v[:1]),
+    "scatter_add": lambda y, v: y.scatter_add(0, stairs(y), v[:2]),
+    "scatter_reduce": lambda y, v: y.scatter_reduce(0, stairs(y), v[:2], "prod"),
+    "masked_scatter": lambda y, v: y.masked_scatter(diagonal(y), v),
+    "masked_fill": lambda y, v: y.masked_fill(diagonal(y), v[0, 0]),
+    "put": lambda y, v: y.put(stairs(y)[0], v[0]),
+    "setitem of a row": lambda y, v: put(y, 1, v[0]),
+    "setitem of a column": lambda y, v: put(y, (slice(None), 1), v[:, 0].repeat(2)[:4]),
+    "setitem by indices": lambda y, v: put(y, index(y), v[:2]),
+    "setitem by a mask": lambda y, v: put(y, diagonal(y), v[0]),
+    "setitem, broadcast": lambda y, v: put(y, slice(0, 2), v[0]),
+    "select": lambda y, v: into(y, lambda c: c.select(0, 1), v[0]),
+    "narrow": lambda y, v: into(y, lambda c: c.narrow(0, 1, 2), v[:2]),
+    "narrow of columns": lambda y, v: into(y, lambda c: c.narrow(1, 1, 2), v[:1, :2]),
+    "diagonal": lambda y, v: into(y, lambda c: c.diagonal(), v[0]),
+    "transposed": lambda y, v: into(y, lambda c: c.T[1], v[:, 0].repeat(2)[:4]),
+    "flattened": lambda y, v: into(y, lambda c: c.view(-1)[3:6], v[0]),
+}  # fmt: skip
+SIDES = {
+    "parameter": lambda p, x: p,
+    "derived": lambda p, x: p.sin(),
+    "sample": lambda p, x: x,
+    "both": lambda p, x: p * x.mean() + x,
+    "nothing": lambda p, x: torch.zeros_like(x),
+}
+TAUGHT = {"parameter", "derived", "both"}
+PAIRS = [(side, other) for side in SIDES for other in SIDES if other != "nothing" and TAUGHT & {side, other}]
+
+
+@pytest.mark.parametrize("side, other", PAIRS)
+@pytest.mark.parametrize("write", WRITES)
+def test_writes(write, side, other, device):
+    def fn(p, x, z):
+        return score(WRITES[write](SIDES[side](p["y"], x), SIDES[other](p["v"], z)))
+
+    def batch(p, x, z):
+        return torch.stack([fn(p, own, other) for own, other in zip(x, z, strict=True)])
+
+    params = {"y": torch.rand(4, 3, device=device) + 0.5, "v": torch.rand(3, 3, device=device) + 0.5}
+    samples = torch.randn(2, 4, 3, device=device), torch.randn(2, 3, 3, device=device)
+    expected = loop_grad(fn)(params, *samples)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        assert_trees_close(psg.per_sample_grad(fn)(params, *samples), expected)
+    for method, function in (("capture", fn), ("vmap", fn), ("batch", batch)):
+        try:
+            found = psg.per_sample_grad(function, method=method)(params, *samples)
+        except (psg.PsgError, RuntimeError):
+            continue  # refused, not guessed
+        assert_trees_close(found, expected)
