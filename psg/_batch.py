@@ -32,7 +32,11 @@ from psg.rules.rows import ELEMENTWISE, split_rows
 
 
 def capture_batch(
-    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]], tensors: Sequence[Tensor], params: dict[int, str], n: int
+    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    params: dict[int, str],
+    n: int,
+    look: Callable[[Any], None],
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -41,6 +45,7 @@ def capture_batch(
         tensors: The function's arguments.
         params: The positions among `tensors` of those to differentiate, and what messages call them.
         n: The number of samples, at least 1.
+        look: Called with the arguments of every op of the function.
 
     Returns:
         The outputs and the factors.
@@ -53,7 +58,7 @@ def capture_batch(
     lifted = {position: Lifted.parameter(tensors[position], None, n) for position in params}
     for position, value in lifted.items():
         value.handle = tensors[position] = tensors[position].detach()
-    mode = _BatchMode(n, dict(zip(params.values(), lifted.values(), strict=True)))
+    mode = _BatchMode(n, dict(zip(params.values(), lifted.values(), strict=True)), look)
     with torch.enable_grad(), mode:
         outputs = function(tensors)
     mode.backward(outputs[0])
@@ -74,9 +79,10 @@ class _Tap(NamedTuple):
 class _BatchMode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: dict[str, Lifted]) -> None:
+    def __init__(self, n: int, params: dict[str, Lifted], look: Callable[[Any], None]) -> None:
         super().__init__()
         self.n = n
+        self.look = look
         self.names = {id(value.handle): name for name, value in params.items()}
         self.by_handle = {id(value.handle): value for value in params.values()}
         self.values = list(params.values())  # and, as they appear, the derived ones
@@ -86,6 +92,7 @@ class _BatchMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
+        self.look((args, kwargs))
         refuse_updates(func, args, kwargs)
         met = [leaf for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
         if not met:

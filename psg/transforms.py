@@ -238,7 +238,7 @@ def factored_grad(
         torch.Size([5, 5])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("factored_grad", fn, options, lambda result, start: result.factors, concat, factored=True)
+    run = _over_batches("factored_grad", fn, options, lambda call, result, start: result.factors, concat, factored=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         grads = call.gradient_tree(result.reduced)
@@ -303,8 +303,8 @@ def clipped_grad(
         mask = kwargs.pop("mask", None)
         groups: list[clipping.Group] = []
 
-        def reduce(result: Result, start: int) -> _Clipped:
-            return _clip(result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
+        def reduce(call: Call, result: Result, start: int) -> _Clipped:
+            return _clip(call, result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
             groups.extend(clipping.groups_of(clip_norm, call.gradient_tree([call.leaves[i] for i in call.params])))
@@ -356,7 +356,7 @@ def _over_batches(
     name: str,
     fn: Callable[..., Any],
     options: Options,
-    reduce: Callable[[Result, int], Any],
+    reduce: Callable[[Call, Result, int], Any],
     combine: Callable[[list[Any]], Any],
     check: Callable[[Call], None] = lambda call: None,
     factored: bool = False,
@@ -367,7 +367,7 @@ def _over_batches(
     def compute(call: Call, method: str) -> _Reduced:
         parts = []
         for start, result in _chunks(call, method, options.chunk_size):
-            parts.append(_Reduced(reduce(result, start), result.values, result.aux))
+            parts.append(_Reduced(reduce(call, result, start), result.values, result.aux))
         if len(parts) == 1:
             return parts[0]
         reduced, values, aux = zip(*parts, strict=True)
@@ -378,9 +378,7 @@ def _over_batches(
         with _ambient.off():
             call = prepare(label, kept, options, args, kwargs)
             check(call)
-            if factored and options.method == "auto" and _primitive.needs_derivative(call):
-                return call, compute(call, "vmap")
-            return call, _primitive.differentiable(compute, call, options.method)
+            return call, _primitive.differentiable(compute, call, options.method, attach=not factored)
 
     return run
 
@@ -399,22 +397,22 @@ def _chunks(call: Call, method: str, size: int | None) -> Iterator[tuple[int, Re
 # One reduction a transform
 
 
-def _materialize(result: Result, start: int) -> list[Tensor]:
+def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
     return [factor.materialize() for factor in result.factors]
 
 
-def _norm(result: Result, start: int) -> list[Tensor]:
-    return [joint_norm([factor.norm() for factor in result.factors])]
+def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
+    return [joint_norm(result.factors)(range(len(result.factors)))]
 
 
 def _concat(parts: list[list[Tensor]]) -> list[Tensor]:
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
+def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
     factors = [factor.settle() for factor in result.factors]
-    leaf_norms = [factor.norm() for factor in factors]
-    norms, values = joint_norm(leaf_norms), result.values
+    norm_of = joint_norm(factors)
+    norms, values = norm_of(range(len(factors))), result.values
     finite = norms.isfinite()
     keep = finite if mask is None else finite & mask
     nonfinite = (~finite if mask is None else ~finite & mask).sum()
@@ -423,8 +421,8 @@ def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, 
 
     coefs: dict[int, Tensor] = {}
     for group in groups:
-        group_norm = norms if len(groups) == 1 else joint_norm([leaf_norms[i] for i in group.leaves])
-        coef = torch.where(keep, scale(group_norm, group.clip_norm), 0)
+        group_norm = norms if len(groups) == 1 else norm_of(group.leaves)
+        coef = torch.where(keep, call.outside.run(scale, group_norm, group.clip_norm), 0)
         coefs.update(dict.fromkeys(group.leaves, coef))
     if not _all_known(keep):
         # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
@@ -435,7 +433,7 @@ def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, 
 
 def _all_known(keep: Tensor) -> bool:
     """Whether all are True, where asking costs nothing: on other devices it would wait, so there the answer is no."""
-    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and bool(keep.all())
+    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and not _functorch.is_traced() and bool(keep.all())
 
 
 def _add(parts: list[_Clipped]) -> _Clipped:
