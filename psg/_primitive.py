@@ -45,12 +45,11 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     if not call.needs_derivative and not outside.met:
         return result
     if not attach and not call.needs_derivative:
-        key = getattr(call.fn, "__code__", type(call.fn))
-        shape = tuple(outside.met[0].shape)
         warn_once(
-            (key, "outside"),
-            f"{call.name}: fn closes over a tensor of shape {shape} that requires grad, so the gradients come from vmap(grad) and are dense, "
-            "with a history. To have them factored, detach it (module.requires_grad_(False)) or call under torch.no_grad().",
+            (getattr(call.fn, "__code__", type(call.fn)), "outside"),
+            f"{call.name}: fn closes over a tensor of shape {tuple(outside.met[0].shape)} that requires grad, so the gradients come from "
+            "vmap(grad) and are dense, with a history. To have them factored, detach it (module.requires_grad_(False)) or call under "
+            "torch.no_grad().",
         )
     if not attach or not _random.same_state(before, _random.get_state(call.leaves[i] for i in call.tensors)):
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one.
