@@ -108,7 +108,8 @@ class Call:
         Raises:
             InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair.
         """
-        output = self.fn(*_trees.unflatten(self.spec, leaves), **self.kwargs)
+        with _ambient.uncompiled():
+            output = self.fn(*_trees.unflatten(self.spec, leaves), **self.kwargs)
         aux = None
         if self.has_aux:
             if not isinstance(output, tuple) or len(output) != 2:

@@ -65,6 +65,7 @@ class Report:
         return "\n".join(lines)
 
 
+@_ambient.untraced
 def explain(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -100,6 +101,7 @@ def explain(
     """
     options = Options(argnums, in_dims, has_aux, randomness, None, method)
 
+    @_ambient.untraced
     def explained(*args: Any, **kwargs: Any) -> Report:
         name = getattr(fn, "__name__", type(fn).__name__)
         kept = _ambient.keep(fn)

@@ -64,6 +64,7 @@ class ClippedGrad(NamedTuple):
     sensitivity: float | Tensor
 
 
+@_ambient.untraced
 def per_sample_grad(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -109,6 +110,7 @@ def per_sample_grad(
     return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
 
 
+@_ambient.untraced
 def per_sample_value_and_grad(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -152,6 +154,7 @@ def per_sample_value_and_grad(
     return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
 
 
+@_ambient.untraced
 def per_sample_norm(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -196,6 +199,7 @@ def per_sample_norm(
     return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
 
 
+@_ambient.untraced
 def factored_grad(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -247,6 +251,7 @@ def factored_grad(
     return _wrap(fn, lambda args, kwargs: finish(*run(args, kwargs)))
 
 
+@_ambient.untraced
 def clipped_grad(
     fn: Callable[..., Any],
     clip_norm: Any,
@@ -349,7 +354,7 @@ def _wrap(fn: Callable[..., Any], call: Callable[[tuple[Any, ...], dict[str, Any
         return call(args, kwargs)
 
     del transformed.__wrapped__
-    return transformed
+    return _ambient.untraced(transformed)
 
 
 def _over_batches(
