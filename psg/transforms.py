@@ -20,9 +20,16 @@ Arguments that all five share:
 Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
 
 Every transform raises InputError if an argument does not fit, or if fn does not return a scalar; what fn itself raises is raised as it
-is. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. Inside torch.func transforms
-(grad, vmap, jvp, ...) and on inputs that require grad the results are differentiable. A batch of no samples gives leaves [0, *shape] and
-zero sums.
+is. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples gives
+leaves [0, *shape] and zero sums.
+
+Derivatives. If an input requires grad, or a tensor that fn closes over, so do the results. The forward pass then is the same, at the
+same price, and holds nothing but the inputs; a backward pass, if there is one, computes vmap(grad(fn)) (or, where vmap cannot run fn, a
+loop over the samples) and differentiates that. A function that draws random numbers takes this path from the start, for values and
+derivative must come from one draw: pass it detached parameters, or call under torch.no_grad(), where no derivative is wanted. Inside
+torch.func transforms (grad, vmap, jvp, ...) the path through vmap(grad) is taken too. At a norm of zero derivatives are zero.
+
+torch.compile does not look into psg's functions: its graph breaks around them. What is compiled inside of fn runs uncompiled.
 """
 
 import functools
