@@ -1,14 +1,20 @@
-"""What surrounds a call: autocast is for fn alone, and inference mode for neither.
+"""What surrounds a call: autocast is for fn alone, inference mode and torch.compile are for neither.
 
-Under autocast, what psg computes around fn keeps the precision that it states. Under inference mode nothing could be differentiated.
+Under autocast, what psg computes around fn keeps the precision that it states. Under inference mode nothing could be differentiated. And
+torch.compile is not to trace a pass that watches fn's ops, neither from outside nor, where fn is compiled, from within: its graph breaks
+around psg's functions, which run as ever.
 """
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DEVICES = ("cpu", "cuda")
 
@@ -48,9 +54,36 @@ def usable(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
 
 
-def never(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to run without autocast."""
+def _may_compile() -> bool:
+    # Whoever compiles has imported it; that takes half a second, and nobody else needs it.
+    return "torch._dynamo" in sys.modules
 
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that torch.compile does not look into."""
+    disabled: Any = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None:
+            if not _may_compile():
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Run the body as if nothing in it were compiled."""
+    return torch.compiler.set_stance("force_eager") if _may_compile() else contextlib.nullcontext()
+
+
+def never(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function to run without autocast and not to be compiled."""
+
+    @untraced
     @functools.wraps(function)
     def plain(*args: Any, **kwargs: Any) -> Any:
         with off():

@@ -48,7 +48,11 @@ from psg.rules.rows import ELEMENTWISE, split_rows
 
 
 def capture_batch(
-    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]], tensors: Sequence[Tensor], params: dict[int, str], n: int
+    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    params: dict[int, str],
+    n: int,
+    look: Callable[[Any], None],
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -57,6 +61,7 @@ def capture_batch(
         tensors: The function's arguments.
         params: The positions among `tensors` of those to differentiate, and what messages call them.
         n: The number of samples, at least 1.
+        look: Called with the arguments of every op of the function.
 
     Returns:
         The outputs and the factors.
@@ -68,11 +73,11 @@ def capture_batch(
     """
     tensors = [tensor.detach() for tensor in tensors]
     try:
-        return _one_pass(function, tensors, params, n, tensors)
+        return _one_pass(function, tensors, params, n, tensors, look)
     except _WritesInput:
         # An activation in place on the batch itself, say: harmless to the caller on a copy.
         tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
-        return _one_pass(function, tensors, params, n, ())
+        return _one_pass(function, tensors, params, n, (), look)
 
 
 class NotFinite(PsgError):
@@ -99,12 +104,13 @@ def _one_pass(
     params: dict[int, str],
     n: int,
     inputs: Sequence[Tensor],
+    look: Callable[[Any], None],
 ) -> Captured:
     tensors = list(tensors)
     values = {position: Lifted.parameter(tensors[position], None, n) for position in params}
     for position, value in values.items():
         value.handle = tensors[position] = tensors[position].detach().requires_grad_()
-    mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs)
+    mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs, look)
     with torch.enable_grad(), mode:
         outputs = function(tensors)
     if mode.failure is not None:
@@ -133,9 +139,10 @@ class _Tap(NamedTuple):
 class _BatchMode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor], look: Callable[[Any], None]) -> None:
         super().__init__()
         self.n = n
+        self.look = look
         self.level = _functorch.current_level()
         self.owned = {_functorch.memory_of(value.leaf) for value in params.values()}
         self.inputs = {_functorch.memory_of(tensor) for tensor in inputs if tensor.numel()} - self.owned
@@ -155,6 +162,7 @@ class _BatchMode(TorchFunctionMode):
     def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in METADATA:
             return func(*args, **kwargs)
+        self.look((args, kwargs))
         self._protect(func, target_of(func, args, kwargs))
         refuse_updates(func, args, kwargs)
         if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):

@@ -2,15 +2,17 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from psg import _ambient, _trees
+from psg import _ambient, _functorch, _trees
 from psg._errors import InputError
+from psg._outside import Outside
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Call:
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         n: The number of samples.
+        outside: What becomes of tensors with a history that fn closes over.
     """
 
     name: str
@@ -75,11 +78,25 @@ class Call:
     has_aux: bool
     randomness: str
     n: int
+    outside: Outside = field(default_factory=Outside)
 
     @cached_property
     def tensors(self) -> list[int]:
         """The positions of the leaves that are tensors."""
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+
+    @property
+    def needs_derivative(self) -> bool:
+        """Whether what comes out of a run of this call must have a derivative: for a transform, or for plain autograd."""
+        if _functorch.transform_active() or self.has_tangent:
+            return True
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (*(self.leaves[i] for i in self.tensors), *self.outside.met))
+
+    @property
+    def has_tangent(self) -> bool:
+        """Whether an input carries a tangent of torch.autograd.forward_ad."""
+        level = forward_ad._current_level
+        return level >= 0 and any(forward_ad.unpack_dual(self.leaves[i], level=level).tangent is not None for i in self.tensors)
 
     def gradient_tree(self, leaves: Sequence[Any]) -> Any:
         """The tree that is differentiated, or the tuple of them, with these leaves."""
@@ -91,7 +108,8 @@ class Call:
         Raises:
             InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair.
         """
-        output = self.fn(*_trees.unflatten(self.spec, leaves), **self.kwargs)
+        with _ambient.uncompiled():
+            output = self.fn(*_trees.unflatten(self.spec, leaves), **self.kwargs)
         aux = None
         if self.has_aux:
             if not isinstance(output, tuple) or len(output) != 2:

@@ -90,6 +90,7 @@ def capture(
     params: Sequence[int],
     n: int,
     randomness: str,
+    look: Callable[[Any], None],
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -100,6 +101,7 @@ def capture(
         params: The positions among `tensors` of those to differentiate.
         n: The number of samples, at least 1.
         randomness: As in torch.func.vmap.
+        look: Called with the arguments of every op of the function.
 
     Returns:
         The outputs and the factors.
@@ -114,7 +116,7 @@ def capture(
     first: RuntimeError | None = None
     while True:
         try:
-            return _one_pass(function, tensors, in_dims, params, n, randomness, habits)
+            return _one_pass(function, tensors, in_dims, params, n, randomness, look, habits)
         except _WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
@@ -153,6 +155,7 @@ def _one_pass(
     params: Sequence[int],
     n: int,
     randomness: str,
+    look: Callable[[Any], None],
     habits: _Habits,
 ) -> Captured:
     tensors, dims = list(tensors), list(in_dims)
@@ -161,7 +164,7 @@ def _one_pass(
     for position, value in zip(params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = _Mode(n, lifted, inputs, habits)
+    mode = _Mode(n, lifted, inputs, look, habits)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
@@ -193,9 +196,10 @@ class _Tap(NamedTuple):
 class _Mode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
-    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], habits: _Habits) -> None:
+    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], look: Callable[[Any], None], habits: _Habits) -> None:
         super().__init__()
         self.n = n
+        self.look = look
         self.habits = habits
         # Memory that the function must not write into: parameters, values derived from them, and the caller's inputs.
         self.owned = {_functorch.memory_of(value.leaf) for value in params}
@@ -228,6 +232,7 @@ class _Mode(TorchFunctionMode):
         """Run a call by a rule, below vmap, or as it is."""
         if func in METADATA:
             return func(*args, **kwargs)
+        self.look((args, kwargs))
         target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(name_of(func), target)

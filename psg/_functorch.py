@@ -8,7 +8,9 @@ Both run the same code at the same level, with ordinary autograd recording it; t
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
@@ -18,6 +20,22 @@ from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[re
 def transform_active() -> bool:
     """Whether the caller runs inside a torch.func transform (grad, vmap, jvp, ...)."""
     return _C.peek_interpreter_stack() is not None
+
+
+def now() -> int:
+    """The moment, as `made_before` counts it."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def made_before(tensor: Tensor, moment: int) -> bool:
+    """Whether autograd recorded the op that made this tensor before a moment."""
+    node: Any = tensor.grad_fn
+    return node._sequence_nr() < moment
+
+
+def is_traced() -> bool:
+    """Whether something below torch.func, such as a tracer, sees every op: then no op may give a Python value."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def current_level() -> int:

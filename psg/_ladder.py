@@ -4,8 +4,6 @@ Each rung is right wherever the one above cannot run. A rung that raises hands o
 own error and is raised as it is.
 """
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +15,9 @@ from psg import _functorch, _random, _trees
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Diverged, capture
-from psg._errors import FallbackWarning, InputError, PsgError, StateError
-from psg.factors import Dense, Factor, Sum, concat
-from psg.rules._registry import are_disabled, find_leak
+from psg._errors import InputError, PsgError, StateError, warn_once
+from psg.factors import Dense, Factor, concat
+from psg.rules._registry import are_disabled, find_decomposition, find_leak
 from psg.rules.leaks import refuse_updates
 
 
@@ -51,14 +49,17 @@ def run(call: Call, method: str) -> Result:
         method: "auto" for the ladder, or the name of the one rung to use.
 
     Returns:
-        The result, without autograd history unless the rung is "vmap".
+        The result, with a derivative if `call.needs_derivative` (which capture cannot give) and else without history.
 
     Raises:
         InputError: fn does not return a scalar.
         StateError: fn changes state.
     """
+    pinned = method != "auto"
+    if method == "batch" and call.needs_derivative:
+        call, method = call.single(), "auto"
     if method == "auto":
-        rungs = ["vmap", "loop"] if are_disabled() else ["capture", "vmap", "loop"]
+        rungs = ["vmap", "loop"] if are_disabled() or call.needs_derivative else ["capture", "vmap", "loop"]
     else:
         rungs = [method]
     reasons: list[tuple[str, str]] = []
@@ -72,7 +73,7 @@ def run(call: Call, method: str) -> Result:
             reasons.append((rung, _reason(error)))
     else:
         result = _RUNGS[rungs[-1]](call)
-    if reasons:
+    if reasons and not pinned:
         _warn_once(call, result.rung, reasons)
     return result._replace(reasons=tuple(reasons))
 
@@ -84,29 +85,15 @@ def _reason(error: Exception) -> str:
 
 
 _COST = {"vmap": "per-sample gradients are held in full", "loop": "one forward and backward for every sample"}
-_warned: set[tuple[Any, str, str]] = set()
 
 
 def _warn_once(call: Call, rung: str, reasons: list[tuple[str, str]]) -> None:
-    key = (getattr(call.fn, "__code__", type(call.fn)), rung, reasons[0][1])
-    if key in _warned:
-        return
-    _warned.add(key)
     why = "; ".join(f"{above} could not run it ({reason})" for above, reason in reasons)
-    warnings.warn(
+    message = (
         f"{call.name}: {why}. The result comes from method={rung!r} and is right; the cost is {_COST[rung]}. "
-        f"Pass method={rung!r} to choose it without this warning.",
-        FallbackWarning,
-        stacklevel=_stack_level(),
+        f"Pass method={rung!r} to choose it without this warning."
     )
-
-
-def _stack_level() -> int:
-    """How many frames up the user's own call is: the first outside this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("psg", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
+    warn_once((getattr(call.fn, "__code__", type(call.fn)), rung, reasons[-1][1]), message)
 
 
 # The rungs
@@ -132,7 +119,7 @@ class _Aux:
 
 def _run_capture(call: Call) -> Result:
     if _functorch.transform_active():
-        raise PsgError("it runs inside a torch.func transform, which sees through vmap(grad) only")
+        raise PsgError('method="capture": it runs inside a torch.func transform, which sees through the other methods only')
     state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
     try:
         return _capture_together(call)
@@ -176,6 +163,7 @@ def _capture_together(call: Call) -> Result:
         [order.index(i) for i in call.params],
         call.n,
         call.randomness,
+        call.outside.look,
     )
     values, *extra = captured.outputs
     return Result(values, aux.join(extra), captured.factors, "capture", (), captured.uses)
@@ -185,7 +173,7 @@ def _run_vmap(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with _Guard("vmap") as guard:
+        with _Guard("vmap", call) as guard:
             loss, extra = call.evaluate(call.filled(tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}") from guard.failure
@@ -202,21 +190,13 @@ def _run_loop(call: Call) -> Result:
     aux = _Aux()
     rows = []
     state = _random.get_state(call.leaves[i] for i in call.tensors)
+    gradient = _nested_gradient if _functorch.transform_active() else _recorded_gradient
     for i in range(call.n):
         if call.randomness == "same":
             _random.set_state(state)
         leaves = call.sample(i)
-        for position in call.params:
-            # A copy: a function that writes into its parameter must not write into the caller's.
-            leaves[position] = leaves[position].detach().clone().requires_grad_()
-        own = [leaves[position] for position in call.params]
-        with torch.enable_grad(), _Guard("loop"):
-            loss, extra = call.evaluate(leaves)
-        gradients = torch.autograd.grad(loss, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
-        gradients = [
-            torch.zeros_like(leaf) if g is None else g.to_dense() if g.is_sparse else g for leaf, g in zip(own, gradients, strict=True)
-        ]
-        rows.append((*gradients, loss.detach(), *(tensor.detach() for tensor in aux.split(extra))))
+        gradients, loss, extra = gradient(call, leaves, aux)
+        rows.append((*(g.to_dense() if g.is_sparse else g for g in gradients), loss, *extra))
         if call.randomness == "error" and not _random.same_state(state, _random.get_state(leaves[i] for i in call.tensors)):
             raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
     stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -225,9 +205,43 @@ def _run_loop(call: Call) -> Result:
     return Result(stacked[count], aux.join(stacked[count + 1 :]), factors, "loop", (), [[] for _ in factors])
 
 
+_OneSample = tuple[Sequence[Tensor], Tensor, Sequence[Tensor]]
+
+
+def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
+    """One sample's gradients, loss and auxiliary tensors by plain autograd, which can run whatever PyTorch can."""
+    history = call.needs_derivative
+    for position in call.params:
+        # A copy: a function that writes into its parameter must not write into the caller's.
+        leaves[position] = leaves[position].clone()
+        if not leaves[position].requires_grad:
+            leaves[position].requires_grad_()
+    own = [leaves[position] for position in call.params]
+    with torch.enable_grad(), _Guard("loop", call, leaves):
+        loss, extra = call.evaluate(leaves)
+    found = torch.autograd.grad(loss, own, create_graph=history, allow_unused=True) if loss.requires_grad else [None] * len(own)
+    gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(own, found, strict=True)]
+    outputs = loss, *aux.split(extra)
+    loss, *extra = outputs if history else [output.detach() for output in outputs]
+    return gradients, loss, extra
+
+
+def _nested_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
+    """The same for an enclosing transform, which sees through torch.func alone."""
+
+    def function(*own: Tensor) -> tuple[Tensor, Any]:
+        for position, leaf in zip(call.params, own, strict=True):
+            leaves[position] = leaf
+        with _Guard("loop", call):
+            loss, extra = call.evaluate(leaves)
+        return loss, (loss, *aux.split(extra))
+
+    own = [leaves[position].clone() for position in call.params]
+    gradients, (loss, *extra) = torch.func.grad(function, argnums=tuple(range(len(own))), has_aux=True)(*own)
+    return gradients, loss, extra
+
+
 def _run_batch(call: Call) -> Result:
-    if _functorch.transform_active():
-        return _run_vmap(call.single())
     try:
         return _batch_together(call)
     except NotFinite as error:
@@ -242,7 +256,7 @@ def _batch_together(call: Call) -> Result:
         return (losses, *aux.split(extra))
 
     params = {order.index(position): call.paths[position] for position in call.params}
-    captured = capture_batch(function, [call.leaves[i] for i in order], params, call.n)
+    captured = capture_batch(function, [call.leaves[i] for i in order], params, call.n, call.outside.look)
     values, *extra = captured.outputs
     return Result(values, aux.join(extra), captured.factors, "batch", (), captured.uses)
 
@@ -258,14 +272,16 @@ _RUNGS: dict[str, Callable[[Call], Result]] = {
 class _Guard(TorchFunctionMode):
     """Refuses what a rung would run wrongly or should not: updates of running statistics, and under vmap the ops that it gets wrong."""
 
-    def __init__(self, rung: str) -> None:
+    def __init__(self, rung: str, call: Call, own: Sequence[Any] = ()) -> None:
         super().__init__()
         self.rung = rung
+        self.outside, self.own = call.outside, frozenset(id(leaf) for leaf in own)
         self.failure: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return self._checked(func, args, kwargs or {})
+            self.outside.look((args, kwargs or {}), self.own)
+            return self._checked(func, *self.outside.replace((args, kwargs or {})))
         except Exception as error:
             self.failure = error
             raise
@@ -275,6 +291,12 @@ class _Guard(TorchFunctionMode):
         reason = find_leak(func, args, kwargs, self.rung)
         if reason is not None:
             raise PsgError(reason)
+        decompose = find_decomposition(func) if self.rung == "vmap" else None
+        if decompose is not None:
+            with self:
+                output = decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
         return func(*args, **kwargs)
 
 
@@ -283,8 +305,7 @@ def empty(call: Call) -> Result:
     factors: list[Factor] = []
     for position in call.params:
         leaf, dim = call.leaves[position], call.dims[position]
-        shape = leaf.shape if dim is None else torch.Size(size for d, size in enumerate(leaf.shape) if d != dim)
-        factors.append(Sum([], leaf.new_empty(0, 0), shape))
+        factors.append(Dense((leaf.unsqueeze(0) if dim is None else leaf.movedim(dim, 0))[:0]))
     dtype = next((call.leaves[i].dtype.to_real() for i in call.params), torch.get_default_dtype())
     device = call.leaves[call.params[0]].device if call.params else None
     aux = None

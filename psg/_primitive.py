@@ -1,11 +1,12 @@
-"""psg's transforms as primitives of plain autograd: a fast forward, and the reference composition for whoever differentiates.
+"""psg's transforms as primitives of plain autograd: a fast forward pass, and the reference composition for whoever differentiates.
 
-The capture pass has no history of its own. Where an input requires grad, the whole transform becomes one `autograd.Function`: its forward
-is the fast pass, and its backward, computed only if it is asked for, is that of `vmap(grad(fn))`. Inside torch.func transforms the
-reference runs from the start; they see through it.
+The capture pass has no history of its own. Where an input requires grad, what it gives is attached to the graph by one
+`autograd.Function`, whose backward, computed only if it is asked for, is that of the reference: `vmap(grad(fn))`, or where vmap cannot run
+fn a loop over its samples. Inside torch.func transforms the reference runs from the start; they see through it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,81 +14,86 @@ from torch import Tensor
 
 from psg import _functorch, _random, _trees
 from psg._call import Call
-from psg._errors import StateError
+from psg._errors import warn_once
+from psg._outside import Replaced, Watched
 
 Compute = Callable[[Call, str], Any]
 
 
-def differentiable(compute: Compute, call: Call, method: str) -> Any:
+def differentiable(compute: Compute, call: Call, method: str, attach: bool = True) -> Any:
     """`compute(call, method)`, with a derivative.
 
     Args:
-        compute: From a call and a method to a tree of tensors (other leaves pass through); differentiable under method="vmap".
+        compute: From a call and a method to a tree of tensors (other leaves pass through).
         call: The call.
         method: As `psg.per_sample_grad` takes it.
+        attach: Whether the tree is the same for every method. Otherwise what has a derivative comes from the reference alone.
 
     Returns:
         What compute returns.
     """
-    if _functorch.transform_active():
-        return compute(call, "vmap" if method == "auto" else method)
-    if method == "vmap" or call.n == 0 or not needs_derivative(call):
+    if _functorch.transform_active() or call.has_tangent or not torch.is_grad_enabled():
         return compute(call, method)
+    # Below capture every method has a derivative of its own.
+    reference = "auto" if method == "capture" else method
+    if call.needs_derivative and not attach:
+        return compute(call, reference)
+    outside = Watched()
+    before = _random.get_state(call.leaves[i] for i in call.tensors)
+    with torch.no_grad():
+        result = compute(replace(call, outside=outside), method)
+    if not call.needs_derivative and not outside.met:
+        return result
+    if not attach and not call.needs_derivative:
+        warn_once(
+            (getattr(call.fn, "__code__", type(call.fn)), "outside"),
+            f"{call.name}: fn closes over a tensor of shape {tuple(outside.met[0].shape)} that requires grad, so the gradients come from "
+            "vmap(grad) and are dense, with a history. To have them factored, detach it (module.requires_grad_(False)) or call under "
+            "torch.no_grad().",
+        )
+    if not attach or not _random.same_state(before, _random.get_state(call.leaves[i] for i in call.tensors)):
+        # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one.
+        _random.set_state(before)
+        return compute(replace(call, outside=Replaced(outside.met, outside.met)), reference)
+
     tensors = [call.leaves[i] for i in call.tensors]
 
-    skeleton: list[Any] = []
+    def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        own, others = inputs[: len(tensors)], list(inputs[len(tensors) :])
+        renewed = replace(call.with_tensors(own), outside=Replaced(outside.met, others))
+        return _tensors(_trees.flatten(compute(renewed, reference))[0])
 
-    def run(tensors: tuple[Tensor, ...], method: str) -> tuple[Tensor, ...]:
-        leaves, spec = _trees.flatten(compute(call.with_tensors(tensors), method))
-        skeleton[:] = [leaves, spec]
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-    reference = "batch" if method == "batch" else "vmap"
-    results = iter(_Primitive.apply(run, method, reference, *tensors))
-    leaves, spec = skeleton
-    return _trees.unflatten(spec, [next(results) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    leaves, spec = _trees.flatten(result)
+    attached = iter(_Primitive.apply(again, _tensors(leaves), *tensors, *outside.met))
+    return _trees.unflatten(spec, [next(attached) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def needs_derivative(call: Call) -> bool:
-    """Whether someone may differentiate what comes out: a transform, or plain autograd."""
-    return _functorch.transform_active() or (torch.is_grad_enabled() and any(call.leaves[i].requires_grad for i in call.tensors))
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _Primitive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], method: str, reference: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        before = _random.get_state(tensors)
-        outputs = run(tensors, method)
-        if not _random.same_state(before, _random.get_state(tensors)):
-            # fn draws random numbers. The backward pass replays the reference from this state, so the forward pass must be the
-            # reference too: another rung may draw them in another order.
-            _random.set_state(before)
-            if reference == "batch":
-                raise StateError('method="batch": fn draws random numbers, which a derivative of the result could not draw again.')
-            outputs = run(tensors, reference)
-        ctx.run, ctx.reference = run, reference
-        ctx.state = before
-        ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*(output for output in outputs if not _differentiable(output)))
-        return tuple(output.detach().clone() if output.requires_grad or any(output is t for t in tensors) else output for output in outputs)
+    """Outputs that have been computed already, and how to compute them again with a history."""
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        wanted = [i for i, tensor in enumerate(tensors) if ctx.needs_input_grad[i + 3]]
+    def forward(ctx: Any, again: Callable[..., list[Tensor]], outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.again = again
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output in outputs if not (output.is_floating_point() or output.is_complex())))
+        return tuple(output.clone() if any(output is tensor for tensor in inputs) else output for output in outputs)
 
-        def reference(*inputs: Tensor) -> tuple[Tensor, ...]:
-            full = list(tensors)
-            for i, tensor in zip(wanted, inputs, strict=True):
-                full[i] = tensor
-            return tuple(output for output in ctx.run(tuple(full), ctx.reference) if _differentiable(output))
-
-        with _random.replay(ctx.state):
-            _, pull_back, *_ = torch.func.vjp(reference, *(tensors[i] for i in wanted))
-        cotangents = tuple(c for c in cotangents if c is not None and _differentiable(c))
-        gradients = dict(zip(wanted, pull_back(cotangents), strict=True))
-        return (None, None, None, *(gradients.get(i) for i in range(len(tensors))))
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        create_graph, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            # Aliases: the gradient stops at them, and goes on through them where the backward pass is itself differentiated.
+            inputs = tuple(tensor.view_as(tensor) if want else tensor for tensor, want in zip(ctx.saved_tensors, wanted, strict=True))
+            outputs = ctx.again(inputs)
+            pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
+            if not pairs:
+                return (None,) * (2 + len(inputs))
+            outputs, cotangents = zip(*pairs, strict=True)
+            targets = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+            gradients = iter(torch.autograd.grad(outputs, targets, cotangents, create_graph=create_graph, allow_unused=True))
+        return (None, None, *(next(gradients) if want else None for want in wanted))

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psg import _ambient, _functorch, _ladder, _trees
+import torch
+
+from psg import _ambient, _ladder, _trees
 from psg._call import Options, prepare
 from psg._errors import InputError
 from psg.factors import Factor
@@ -63,6 +65,7 @@ class Report:
         return "\n".join(lines)
 
 
+@_ambient.untraced
 def explain(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -98,15 +101,15 @@ def explain(
     """
     options = Options(argnums, in_dims, has_aux, randomness, None, method)
 
+    @_ambient.untraced
     def explained(*args: Any, **kwargs: Any) -> Report:
         name = getattr(fn, "__name__", type(fn).__name__)
         kept = _ambient.keep(fn)
-        inside = _functorch.transform_active() and method == "auto"
-        with _ambient.off():
+        with _ambient.off(), torch.no_grad():  # what runs forward, whoever may differentiate
             call = prepare(f"explain({name})", kept, options, args, kwargs)
             if call.n == 0:
                 raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")
-            result = _ladder.run(call, "vmap" if inside else method)
+            result = _ladder.run(call, method)
         leaves = tuple(
             _leaf(call.paths[position], factor, uses)
             for position, factor, uses in zip(call.params, result.factors, result.uses, strict=True)

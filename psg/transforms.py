@@ -20,9 +20,16 @@ Arguments that all five share:
 Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
 
 Every transform raises InputError if an argument does not fit, or if fn does not return a scalar; what fn itself raises is raised as it
-is. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. Inside torch.func transforms
-(grad, vmap, jvp, ...) and on inputs that require grad the results are differentiable. A batch of no samples gives leaves [0, *shape] and
-zero sums.
+is. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples gives
+leaves [0, *shape] and zero sums.
+
+Derivatives. If an input requires grad, or a tensor that fn closes over, so do the results. The forward pass then is the same, at the
+same price, and holds nothing but the inputs; a backward pass, if there is one, computes vmap(grad(fn)) (or, where vmap cannot run fn, a
+loop over the samples) and differentiates that. A function that draws random numbers takes this path from the start, for values and
+derivative must come from one draw: pass it detached parameters, or call under torch.no_grad(), where no derivative is wanted. Inside
+torch.func transforms (grad, vmap, jvp, ...) the path through vmap(grad) is taken too. At a norm of zero derivatives are zero.
+
+torch.compile does not look into psg's functions: its graph breaks around them. What is compiled inside of fn runs uncompiled.
 """
 
 import functools
@@ -32,7 +39,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clipping
 from psg._call import Call, Options, prepare
@@ -83,6 +89,7 @@ class ClippedGrad(NamedTuple):
     sensitivity: float | Tensor
 
 
+@_ambient.untraced
 def per_sample_grad(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -128,6 +135,7 @@ def per_sample_grad(
     return _wrap("per_sample_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
+@_ambient.untraced
 def per_sample_value_and_grad(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -171,6 +179,7 @@ def per_sample_value_and_grad(
     return _wrap("per_sample_value_and_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
+@_ambient.untraced
 def per_sample_norm(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -215,6 +224,7 @@ def per_sample_norm(
     return _wrap("per_sample_norm", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
+@_ambient.untraced
 def factored_grad(
     fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
@@ -257,7 +267,7 @@ def factored_grad(
         torch.Size([5, 5])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("factored_grad", fn, options, lambda result, start: result.factors, concat, factored=True)
+    run = _over_batches("factored_grad", fn, options, lambda call, result, start: result.factors, concat, factored=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         grads = call.gradient_tree(result.reduced)
@@ -266,6 +276,7 @@ def factored_grad(
     return _wrap("factored_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
 
 
+@_ambient.untraced
 def clipped_grad(
     fn: Callable[..., Any],
     clip_norm: Any,
@@ -322,8 +333,8 @@ def clipped_grad(
         mask = kwargs.pop("mask", None)
         groups: list[clipping.Group] = []
 
-        def reduce(result: Result, start: int) -> _Clipped:
-            return _clip(result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
+        def reduce(call: Call, result: Result, start: int) -> _Clipped:
+            return _clip(call, result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
             groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
@@ -388,7 +399,7 @@ def _wrap(
 
     del transformed.__wrapped__
     transformed.batching = Batching(_label(name, fn), fn, pad, trim)  # type: ignore[attr-defined]
-    return transformed
+    return _ambient.untraced(transformed)
 
 
 def _label(name: str, fn: Callable[..., Any]) -> str:
@@ -409,7 +420,7 @@ def _over_batches(
     name: str,
     fn: Callable[..., Any],
     options: Options,
-    reduce: Callable[[Result, int], Any],
+    reduce: Callable[[Call, Result, int], Any],
     combine: Callable[[list[Any]], Any],
     check: Callable[[Call], None] = lambda call: None,
     factored: bool = False,
@@ -420,7 +431,7 @@ def _over_batches(
     def compute(call: Call, method: str) -> _Reduced:
         parts = []
         for start, result in _chunks(call, method, options.chunk_size):
-            parts.append(_Reduced(reduce(result, start), result.values, result.aux))
+            parts.append(_Reduced(reduce(call, result, start), result.values, result.aux))
         if len(parts) == 1:
             return parts[0]
         reduced, values, aux = zip(*parts, strict=True)
@@ -431,9 +442,7 @@ def _over_batches(
         with _ambient.off():
             call = prepare(label, kept, options, args, kwargs)
             check(call)
-            if factored and options.method == "auto" and _primitive.needs_derivative(call):
-                return call, compute(call, "vmap")
-            return call, _primitive.differentiable(compute, call, options.method)
+            return call, _primitive.differentiable(compute, call, options.method, attach=not factored)
 
     return run
 
@@ -452,22 +461,22 @@ def _chunks(call: Call, method: str, size: int | None) -> Iterator[tuple[int, Re
 # One reduction a transform
 
 
-def _materialize(result: Result, start: int) -> list[Tensor]:
+def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
     return [factor.materialize() for factor in result.factors]
 
 
-def _norm(result: Result, start: int) -> list[Tensor]:
-    return [joint_norm([factor.norm() for factor in result.factors])]
+def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
+    return [joint_norm(result.factors)(range(len(result.factors)))]
 
 
 def _concat(parts: list[list[Tensor]]) -> list[Tensor]:
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
+def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
     factors = [factor.settle() for factor in result.factors]
-    leaf_norms = [factor.norm() for factor in factors]
-    norms, values = joint_norm(leaf_norms), result.values
+    norm_of = joint_norm(factors)
+    norms, values = norm_of(range(len(factors))), result.values
     finite = norms < math.inf  # which NaN is not
     keep = finite if mask is None else finite & mask
     plain = _all_known(keep)
@@ -482,8 +491,8 @@ def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, 
 
     coefs: dict[int, Tensor] = {}
     for group in groups:
-        group_norm = norms if len(groups) == 1 else joint_norm([leaf_norms[i] for i in group.leaves])
-        coef = scale(group_norm, group.clip_norm)
+        group_norm = norms if len(groups) == 1 else norm_of(group.leaves)
+        coef = call.outside.run(scale, group_norm, group.clip_norm)
         coefs.update(dict.fromkeys(group.leaves, coef if plain else torch.where(keep, coef, 0)))
     sums = [factor.weighted_sum(coefs[i]) for i, factor in enumerate(factors)]
     return _Clipped(sums, norms, [coefs[i] for i in range(len(factors))], values, nonfinite)
@@ -491,7 +500,7 @@ def _clip(result: Result, groups: list[clipping.Group], scale: clipping.Policy, 
 
 def _all_known(keep: Tensor) -> bool:
     """Whether all are True, where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
-    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and get_proxy_mode() is None and bool(keep.all())
+    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and not _functorch.is_traced() and bool(keep.all())
 
 
 def _add(parts: list[_Clipped]) -> _Clipped:

@@ -77,14 +77,15 @@ def norm(tree: Any) -> Tensor:
         tree: Per-sample gradients.
 
     Returns:
-        [n], real. Differentiable; the subgradient at zero is zero.
+        [n], real. Differentiable; at zero all derivatives are taken to be zero.
 
     Example:
         >>> import torch
         >>> norm([torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])])
         tensor([5.])
     """
-    return joint_norm([factor.norm() for factor in _factors(tree, "norm")[0]])
+    factors, _ = _factors(tree, "norm")
+    return joint_norm(factors)(range(len(factors)))
 
 
 @never
@@ -269,7 +270,8 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
     rows = norm(tree)
     columns = rows if other is None else norm(other)
     scale = rows[:, None] * columns[None, :]
-    return torch.where(scale > 0, gram(tree, other) / scale, 0)
+    zero = scale == 0
+    return torch.where(zero, 0, gram(tree, other) / torch.where(zero, 1, scale))
 
 
 @never

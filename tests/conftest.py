@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from psg import _ladder
+from psg import _errors
 
 torch.set_num_threads(1)
 
@@ -28,8 +28,9 @@ TORCH_REMARKS = [
     "There is a performance drop",  # vmap runs this op sample by sample
     "Using padding='same' with even kernel",  # the input is copied once more
     "LSTM with projections is not supported with oneDNN",  # another kernel runs it
+    "`torch.jit.script_method` is deprecated",  # torch's inductor still uses it
     "`torch.jit.script` is deprecated",  # torch.func.jvp scripts its decompositions
-    "`torch.jit.script_method` is deprecated",  # and so does inductor
+    "Attempted to insert a get_attr Node",  # torch.func.linearize folds constants in the graph that it traces
 ]
 
 
@@ -52,6 +53,6 @@ def _defaults(request):
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, request.config.getoption("--dtype")))
     torch.manual_seed(0)
-    _ladder._warned.clear()  # psg warns once for a function and a reason: each test is to see its own warning
+    _errors.warned.clear()  # psg warns once for a function and a reason: each test is to see its own warning
     yield
     torch.set_default_dtype(before)

@@ -39,7 +39,7 @@ def listed(state):
 def trained(draw, module):
     """A drawn subset of the module's parameters, one of them at least; the others are frozen."""
     own = {name: draw(tensors(p.shape)) for name, p in parameters(module).items()}
-    module.load_state_dict(own)
+    module.requires_grad_(False).load_state_dict(own)
     names = draw(st.lists(st.sampled_from(sorted(own)), min_size=1, unique=True))
     return {name: own[name] for name in names}
 

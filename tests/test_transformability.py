@@ -1,255 +1,375 @@
-"""psg's functions under torch.func's transforms and under plain autograd: right results, differentiable."""
+"""psg's functions under torch.func's transforms and under plain autograd: right results, differentiable.
+
+One table: outer transform x psg function x how the parameters are used. Every entry is compared with the same composition over plain
+`vmap(grad)`, differentiated for everything at once: parameters, data, the direction, the weights, the clip norm.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, score
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import psg
+from psg.factors import Conv, Geometry, Outer, Rows, Sum
 from psg.testing import assert_trees_close, loop_grad
-from psg.testing._loop import tree_map
+
+# How parameters are used: name -> (function of one sample, shapes of the parameters, the way that `psg.explain` tells).
+KINDS = {
+    "ruled": (
+        lambda p, x: score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"])),
+        {"a": (3, 2), "b": (2, 3), "c": (3,)},
+        "rule",
+    ),
+    "lifted": (
+        lambda p, x: score(torch.hypot(p["a"], x) * torch.atan2(x, p["b"])),
+        {"a": (3, 2), "b": (2,)},
+        "lifted",
+    ),
+    "tied": (
+        lambda p, x: score(F.linear(F.linear(x, p["a"], p["b"]).tanh(), p["a"])),
+        {"a": (2, 2), "b": (2,)},
+        "rule",
+    ),
+    "derived": (
+        lambda p, x: score(F.linear(x, p["a"] * p["g"].exp() + p["l"] @ p["r"])),
+        {"a": (3, 2), "g": (3, 1), "l": (3, 1), "r": (1, 2)},
+        "derived",
+    ),
+}
 
 
-def loss(p, x):
-    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
+def arguments(kind, device="cpu"):
+    """(params, data, the rest): everything that can be differentiated."""
+    params = {name: torch.randn(shape, device=device) for name, shape in KINDS[kind][1].items()}
+    rest = {
+        "direction": {name: torch.randn_like(p) for name, p in params.items()},
+        "weights": torch.randn(N, device=device),
+        "clip_norm": torch.tensor(1.3, device=device),
+    }
+    return params, torch.randn(N, 2, device=device), rest
 
 
-def reference_gradients(p, x):
-    return vmap(grad(loss), in_dims=(None, 0))(p, x)
+# psg's functions, and the same written down with vmap(grad).
+
+
+def gradients(fn, p, x):
+    return vmap(grad(fn), in_dims=(None, 0))(p, x)
 
 
 def flat(tree):
     return torch.cat([tree[key].flatten(1) for key in sorted(tree)], 1)
 
 
-def reference_clipped(p, x):
-    grads = reference_gradients(p, x)
-    coef = (0.8 / flat(grads).norm(dim=1)).clamp(max=1)
-    return {key: torch.einsum("n,n...->...", coef, leaf) for key, leaf in grads.items()}
+def weighted(tree, weights):
+    return tree_map(lambda leaf: torch.einsum("n,n...->...", weights, leaf), tree)
 
 
-def reference_norms(p, x):
-    return flat(reference_gradients(p, x)).norm(dim=1)
+def reference_clipped(fn, p, x, rest):
+    grads = gradients(fn, p, x)
+    norms = flat(grads).norm(dim=1)
+    coef = (rest["clip_norm"] / norms).clamp(max=1)
+    return weighted(grads, coef), norms, coef, vmap(fn, in_dims=(None, 0))(p, x)
 
 
-def reference_gram(p, x):
-    rows = flat(reference_gradients(p, x))
-    return rows @ rows.T
+def clipped(fn, **options):
+    def call(p, x, rest):
+        out = psg.clipped_grad(fn, rest["clip_norm"], **options)(p, x)
+        return out.grads, out.norms, out.clip_coef["a"], out.values
+
+    return call
 
 
-# Name -> (psg's function, the same by torch.func alone).
+def reference_clipped_leaves(fn, p, x, rest):
+    return {key: weighted(g, (rest["clip_norm"] / g.flatten(1).norm(dim=1)).clamp(max=1)) for key, g in gradients(fn, p, x).items()}
+
+
+def clipped_leaves(fn):
+    return lambda p, x, rest: psg.clipped_grad(fn, psg.clipping.PerLeaf(rest["clip_norm"]))(p, x).grads
+
+
+def of_tree(reduce):
+    return lambda fn: lambda p, x, rest: reduce(psg.factored_grad(fn)(p, x), rest)
+
+
+def of_flat(reduce):
+    return lambda fn, p, x, rest: reduce(flat(gradients(fn, p, x)), rest)
+
+
+def reference_cosine(g, rest):
+    g = g / g.norm(dim=1, keepdim=True)
+    return g @ g.T
+
+
+# Name -> (from fn to psg's function of (params, data, rest), the reference of (fn, params, data, rest)).
 FUNCTIONS = {
-    "per_sample_grad": (psg.per_sample_grad(loss), reference_gradients),
+    "per_sample_grad": (lambda fn: lambda p, x, rest: psg.per_sample_grad(fn)(p, x), lambda fn, p, x, rest: gradients(fn, p, x)),
     "per_sample_value_and_grad": (
-        psg.per_sample_value_and_grad(loss),
-        lambda p, x: (vmap(loss, in_dims=(None, 0))(p, x), reference_gradients(p, x)),
+        lambda fn: lambda p, x, rest: psg.per_sample_value_and_grad(fn)(p, x),
+        lambda fn, p, x, rest: (vmap(fn, in_dims=(None, 0))(p, x), gradients(fn, p, x)),
     ),
-    "per_sample_norm": (psg.per_sample_norm(loss), reference_norms),
-    "gram": (lambda p, x: psg.tree.gram(psg.factored_grad(loss)(p, x)), reference_gram),
-    "clipped_grad": (lambda p, x: psg.clipped_grad(loss, 0.8)(p, x).grads, reference_clipped),
-    "in chunks": (psg.per_sample_grad(loss, chunk_size=2), reference_gradients),
-    "method vmap": (psg.per_sample_grad(loss, method="vmap"), reference_gradients),
+    "per_sample_norm": (lambda fn: lambda p, x, rest: psg.per_sample_norm(fn)(p, x), of_flat(lambda g, rest: g.norm(dim=1))),
+    "clipped_grad": (clipped, reference_clipped),
+    "clipped_grad per leaf": (clipped_leaves, reference_clipped_leaves),
+    "materialize": (of_tree(lambda g, rest: psg.tree.materialize(g)), lambda fn, p, x, rest: gradients(fn, p, x)),
+    "norm": (of_tree(lambda g, rest: psg.tree.norm(g)), of_flat(lambda g, rest: g.norm(dim=1))),
+    "squared_norm": (of_tree(lambda g, rest: psg.tree.squared_norm(g)), of_flat(lambda g, rest: g.square().sum(1))),
+    "weighted_sum": (
+        of_tree(lambda g, rest: psg.tree.weighted_sum(g, rest["weights"])),
+        lambda fn, p, x, rest: weighted(gradients(fn, p, x), rest["weights"]),
+    ),
+    "sum": (of_tree(lambda g, rest: psg.tree.sum(g)), lambda fn, p, x, rest: tree_map(lambda g: g.sum(0), gradients(fn, p, x))),
+    "mean": (of_tree(lambda g, rest: psg.tree.mean(g)), lambda fn, p, x, rest: tree_map(lambda g: g.mean(0), gradients(fn, p, x))),
+    "dot": (
+        of_tree(lambda g, rest: psg.tree.dot(g, rest["direction"])),
+        of_flat(lambda g, rest: g @ flat(tree_map(lambda leaf: leaf[None], rest["direction"]))[0]),
+    ),
+    "inner": (of_tree(lambda g, rest: psg.tree.inner(g, psg.tree.take(g, slice(None)))), of_flat(lambda g, rest: g.square().sum(1))),
+    "gram": (of_tree(lambda g, rest: psg.tree.gram(g)), of_flat(lambda g, rest: g @ g.T)),
+    "cosine": (of_tree(lambda g, rest: psg.tree.cosine(g)), of_flat(reference_cosine)),
+    "flatten": (of_tree(lambda g, rest: psg.tree.flatten(g)), of_flat(lambda g, rest: g)),
+    "concat": (of_tree(lambda g, rest: psg.tree.flatten(psg.tree.concat([g, g]))), of_flat(lambda g, rest: torch.cat([g, g]))),
+    "in chunks": (lambda fn: clipped(fn, chunk_size=2), reference_clipped),
+    "method vmap": (lambda fn: clipped(fn, method="vmap"), reference_clipped),
+    "method loop": (lambda fn: clipped(fn, method="loop"), reference_clipped),
 }
-each_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+# Outer transforms: each from a function of (params, data, rest) to what is compared.
 
 
 def weigh(out):
     """A scalar of a tree whose derivative is nowhere zero."""
-    leaves = torch.utils._pytree.tree_leaves(out)
-    return sum((leaf * torch.arange(1.0, leaf.numel() + 1, device=leaf.device).reshape(leaf.shape)).square().sum() for leaf in leaves)
+    return sum(
+        (leaf * torch.arange(1.0, leaf.numel() + 1, device=leaf.device).reshape(leaf.shape)).square().sum() for leaf in tree_leaves(out)
+    )
 
 
-@pytest.fixture
-def args(device):
-    p = {"a": torch.randn(4, 3), "b": torch.randn(2, 4), "c": torch.randn(4)}
-    return tree_map(lambda leaf: leaf.to(device) / 2, p), torch.randn(N, 3, device=device)
+def scalar(f):
+    return lambda *args: weigh(f(*args))
 
 
-def both(name, transform, *args):
+ALL = (0, 1, 2)
+
+
+def directions(args):
+    return tree_map(torch.cos, args)
+
+
+def stacked(tree):
+    return tree_map(lambda leaf: torch.stack([leaf, leaf.sin(), 2 * leaf]), tree)
+
+
+def jvp_of(f):
+    return lambda *args: jvp(f, args, directions(args))
+
+
+def vjp_of(f):
+    def pulled(*args):
+        out, pull_back = vjp(f, *args)
+        return pull_back(directions(out))
+
+    return pulled
+
+
+def linearize_of(f):
+    def linear(*args):
+        out, push = linearize(f, *args)
+        return out, push(*directions(args))
+
+    return linear
+
+
+def second(f):
+    """The gradient of the gradient of a scalar, for everything and everything."""
+    return grad(scalar(grad(scalar(f), argnums=ALL)), argnums=ALL)
+
+
+def live(args):
+    return tree_map(lambda leaf: leaf.clone().requires_grad_(), args)
+
+
+def slopes(value, args, **options):
+    leaves = tree_leaves(args)
+    found = torch.autograd.grad(value, leaves, allow_unused=True, **options)
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+
+
+def backward(f):
+    def call(*args):
+        args = live(args)
+        return slopes(weigh(f(*args)), args)
+
+    return call
+
+
+def double_backward(f):
+    def call(*args):
+        args = live(args)
+        return slopes(weigh(slopes(weigh(f(*args)), args, create_graph=True)), args)
+
+    return call
+
+
+def batched_backward(f):
+    def call(*args):
+        args = live(args)
+        out = f(*args)
+        cotangents = [stacked(leaf.detach().cos()) for leaf in tree_leaves(out)]
+        return slopes(tree_leaves(out), args, grad_outputs=cotangents, is_grads_batched=True)
+
+    return call
+
+
+def backward_of_vmap(f):
+    def call(*args):
+        args = live(args)
+        return slopes(weigh(vmap(f, in_dims=(0, None, None))(stacked(args[0]), *args[1:])), args)
+
+    return call
+
+
+def forward_mode(f):
+    def call(*args):
+        with forward_ad.dual_level():
+            leaves, spec = tree_flatten(args)
+            duals = [forward_ad.make_dual(leaf, leaf.cos()) for leaf in leaves]
+            return [forward_ad.unpack_dual(leaf).tangent for leaf in tree_leaves(f(*tree_unflatten(duals, spec)))]
+
+    return call
+
+
+OUTER = {
+    "alone": lambda f: f,
+    "grad": lambda f: grad(scalar(f), argnums=ALL),
+    "grad of grad": second,
+    "vmap over parameters": lambda f: lambda p, *rest: vmap(f, in_dims=(0, None, None))(stacked(p), *rest),
+    "vmap over batches": lambda f: lambda p, x, rest: vmap(f, in_dims=(None, 1, None))(p, stacked(x).transpose(0, 1), rest),
+    "vmap of grad": lambda f: lambda p, *rest: vmap(grad(scalar(f), argnums=ALL), in_dims=(0, None, None))(stacked(p), *rest),
+    "vmap of vmap": lambda f: lambda *args: vmap(vmap(f, in_dims=(0, None, None)), in_dims=(None, 0, 0))(*stacked(args)),
+    "jvp": jvp_of,
+    "jvp of grad": lambda f: jvp_of(grad(scalar(f), argnums=ALL)),
+    "vjp": vjp_of,
+    "jacrev": lambda f: jacrev(f, argnums=ALL),
+    "jacfwd": lambda f: jacfwd(f, argnums=ALL),
+    "hessian": lambda f: hessian(scalar(f), argnums=1),
+    "linearize": linearize_of,
+    "functionalize": functionalize,
+    "backward": backward,
+    "double backward": double_backward,
+    "batched backward": batched_backward,
+    "backward of vmap": backward_of_vmap,
+    "forward-mode autograd": forward_mode,
+}
+
+
+# It traces, which takes its time; inside a transform all kinds run the same way.
+KINDS_OF = {"linearize": ["ruled"]}
+TABLE = [(outer, name, kind) for outer in OUTER for name in FUNCTIONS for kind in KINDS_OF.get(outer, KINDS)]
+
+
+@pytest.mark.parametrize("outer, name, kind", TABLE)
+def test_equals_the_composition_over_vmap_grad(outer, name, kind, device):
+    fn, args = KINDS[kind][0], arguments(kind, device)
     ours, theirs = FUNCTIONS[name]
-    assert_trees_close(transform(ours)(*args), transform(theirs)(*args), name=name, per_sample=False)
+    transform = OUTER[outer]
+    expected = transform(lambda p, x, rest: theirs(fn, p, x, rest))(*args)
+    assert_trees_close(transform(ours(fn))(*args), expected, name=name, per_sample=False)
 
 
-@each_function
-def test_plain(name, args):
-    both(name, lambda f: f, *args)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kinds_are_what_they_are_called(kind):
+    fn, shapes, way = KINDS[kind]
+    p, x, _ = arguments(kind)
+    report = psg.explain(fn)(p, x)
+    uses = [leaf.uses for leaf in report.leaves]
+    assert report.rung == "capture" and len(uses) == len(shapes)
+    if kind == "tied":
+        assert uses[0] == {"linear: rule": 2}
+    else:
+        assert all(use.endswith(f": {way}") or kind == "derived" and use == "linear: rule" for own in uses for use in own)
+        assert all(any(use.endswith(f": {way}") for use in own) for own in uses)
 
 
-@each_function
-def test_grad(name, args):
-    both(name, lambda f: grad(lambda p, x: weigh(f(p, x))), *args)
-
-
-@each_function
-def test_grad_for_the_batch(name, args):
-    both(name, lambda f: grad(lambda p, x: weigh(f(p, x)), argnums=1), *args)
-
-
-@each_function
-def test_grad_of_grad(name, args):
-    both(name, lambda f: grad(lambda p, x: weigh(grad(lambda p, x: weigh(f(p, x)))(p, x))), *args)
-
-
-@each_function
-def test_vmap_over_parameters(name, args):
-    params, x = args
-    many = tree_map(lambda leaf: torch.stack([leaf, -leaf, 2 * leaf, leaf.cos()]), params)
-    both(name, lambda f: vmap(f, in_dims=(0, None)), many, x)
-
-
-@each_function
-def test_vmap_over_batches(name, args):
-    params, x = args
-    both(name, lambda f: vmap(f, in_dims=(None, 1)), params, torch.stack([x, x.sin(), -x], 1))
-
-
-@each_function
-def test_vmap_of_grad(name, args):
-    params, x = args
-    both(name, lambda f: vmap(grad(lambda p, x: weigh(f(p, x))), in_dims=(None, 0)), params, torch.stack([x, x.sin()]))
-
-
-@each_function
-def test_jvp(name, args):
-    params, x = args
-    tangents = tree_map(torch.cos, params), x.sin()
-    both(name, lambda f: lambda p, x: jvp(f, (p, x), tangents), *args)
-
-
-@each_function
-def test_vjp(name, args):
-    def transform(f):
-        def pulled(p, x):
-            out, pull_back = vjp(f, p, x)
-            return pull_back(torch.utils._pytree.tree_map(torch.cos, out))
-
-        return pulled
-
-    both(name, transform, *args)
-
-
-@each_function
-def test_jacrev(name, args):
-    both(name, lambda f: jacrev(lambda p, x: weigh(f(p, x)), argnums=(0, 1)), *args)
-
-
-@each_function
-def test_jacfwd(name, args):
-    both(name, lambda f: jacfwd(f, argnums=1), *args)
-
-
-@each_function
-def test_hessian(name, args):
-    both(name, lambda f: hessian(lambda p, x: weigh(f(p, x)), argnums=1), *args)
-
-
-@each_function
-@pytest.mark.parametrize("wanted", ["params", "batch", "both"])
-def test_backward(name, wanted, args):
-    """Plain autograd: inputs that require grad, `.backward()`."""
-
-    def transform(f):
-        def backward(p, x):
-            p = tree_map(lambda leaf: leaf.clone().requires_grad_(wanted != "batch"), p)
-            x = x.clone().requires_grad_(wanted != "params")
-            weigh(f(p, x)).backward()
-            return [leaf.grad for leaf in (*p.values(), x) if leaf.requires_grad]
-
-        return backward
-
-    both(name, transform, *args)
-
-
-@each_function
-def test_double_backward(name, args):
-    def transform(f):
-        def twice(p, x):
-            x = x.clone().requires_grad_()
-            (first,) = torch.autograd.grad(weigh(f(p, x)), x, create_graph=True)
-            return torch.autograd.grad(first.square().sum(), x)
-
-        return twice
-
-    both(name, transform, *args)
-
-
-@each_function
-def test_history_is_there_exactly_if_an_input_requires_grad(name, args):
-    params, x = args
-    ours, _ = FUNCTIONS[name]
-
-    def history(out):
-        return {leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(out)}
-
-    assert history(ours(params, x)) == {False}
-    assert history(ours(params, x.clone().requires_grad_())) == {True}
-    with torch.no_grad():
-        assert history(ours(params, x.clone().requires_grad_())) == {False}
-
-
-def test_gradcheck(args):
-    """Against finite differences, so against neither psg nor torch.func."""
-    params, x = args
-    if x.dtype != torch.float64:
-        pytest.skip("finite differences need float64")
-    inputs = [leaf.clone().requires_grad_() for leaf in (*params.values(), x)]
-
-    def norms(a, b, c, x):
-        return psg.per_sample_norm(loss)({"a": a, "b": b, "c": c}, x)
-
-    assert torch.autograd.gradcheck(norms, inputs)
-    assert torch.autograd.gradgradcheck(norms, inputs)
-
-
-def test_gradient_penalty_trains(args):
-    """The use: a loss that contains per-sample gradient norms, in a training step."""
-    params, x = args
-    live = {name: torch.nn.Parameter(p) for name, p in params.items()}
-    penalty = (psg.per_sample_norm(loss)(live, x) - 1).square().mean()
-    penalty.backward()
-    expected = grad(lambda p: (flat(reference_gradients(p, x)).norm(dim=1) - 1).square().mean())(params)
-    assert_trees_close({name: p.grad for name, p in live.items()}, expected, per_sample=False)
-
-
-def test_a_zero_gradient_has_a_finite_derivative(device):
-    # The norm has no derivative at zero; the subgradient taken there is zero, and not NaN.
-    w = torch.zeros(3, device=device, requires_grad=True)
-    x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], device=device)
-    psg.per_sample_norm(lambda w, x: (w * x).sum() ** 2)(w, x).sum().backward()
-    assert w.grad.isfinite().all()
-
-
-def test_the_transform_of_a_function_that_falls(args):
-    """Inside a transform the reference composition runs, and a function that it cannot run is an error."""
-    params, x = args
-    asks = lambda p, x: loss(p, x) if x.sum().item() > 0 else 2 * loss(p, x)  # noqa: E731
-    with pytest.raises(RuntimeError, match="item|data-dependent"):
-        grad(lambda p: psg.per_sample_norm(asks)(p, x).sum())(params)
-
-
-def test_the_clip_coefficient_is_differentiated_too(args):
-    params, x = args
-    both("clipped_grad", lambda f: jacrev(lambda s: f(params, s * x)["b"]), torch.tensor(1.3, device=x.device))
-
-
-def test_random_functions_replay_their_draw(device):
-    # The derivative must be that of the values that came out: the masks of forward and backward are the same.
-    w = torch.ones(32, device=device, requires_grad=True)
-    x = torch.ones(4, 32, device=device)
-    grads = psg.per_sample_grad(lambda w, x: (F.dropout(w * x, 0.5) ** 2).sum() / 2)(w, x)
-    (slope,) = torch.autograd.grad(grads.sum(), w)
-    assert_trees_close(slope, grads.detach().sum(0), per_sample=False)
-
-
-def test_grads_are_right_under_an_outer_grad_s_level(args):
-    # Values computed inside a transform from tensors it does not see keep being plain.
-    params, x = args
-    expected = loop_grad(loss)(params, x)
+def test_values_inside_a_transform_that_does_not_see_them_are_plain(device):
+    fn, (params, x, _) = KINDS["ruled"][0], arguments("ruled", device)
+    expected = loop_grad(fn)(params, x)
 
     def outer(s):
-        inner = psg.per_sample_grad(loss)(params, x)
-        assert_trees_close(inner, expected)
+        assert_trees_close(psg.per_sample_grad(fn)(params, x), expected)
         return s**2
 
-    assert grad(outer)(torch.tensor(3.0, device=x.device)).item() == 6.0
+    assert grad(outer)(torch.tensor(3.0, device=device)).item() == 6.0
+
+
+def test_an_ensemble_is_its_members(device):
+    fn, (params, x, _) = KINDS["ruled"][0], arguments("ruled", device)
+    many = stacked(params)
+    together = vmap(lambda p, x: psg.clipped_grad(fn, 0.8)(p, x)[:2], in_dims=(0, None))(many, x)
+    for i in range(3):
+        alone = psg.clipped_grad(fn, 0.8)({name: p[i] for name, p in many.items()}, x)
+        assert_trees_close(tree_map(lambda leaf, i=i: leaf[i], together), alone[:2], per_sample=False)
+
+
+def test_capture_cannot_be_pinned_inside_a_transform(device):
+    fn, (params, x, _) = KINDS["ruled"][0], arguments("ruled", device)
+    with pytest.raises(psg.PsgError, match="inside a torch.func transform"):
+        grad(lambda p: psg.per_sample_norm(fn, method="capture")(p, x).sum())(params)
+
+
+# Factors whose tensors are differentiated, as a user makes them.
+
+FACTORS = {
+    "outer": lambda: Outer(torch.randn(N, 3, 4), torch.randn(N, 3, 2)),
+    "outer of one position": lambda: Outer(torch.randn(N, 1, 4), torch.randn(N, 1, 2)),
+    "outer of many positions": lambda: Outer(torch.randn(N, 40, 2), torch.randn(N, 40, 2)),
+    "rows": lambda: Rows(torch.tensor([[0, 1, 1], [2, 2, 2], [3, 0, 1]]), torch.randn(N, 3, 2), 4),
+    "conv": lambda: Conv(torch.randn(N, 1, 2, 3), torch.randn(N, 1, 2, 4), Geometry((2,), (1,), (0,), (1,), 2)),
+    "sum": lambda: Sum(
+        [Outer(torch.randn(N, 3, 4), torch.randn(N, 3, 2)), Outer(torch.randn(N, 2, 4), torch.randn(N, 2, 2))],
+        torch.empty(N, 0),
+        torch.Size([4, 2]),
+    ),
+}
+REDUCTIONS = {
+    "norm": lambda g, w: psg.tree.norm(g),
+    "squared_norm": lambda g, w: psg.tree.squared_norm(g),
+    "weighted_sum": lambda g, w: psg.tree.weighted_sum(g, w),
+    "dot": lambda g, w: psg.tree.dot(g, psg.tree.weighted_sum(g, w)),
+    "inner": lambda g, w: psg.tree.inner(g, psg.tree.take(g, [1, 2, 0])),
+    "gram": lambda g, w: psg.tree.gram(g),
+    "cosine": lambda g, w: psg.tree.cosine(g),
+}
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+@pytest.mark.parametrize("outer", ["grad", "grad of grad", "jvp", "vmap", "double backward"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reductions_of_factors_equal_those_of_tensors(reduction, outer, kind, device):
+    leaves, spec = tree_flatten({"leaf": tree_map(lambda t: t.to(device), FACTORS[kind]())})
+    floating = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point()]
+    reduce = REDUCTIONS[reduction]
+
+    def of_factors(values, weights):
+        whole = list(leaves)
+        for i, value in zip(floating, values, strict=True):
+            whole[i] = value
+        return reduce(tree_unflatten(whole, spec), weights)
+
+    def of_tensors(values, weights):
+        whole = list(leaves)
+        for i, value in zip(floating, values, strict=True):
+            whole[i] = value
+        return reduce(psg.tree.materialize(tree_unflatten(whole, spec)), weights)
+
+    transform = {
+        "grad": lambda f: grad(scalar(f), argnums=(0, 1)),
+        "grad of grad": lambda f: grad(scalar(grad(scalar(f), argnums=(0, 1))), argnums=(0, 1)),
+        "jvp": jvp_of,
+        "vmap": lambda f: lambda *args: vmap(f)(*stacked(args)),
+        "double backward": double_backward,
+    }[outer]
+    args = [leaves[i] for i in floating], torch.randn(N, device=device)
+    assert_trees_close(transform(of_factors)(*args), transform(of_tensors)(*args), per_sample=False)

@@ -6,11 +6,13 @@ i in, o out; g group; k kernel.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
+
+from psg import _functorch
 
 # How costs are compared, in arithmetic operations that one byte is worth: read or written in cache, and written into memory that the
 # process has not used yet, whose pages the kernel must first clear. And the most memory kept for one parameter's materialised
@@ -46,8 +48,23 @@ def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.reshape(-1, *(1,) * (tensor.ndim - 1)), tensor, 0)
 
 
-def joint_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of the whole from the norms of its parts: [n] each -> [n]."""
+def root(squared: Tensor) -> Tensor:
+    """The square root, whose derivatives at zero are zero."""
+    zero = squared == 0
+    return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
+
+
+def joint_norm(factors: "Sequence[Factor]") -> Callable[[Iterable[int]], Tensor]:
+    """From the parts of a gradient to a function: the norm of those at some indices together, [n]."""
+    if any(factor.is_differentiated for factor in factors):
+        # A norm of norms has no second derivative where a part is zero; the root of a sum of squares has.
+        squares = [factor.squared_norm() for factor in factors]
+        return lambda indices: root(functools.reduce(torch.add, (squares[i] for i in indices)))
+    norms = [factor.norm() for factor in factors]
+    return lambda indices: _norm_of_norms([norms[i] for i in indices])
+
+
+def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
     if len({part.dtype for part in norms}) > 1:
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in norms))
         norms = [part.to(dtype) for part in norms]
@@ -92,6 +109,11 @@ class Factor(ABC):
     def device(self) -> torch.device:
         """Where the tensors are."""
 
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether a derivative of what is computed from it may be asked for."""
+        return _functorch.transform_active() or any(getattr(self, name).requires_grad for name in self.fields)
+
     @abstractmethod
     def materialize(self) -> Tensor:
         """The tensor itself: [n, *shape]."""
@@ -102,7 +124,7 @@ class Factor(ABC):
 
     def norm(self) -> Tensor:
         """The square root of `squared_norm` -> [n]."""
-        return self.squared_norm().sqrt()
+        return root(self.squared_norm())
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Outer(Factor):
 
     def squared_norm(self) -> Tensor:
         if self.positions == 1:
-            return self.norm().square()
+            return Dense(self.left).squared_norm() * Dense(self.right).squared_norm()
         if self._prefers_gram():
             return self._gram_norm()
         return self._chunked_norm()

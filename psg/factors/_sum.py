@@ -43,6 +43,10 @@ class Sum(Factor):
     def device(self) -> torch.device:
         return self.like.device
 
+    @property
+    def is_differentiated(self) -> bool:
+        return any(term.is_differentiated for term in self.terms)
+
     def materialize(self) -> Tensor:
         if not self.terms:
             return self.like.new_zeros(self.n, *self.shape)

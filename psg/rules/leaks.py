@@ -28,6 +28,7 @@ leak(
     reason="max_norm writes into the weight",
     when=lambda *args, **kwargs: kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None,
 )
+leak(vars(torch._C.TensorBase)["data"].__set__, reason="assigning to .data under vmap(grad) breaks the tensor", rungs=("vmap",))
 leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under vmap has a wrong gradient")
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
 leak(Tensor.addbmm_, reason="addbmm_ under vmap resizes the tensor that it writes into", rungs=("capture", "vmap"))

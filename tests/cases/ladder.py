@@ -230,9 +230,8 @@ def old_style_autograd_function():
     return Problem(lambda p, x: score(Cube.apply(F.linear(x, p))), (normal(4, 3), normal(N, 5, 3)))
 
 
-FUSED = {"not_vmap": "vmap has no rule for the fused recurrent op"}
-module_case("lstm with a projection", lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), (5, 3), **FUSED)
-module_case("gru", lambda: nn.GRU(3, 4, num_layers=2, batch_first=True), (5, 3), **FUSED)
+module_case("lstm with a projection", lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), (5, 3))
+module_case("gru", lambda: nn.GRU(3, 4, num_layers=2, batch_first=True), (5, 3))
 
 
 HOOK = "vmap has no gradient of its own to hand to a hook"

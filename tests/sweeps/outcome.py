@@ -11,7 +11,7 @@ from cases import Problem
 from torch import Tensor
 
 import psg
-from psg import _ladder
+from psg import _errors
 from psg._trees import flatten, unflatten
 from psg.testing import Mismatch, assert_trees_close, loop_value_and_grad
 
@@ -97,7 +97,7 @@ def _compare(problem: Problem, expected: Any) -> Outcome:
     before = [leaf.clone() for leaf in _tensors(problem.args)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _ladder._warned.clear()
+        _errors.warned.clear()
         try:
             found = psg.per_sample_value_and_grad(problem.fn, randomness="same")(*problem.args)
         except psg.StateError as error:

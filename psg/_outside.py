@@ -1,0 +1,93 @@
+"""Tensors with a history that a function reaches without being given them: closed over, or passed by keyword.
+
+Whoever differentiates the result may mean them too. They are seen where they meet an op; the modes that watch fn ask here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from psg import _functorch
+from psg._ops import leaves_of, substitute
+
+
+class Outside:
+    """Where nobody asks.
+
+    Attributes:
+        met: The tensors that were met, each once.
+    """
+
+    def __init__(self) -> None:
+        self.met: list[Tensor] = []
+
+    def look(self, arguments: Any, own: frozenset[int] = frozenset()) -> None:
+        """Look for such tensors among an op's arguments; those whose ids are in `own` do not count."""
+
+    def replace(self, arguments: Any) -> Any:
+        """The same arguments, with other tensors in the places of those."""
+        return arguments
+
+    def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call a function that no mode watches."""
+        return function(*args)
+
+
+class Watched(Outside):
+    """Notes them. What is computed meanwhile has no history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start = _functorch.now()
+
+    def look(self, arguments: Any, own: frozenset[int] = frozenset()) -> None:
+        """Note those among an op's arguments."""
+        for leaf in leaves_of(arguments):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):
+                if not any(leaf is other for other in self.met):
+                    self.met.append(leaf)
+
+    def _is_older(self, tensor: Tensor, own: frozenset[int]) -> bool:
+        if tensor.grad_fn is not None:
+            return _functorch.made_before(tensor, self._start)
+        return id(tensor._base if tensor._is_view() else tensor) not in own
+
+    def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call it and note them; what has no history depends on none."""
+        with torch.enable_grad():
+            output = function(*args)
+        if output.requires_grad:
+            with _Mode(self):
+                function(*args)
+        return output.detach()
+
+
+class Replaced(Outside):
+    """Puts others in their places."""
+
+    def __init__(self, met: list[Tensor], others: list[Tensor]) -> None:
+        self.met = met
+        self._others = {id(tensor): other for tensor, other in zip(met, others, strict=True)}
+
+    def replace(self, arguments: Any) -> Any:
+        """The same arguments with the others."""
+        return substitute(arguments, lambda leaf: self._others.get(id(leaf), leaf)) if self._others else arguments
+
+    def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call it with the others."""
+        with _Mode(self):
+            return function(*args)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, outside: Outside) -> None:
+        super().__init__()
+        self.outside = outside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.outside.look((args, kwargs or {}))
+        args, kwargs = self.outside.replace((args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -1,0 +1,314 @@
+"""psg's functions under plain autograd: what has a history, what is differentiated, and what a zero gradient does."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N, score
+from test_transformability import FUNCTIONS, flat, gradients, live, reference_clipped, slopes, weigh
+from torch.func import grad, hessian, jacfwd, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+import psg
+from psg.testing import assert_trees_close
+
+
+def fn(p, x):
+    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
+
+
+@pytest.fixture
+def args(device):
+    p = {"a": torch.randn(4, 3), "b": torch.randn(2, 4), "c": torch.randn(4)}
+    rest = {"direction": tree_map(torch.randn_like, p), "weights": torch.randn(N), "clip_norm": torch.tensor(1.3)}
+    return tree_map(lambda leaf: leaf.to(device) / 2, (p, torch.randn(N, 3), rest))
+
+
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+each_method = pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+
+
+# --- what is differentiated ---------------------------------------------------------------------------------
+
+
+@each_function
+@pytest.mark.parametrize("wanted", [0, 1, 2], ids=["params", "batch", "rest"])
+def test_backward_for_some_arguments(name, wanted, args):
+    ours, theirs = FUNCTIONS[name]
+
+    def backward(f):
+        own = list(args)
+        own[wanted] = live(own[wanted])
+        value = weigh(f(*own))
+        return slopes(value, own[wanted]) if value.requires_grad else None
+
+    assert_trees_close(backward(ours(fn)), backward(lambda p, x, rest: theirs(fn, p, x, rest)), name=name, per_sample=False)
+
+
+@each_function
+def test_history_is_there_exactly_if_an_input_requires_grad(name, args):
+    ours = FUNCTIONS[name][0](fn)
+    params, x, rest = args
+
+    def history(out):
+        return {leaf.requires_grad for leaf in tree_leaves(out)}
+
+    assert history(ours(*args)) == {False}
+    assert history(ours(params, live(x), rest)) == {True}
+    assert history(ours(live(params), x, rest)) == {True}
+    with torch.no_grad():
+        assert history(ours(live(params), x, rest)) == {False}
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("part", ["parameter", "data", "activation"])
+def test_what_is_closed_over(method, part, args):
+    """A closed-over tensor is an input like any other; here a leaf, what was computed from it, and both together."""
+    params, x, _ = args
+
+    def penalty(norm):
+        first = torch.full((3,), 0.7, device=x.device, requires_grad=True)
+        second = first.sin().mul(2)
+
+        def fn(p, x):
+            if part == "parameter":
+                return score(F.linear(x, p["a"] * second * first, p["c"]))
+            if part == "data":
+                return score(F.linear(x * second + first, p["a"], p["c"]))
+            return score(F.linear(x, p["a"], p["c"]).tanh()) * (first * second).sum()
+
+        (slope,) = torch.autograd.grad(weigh(norm(fn)(params, x)), first, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.sum(), first)
+        return slope, curve
+
+    ours = penalty(lambda fn: psg.per_sample_norm(fn, method=method))
+    expected = penalty(lambda fn: lambda p, x: flat(gradients(fn, p, x)).norm(dim=1))
+    assert_trees_close(ours, expected, per_sample=False)
+
+
+@each_method
+def test_keyword_arguments_are_differentiated(method, args):
+    params, x, _ = args
+    scale = torch.tensor(1.7, device=x.device, requires_grad=True)
+
+    def scaled(p, x, scale):
+        return fn(p, scale * x)
+
+    out = psg.clipped_grad(scaled, 0.5, method=method)(params, x, scale=scale)
+    expected = reference_clipped(lambda p, x: scaled(p, x, scale), params, x, {"clip_norm": 0.5})
+    assert_trees_close(slopes(weigh(out.grads), scale), slopes(weigh(expected[0]), scale), per_sample=False)
+
+
+def test_a_batch_function_closes_over_too(args):
+    params, x, _ = args
+    scale = torch.tensor(1.7, device=x.device, requires_grad=True)
+
+    def losses(p, x):
+        y = F.linear(scale * x, p["a"], p["c"])
+        return (y * (y + 1).sin()).sum(1)
+
+    norms = psg.per_sample_norm(losses, method="batch")(params, x)
+    expected = psg.per_sample_norm(lambda p, x: losses(p, x[None])[0], method="vmap")(params, x)
+    assert_trees_close(norms, expected)
+    assert_trees_close(slopes(norms.sum(), scale), slopes(expected.sum(), scale), per_sample=False)
+
+
+def test_a_live_backbone_is_differentiated_where_it_is_used(args):
+    params, x, _ = args
+    backbone = torch.nn.Linear(3, 3, device=x.device)
+
+    def features(p, x):
+        return fn(p, backbone(x))
+
+    norms = psg.per_sample_norm(features)(params, x)
+    expected = flat(gradients(features, params, x)).norm(dim=1)
+    assert_trees_close(norms, expected)
+    ours, theirs = (slopes(out.sum(), list(backbone.parameters()), retain_graph=True) for out in (norms, expected))
+    assert_trees_close(ours, theirs, per_sample=False)
+    with pytest.warns(psg.FallbackWarning, match=r"closes over a tensor of shape \(3,\ 3\) that requires grad.*no_grad") as caught:
+        factored = psg.factored_grad(features)(params, x)
+    assert caught[0].filename == __file__
+    assert_trees_close(
+        slopes(psg.tree.norm(factored).sum(), list(backbone.parameters())),
+        slopes(expected.sum(), list(backbone.parameters())),
+        per_sample=False,
+    )
+    backbone.requires_grad_(False)
+    assert not psg.per_sample_norm(features)(params, x).requires_grad
+    assert type(psg.factored_grad(features)(params, x)["a"]).__name__ == "Outer"
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_a_policy_closes_over(requires_grad, args):
+    params, x, _ = args
+    gain = torch.tensor(1.7, device=x.device, requires_grad=True)
+    params = live(params) if requires_grad else params
+    out = psg.clipped_grad(fn, 1.0, policy=lambda norms, clip_norm: gain / (1 + norms))(params, x)
+    grads = gradients(fn, params, x)
+    coef = gain / (1 + flat(grads).norm(dim=1))
+    expected = tree_map(lambda g: torch.einsum("n,n...->...", coef, g), grads)
+    wanted = [gain, *(params.values() if requires_grad else ())]
+    assert_trees_close(slopes(weigh(out.grads), wanted), slopes(weigh(expected), wanted), per_sample=False)
+
+
+def test_an_auxiliary_output_has_its_history(args):
+    params, x, _ = args
+    p = live(params)
+    _, aux = psg.per_sample_grad(lambda p, x: (fn(p, x), (x * p["a"][0], 3, x.argmax(), x)), has_aux=True)(p, x)
+    assert not aux[2].requires_grad and aux[1] == 3 and torch.equal(aux[3], x)
+    assert_trees_close(slopes(weigh(aux[0]), p["a"]), slopes(weigh(x * p["a"][0]), p["a"]), per_sample=False)
+
+
+@pytest.mark.parametrize("name", ["per_sample_grad", "per_sample_norm", "clipped_grad", "norm", "gram"])
+def test_an_empty_batch_has_a_history_too(name, args):
+    # A training loop over Poisson samples must not stop at the first empty one.
+    params, x, rest = args
+    p = live(params)
+    out = weigh(FUNCTIONS[name][0](fn)(p, x[:0], rest))
+    assert out.item() == 0 and out.requires_grad
+    assert all(slope.count_nonzero() == 0 for slope in slopes(out, p))
+
+
+def test_gradcheck(args):
+    """Against finite differences, so against neither psg nor torch.func."""
+    params, x, _ = args
+    if x.dtype != torch.float64:
+        pytest.skip("finite differences need float64")
+    inputs = live([*params.values(), x])
+
+    def norms(a, b, c, x):
+        return psg.per_sample_norm(fn)({"a": a, "b": b, "c": c}, x)
+
+    assert torch.autograd.gradcheck(norms, inputs, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(norms, inputs)
+
+
+# --- training -----------------------------------------------------------------------------------------------
+
+
+def test_gradient_penalty_trains(args):
+    """The use: a loss that contains per-sample gradient norms, in a training step."""
+    params, x, _ = args
+    module = {name: torch.nn.Parameter(p) for name, p in params.items()}
+    penalty = (psg.per_sample_norm(fn)(module, x) - 1).square().mean()
+    penalty.backward()
+    expected = grad(lambda p: (flat(gradients(fn, p, x)).norm(dim=1) - 1).square().mean())(params)
+    assert_trees_close({name: p.grad for name, p in module.items()}, expected, per_sample=False)
+
+
+def test_backward_twice_and_for_two_calls(args):
+    params, x, _ = args
+    p, shared = live(params), live(torch.tensor(1.2, device=x.device))
+    scale = shared.exp()
+    out = [psg.per_sample_norm(lambda p, x: fn(p, scale * x), method=method)(p, x).sum() for method in ("auto", "vmap")]
+    first = slopes(out[0], p, retain_graph=True)
+    assert_trees_close(slopes(out[0] + out[1], p, retain_graph=True), [2 * leaf for leaf in first], per_sample=False)
+    assert_trees_close(slopes(out[0] + scale, [shared], retain_graph=True), slopes(out[1] + scale, [shared]), per_sample=False)
+
+
+def test_an_input_changed_before_the_backward_pass_is_an_error(args):
+    params, x, _ = args
+    norms = psg.per_sample_norm(fn)(live(params), x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        norms.sum().backward()
+
+
+def test_nothing_is_held_once_the_results_are_gone(args):
+    params, x, _ = args
+    p = live(params)
+    grads = psg.per_sample_grad(fn)(p, x)
+    seen = [weakref.ref(leaf) for leaf in grads.values()]
+    gc.disable()
+    try:
+        del grads
+        assert not any(ref() for ref in seen)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_random_functions_keep_their_draw(method, device):
+    # The derivative must be that of the values that came out: the masks of forward and backward are the same.
+    w = torch.ones(32, device=device, requires_grad=True)
+    x = torch.ones(4, 32, device=device)
+    transform = psg.per_sample_grad(lambda w, x: (F.dropout(w * x, 0.5) ** 2).sum() / 2, method=method)
+    grads = transform(w, x)
+    torch.randn(3)  # what is drawn in between does not matter
+    (slope,) = torch.autograd.grad(grads.sum(), w)
+    assert 0 < grads.count_nonzero() < grads.numel()
+    assert_trees_close(slope, grads.detach().sum(0), per_sample=False)
+
+
+def test_a_random_function_draws_the_same_with_and_without_a_history(args):
+    params, x, _ = args
+    noisy = psg.per_sample_grad(lambda p, x: fn(p, x + torch.randn_like(x)), method="vmap")
+    torch.manual_seed(1)
+    plain, after = noisy(params, x), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert_trees_close(noisy(live(params), x), plain)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+# --- zero gradients -----------------------------------------------------------------------------------------
+
+
+def dead(p, x):
+    """The second sample's gradient is zero, and so is every sample's for b."""
+    return score(F.linear(x, p["a"])) + (p["b"].sum() * x[0] * 0) ** 2
+
+
+AT_ZERO = {
+    "per_sample_norm": lambda p, x: psg.per_sample_norm(dead)(p, x),
+    "clipped_grad": lambda p, x: psg.clipped_grad(dead, 0.5)(p, x).grads,
+    "clipped_grad, automatic": lambda p, x: psg.clipped_grad(dead, 0.5, policy="automatic")(p, x).grads,
+    "clipped_grad, normalize": lambda p, x: psg.clipped_grad(dead, 0.5, policy="normalize")(p, x).grads,
+    "clipped_grad, per leaf": lambda p, x: psg.clipped_grad(dead, psg.clipping.PerLeaf(0.5))(p, x).grads,
+    "norm": lambda p, x: psg.tree.norm(psg.factored_grad(dead)(p, x)),
+    "cosine": lambda p, x: psg.tree.cosine(psg.factored_grad(dead)(p, x)),
+}
+
+
+@pytest.fixture
+def at_zero(device):
+    params = {"a": torch.tensor([[0.3, -0.2, 0.5], [0.1, 0.7, -0.4]], device=device), "b": torch.ones(2, device=device)}
+    return params, torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [2.0, -1.0, 0.5]], device=device)
+
+
+@pytest.mark.parametrize("name", AT_ZERO)
+def test_derivatives_at_a_zero_gradient_are_finite(name, at_zero):
+    # The norm has no derivative there; the one taken is zero. To second order too, forwards and backwards.
+    params, x = at_zero
+    p, f = live(params), AT_ZERO[name]
+    first = slopes(weigh(f(p, x)), p, create_graph=True)
+    second = slopes(weigh(first), p)
+    forwards = [jacfwd(f, argnums=k)(params, x) for k in (0, 1)]
+    assert all(leaf.isfinite().all() for leaf in tree_leaves((first, second, forwards)))
+    assert any(leaf.count_nonzero() for leaf in first)
+
+
+def test_a_zero_part_does_not_lose_the_second_derivative(device):
+    # |g| is smooth where one leaf's gradient is zero and another's is not.
+    w, x = torch.tensor([0.3, 0.0], device=device), torch.tensor([[1.0]], device=device)
+
+    def fn(p, x):
+        return (p[0] * x).exp().sum() + (p[1] * x).cos().sum()
+
+    found = hessian(lambda w: psg.per_sample_norm(fn)([w[0], w[1]], x).sum())(w)
+    expected = hessian(lambda w: torch.linalg.vector_norm(torch.stack(vmap(grad(fn), in_dims=(None, 0))([w[0], w[1]], x))))(w)
+    assert_trees_close(found, expected, per_sample=False)
+    assert expected[1, 1] > 0
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_a_squared_norm_is_smooth_at_zero(size, device):
+    rows = torch.zeros(1, size, device=device)
+    curve = torch.autograd.functional.hessian(
+        lambda s: psg.tree.squared_norm(s * torch.ones_like(rows)).sum(), torch.zeros((), device=device)
+    )
+    assert curve.item() == 2 * size
+    factor = psg.factors.Outer(torch.zeros(1, 1, size, device=device), torch.ones(1, 1, 2, device=device))
+    curve = hessian(lambda s: psg.tree.squared_norm(psg.factors.Outer(factor.left + s, factor.right)).sum())(torch.zeros((), device=device))
+    assert curve.item() == 4 * size
