@@ -58,8 +58,9 @@ def test_history_is_there_exactly_if_an_input_requires_grad(name, args):
     assert history(ours(*args)) == {False}
     assert history(ours(params, live(x), rest)) == {True}
     assert history(ours(live(params), x, rest)) == {True}
-    with torch.no_grad():
-        assert history(ours(live(params), x, rest)) == {False}
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert history(ours(live(params), x, rest)) == {False}
 
 
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
@@ -287,6 +288,12 @@ def test_derivatives_at_a_zero_gradient_are_finite(name, at_zero):
     forwards = [jacfwd(f, argnums=k)(params, x) for k in (0, 1)]
     assert all(leaf.isfinite().all() for leaf in tree_leaves((first, second, forwards)))
     assert any(leaf.count_nonzero() for leaf in first)
+
+
+def test_a_zero_factor_s_norm_has_a_finite_derivative(device):
+    left = torch.zeros(2, 3, 4, device=device, requires_grad=True)
+    psg.factors.Outer(left, torch.ones(2, 3, 4, device=device)).norm().sum().backward()
+    assert left.grad.count_nonzero() == 0
 
 
 def test_a_zero_part_does_not_lose_the_second_derivative(device):
