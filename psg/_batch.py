@@ -36,7 +36,7 @@ def capture_batch(
     tensors: Sequence[Tensor],
     params: dict[int, str],
     n: int,
-    look: Callable[[Any], None],
+    look: Callable[[Any, Any], None],
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -45,7 +45,7 @@ def capture_batch(
         tensors: The function's arguments.
         params: The positions among `tensors` of those to differentiate, and what messages call them.
         n: The number of samples, at least 1.
-        look: Called with the arguments of every op of the function.
+        look: Called with every op of the function and its arguments.
 
     Returns:
         The outputs and the factors.
@@ -79,7 +79,7 @@ class _Tap(NamedTuple):
 class _BatchMode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: dict[str, Lifted], look: Callable[[Any], None]) -> None:
+    def __init__(self, n: int, params: dict[str, Lifted], look: Callable[[Any, Any], None]) -> None:
         super().__init__()
         self.n = n
         self.look = look
@@ -92,7 +92,7 @@ class _BatchMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
-        self.look((args, kwargs))
+        self.look(func, (args, kwargs))
         refuse_updates(func, args, kwargs)
         met = [leaf for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
         if not met:

@@ -141,6 +141,31 @@ def test_a_live_backbone_is_differentiated_where_it_is_used(args):
     assert type(psg.factored_grad(features)(params, x)["a"]).__name__ == "Outer"
 
 
+CONSTANTS = {
+    "detached": lambda live, x: live.detach() * x,
+    "data": lambda live, x: live.data * x,
+    "no_grad": lambda live, x: torch.no_grad()(lambda: live * x)(),
+    "asked": lambda live, x: x * len(live) if live.requires_grad and live.dtype == x.dtype and live.shape == (3,) else x,
+    "in fn's own no_grad": lambda live, x: torch.no_grad()(torch.nn.functional.softplus)(live) * x,
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_is_closed_over_as_a_constant_stays_one(name, method, args):
+    params, x, _ = args
+    scale = torch.full((3,), 0.7, device=x.device, requires_grad=True)
+
+    def constant(p, x):
+        return fn(p, CONSTANTS[name](scale, x))
+
+    norms = psg.per_sample_norm(constant, method=method)(params, x)
+    assert not norms.requires_grad
+    assert_trees_close(norms, flat(gradients(constant, params, x)).norm(dim=1))
+    if method == "auto":
+        assert type(psg.factored_grad(constant)(params, x)["a"]).__name__ == "Outer"
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_what_a_policy_closes_over(requires_grad, args):
     params, x, _ = args
