@@ -39,10 +39,11 @@ def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Run the body without autocast and outside of inference mode."""
+    """Run the body without autocast and outside of inference mode, which leaves only that nobody differentiates the results."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

@@ -52,7 +52,7 @@ def capture_batch(
     tensors: Sequence[Tensor],
     params: dict[int, str],
     n: int,
-    look: Callable[[Any], None],
+    look: Callable[..., None],
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -61,7 +61,7 @@ def capture_batch(
         tensors: The function's arguments.
         params: The positions among `tensors` of those to differentiate, and what messages call them.
         n: The number of samples, at least 1.
-        look: Called with the arguments of every op of the function.
+        look: Called with every op of the function and its arguments.
 
     Returns:
         The outputs and the factors.
@@ -104,7 +104,7 @@ def _one_pass(
     params: dict[int, str],
     n: int,
     inputs: Sequence[Tensor],
-    look: Callable[[Any], None],
+    look: Callable[..., None],
 ) -> Captured:
     tensors = list(tensors)
     values = {position: Lifted.parameter(tensors[position], None, n) for position in params}
@@ -139,7 +139,7 @@ class _Tap(NamedTuple):
 class _BatchMode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor], look: Callable[[Any], None]) -> None:
+    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor], look: Callable[..., None]) -> None:
         super().__init__()
         self.n = n
         self.look = look
@@ -162,7 +162,7 @@ class _BatchMode(TorchFunctionMode):
     def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in METADATA:
             return func(*args, **kwargs)
-        self.look((args, kwargs))
+        self.look(func, (args, kwargs), self.by_handle.keys())
         self._protect(func, target_of(func, args, kwargs))
         refuse_updates(func, args, kwargs)
         if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):

@@ -90,7 +90,7 @@ def capture(
     params: Sequence[int],
     n: int,
     randomness: str,
-    look: Callable[[Any], None],
+    look: Callable[[Any, Any], None],
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -101,7 +101,7 @@ def capture(
         params: The positions among `tensors` of those to differentiate.
         n: The number of samples, at least 1.
         randomness: As in torch.func.vmap.
-        look: Called with the arguments of every op of the function.
+        look: Called with every op of the function and its arguments.
 
     Returns:
         The outputs and the factors.
@@ -155,7 +155,7 @@ def _one_pass(
     params: Sequence[int],
     n: int,
     randomness: str,
-    look: Callable[[Any], None],
+    look: Callable[[Any, Any], None],
     habits: _Habits,
 ) -> Captured:
     tensors, dims = list(tensors), list(in_dims)
@@ -196,7 +196,9 @@ class _Tap(NamedTuple):
 class _Mode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
-    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], look: Callable[[Any], None], habits: _Habits) -> None:
+    def __init__(
+        self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], look: Callable[[Any, Any], None], habits: _Habits
+    ) -> None:
         super().__init__()
         self.n = n
         self.look = look
@@ -232,7 +234,7 @@ class _Mode(TorchFunctionMode):
         """Run a call by a rule, below vmap, or as it is."""
         if func in METADATA:
             return func(*args, **kwargs)
-        self.look((args, kwargs))
+        self.look(func, (args, kwargs))
         target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(name_of(func), target)

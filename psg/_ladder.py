@@ -280,7 +280,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            self.outside.look((args, kwargs or {}), self.own)
+            self.outside.look(func, (args, kwargs or {}), self.own)
             return self._checked(func, *self.outside.replace((args, kwargs or {})))
         except Exception as error:
             self.failure = error

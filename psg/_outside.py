@@ -3,7 +3,7 @@
 Whoever differentiates the result may mean them too. They are seen where they meet an op; the modes that watch fn ask here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
-from psg._ops import leaves_of, substitute
+from psg._ops import METADATA, PREDICATES, leaves_of, substitute
+
+# Ops through which nothing is differentiated.
+_CONSTANT = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
 
 
 class Outside:
@@ -24,8 +27,8 @@ class Outside:
     def __init__(self) -> None:
         self.met: list[Tensor] = []
 
-    def look(self, arguments: Any, own: frozenset[int] = frozenset()) -> None:
-        """Look for such tensors among an op's arguments; those whose ids are in `own` do not count."""
+    def look(self, func: Any, arguments: Any, own: Collection[int] = ()) -> None:
+        """Look for such tensors among the arguments of an op; those whose ids are in `own` do not count."""
 
     def replace(self, arguments: Any) -> Any:
         """The same arguments, with other tensors in the places of those."""
@@ -43,14 +46,16 @@ class Watched(Outside):
         super().__init__()
         self._start = _functorch.now()
 
-    def look(self, arguments: Any, own: frozenset[int] = frozenset()) -> None:
-        """Note those among an op's arguments."""
+    def look(self, func: Any, arguments: Any, own: Collection[int] = ()) -> None:
+        """Note those among the arguments of an op that autograd would record."""
+        if func in _CONSTANT or not torch.is_grad_enabled():
+            return
         for leaf in leaves_of(arguments):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):
                 if not any(leaf is other for other in self.met):
                     self.met.append(leaf)
 
-    def _is_older(self, tensor: Tensor, own: frozenset[int]) -> bool:
+    def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
         if tensor.grad_fn is not None:
             return _functorch.made_before(tensor, self._start)
         return id(tensor._base if tensor._is_view() else tensor) not in own
@@ -59,9 +64,9 @@ class Watched(Outside):
         """Call it and note them; what has no history depends on none."""
         with torch.enable_grad():
             output = function(*args)
-        if output.requires_grad:
-            with _Mode(self):
-                function(*args)
+            if output.requires_grad:
+                with _Mode(self):
+                    function(*args)
         return output.detach()
 
 
@@ -88,6 +93,6 @@ class _Mode(TorchFunctionMode):
         self.outside = outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.outside.look((args, kwargs or {}))
+        self.outside.look(func, (args, kwargs or {}))
         args, kwargs = self.outside.replace((args, kwargs or {}))
         return func(*args, **kwargs)

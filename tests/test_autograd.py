@@ -58,8 +58,9 @@ def test_history_is_there_exactly_if_an_input_requires_grad(name, args):
     assert history(ours(*args)) == {False}
     assert history(ours(params, live(x), rest)) == {True}
     assert history(ours(live(params), x, rest)) == {True}
-    with torch.no_grad():
-        assert history(ours(live(params), x, rest)) == {False}
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert history(ours(live(params), x, rest)) == {False}
 
 
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
@@ -138,6 +139,31 @@ def test_a_live_backbone_is_differentiated_where_it_is_used(args):
     backbone.requires_grad_(False)
     assert not psg.per_sample_norm(features)(params, x).requires_grad
     assert type(psg.factored_grad(features)(params, x)["a"]).__name__ == "Outer"
+
+
+CONSTANTS = {
+    "detached": lambda live, x: live.detach() * x,
+    "data": lambda live, x: live.data * x,
+    "no_grad": lambda live, x: torch.no_grad()(lambda: live * x)(),
+    "asked": lambda live, x: x * len(live) if live.requires_grad and live.dtype == x.dtype and live.shape == (3,) else x,
+    "in fn's own no_grad": lambda live, x: torch.no_grad()(torch.nn.functional.softplus)(live) * x,
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_is_closed_over_as_a_constant_stays_one(name, method, args):
+    params, x, _ = args
+    scale = torch.full((3,), 0.7, device=x.device, requires_grad=True)
+
+    def constant(p, x):
+        return fn(p, CONSTANTS[name](scale, x))
+
+    norms = psg.per_sample_norm(constant, method=method)(params, x)
+    assert not norms.requires_grad
+    assert_trees_close(norms, flat(gradients(constant, params, x)).norm(dim=1))
+    if method == "auto":
+        assert type(psg.factored_grad(constant)(params, x)["a"]).__name__ == "Outer"
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -287,6 +313,12 @@ def test_derivatives_at_a_zero_gradient_are_finite(name, at_zero):
     forwards = [jacfwd(f, argnums=k)(params, x) for k in (0, 1)]
     assert all(leaf.isfinite().all() for leaf in tree_leaves((first, second, forwards)))
     assert any(leaf.count_nonzero() for leaf in first)
+
+
+def test_a_zero_factor_s_norm_has_a_finite_derivative(device):
+    left = torch.zeros(2, 3, 4, device=device, requires_grad=True)
+    psg.factors.Outer(left, torch.ones(2, 3, 4, device=device)).norm().sum().backward()
+    assert left.grad.count_nonzero() == 0
 
 
 def test_a_zero_part_does_not_lose_the_second_derivative(device):

@@ -255,7 +255,7 @@ def test_batches_share_one_n(batch):
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_batches_reach_the_empty_batch_and_the_full_one(n):
-    (x,) = find(testing.batches((2,), max_samples=3), lambda batch: len(batch[0]) == n, settings=settings(database=None, max_examples=200))
+    (x,) = find(testing.batches((2,), max_samples=3), lambda batch: len(batch[0]) == n, settings=settings(database=None, max_examples=300))
     assert x.shape == (n, 2)
 
 
@@ -266,11 +266,11 @@ def test_layouts_keep_the_values(tensor, data):
 
 def test_layouts_reach_memory_that_is_not_contiguous():
     tensor = torch.randn(2, 3, 4)
-    found = find(testing.layouts(tensor), lambda layout: not layout.is_contiguous(), settings=settings(database=None))
+    found = find(testing.layouts(tensor), lambda layout: not layout.is_contiguous(), settings=settings(database=None, max_examples=300))
     assert torch.equal(found, tensor)
 
 
 def test_tensors_are_drawn_from_their_seed():
     for options in ({}, {"dtype": torch.float16}, {"high": 3}):
-        one = find(testing.tensors((50,), **options), lambda tensor: True, settings=settings(database=None))
+        one = find(testing.tensors((50,), **options), lambda tensor: True, settings=settings(database=None, max_examples=300))
         assert one.unique().numel() > 1

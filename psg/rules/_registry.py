@@ -255,7 +255,8 @@ def registered() -> Mapping[Any, Rule]:
 def disabled() -> Iterator[None]:
     """Inside this context psg runs plain `torch.func.vmap(torch.func.grad(fn))`: no rules, no lifting.
 
-    It is the reference implementation, and what the fast path is compared with. Ops that vmap has no rule for are written out. Holds for the current thread or async task.
+    It is the reference implementation, and what the fast path is compared with. Ops that vmap has no rule for are written
+    out. Holds for the current thread or async task.
     """
     token = _disabled.set(True)
     try:
