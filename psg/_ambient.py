@@ -70,7 +70,10 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         if disabled is None:
             if not _may_compile():
                 return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function)
+            made = torch.compiler.disable(function)
+            if torch.compiler.is_compiling():
+                return made(*args, **kwargs)  # what torch.compile runs through must not be kept
+            disabled = made
         return disabled(*args, **kwargs)
 
     return call
