@@ -8,6 +8,7 @@ around psg's functions, which run as ever.
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,26 +63,41 @@ def _may_compile() -> bool:
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that torch.compile does not look into."""
-    disabled: Any = None
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal disabled
-        if disabled is None:
-            if not _may_compile():
-                return function(*args, **kwargs)
-            made = torch.compiler.disable(function)
-            if torch.compiler.is_compiling():
-                return made(*args, **kwargs)  # what torch.compile runs through must not be kept
-            disabled = made
-        return disabled(*args, **kwargs)
+        return (_disabled(function) if _may_compile() else function)(*args, **kwargs)
 
     return call
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Run the body as if nothing in it were compiled."""
-    return torch.compiler.set_stance("force_eager") if _may_compile() else contextlib.nullcontext()
+@functools.cache
+def _disabled(function: Any) -> Any:
+    return torch.compiler.disable(function)
+
+
+class uncompiled:
+    """A context: run the body as if nothing in it were compiled."""
+
+    # torch holds the stance for all threads at once: the first to come sets it, the last to go puts it back.
+    _lock = threading.Lock()
+    _inside = 0
+    _stance: Any = None
+
+    def __enter__(self) -> None:
+        self._counted = _may_compile()
+        if self._counted:
+            with uncompiled._lock:
+                uncompiled._inside += 1
+                if uncompiled._inside == 1:
+                    uncompiled._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *_: object) -> None:
+        if self._counted:
+            with uncompiled._lock:
+                uncompiled._inside -= 1
+                if uncompiled._inside == 0:
+                    uncompiled._stance.__exit__(None, None, None)
 
 
 def never(function: Callable[..., Any]) -> Callable[..., Any]:

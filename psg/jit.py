@@ -2,8 +2,8 @@
 
 The first call of every signature (tree structure, shapes, strides, dtypes, devices, Python values, autocast) is traced with
 `torch.fx.experimental.proxy_tensor.make_fx`, which sees through vmap, the function mode and the backward pass. The graph of ATen ops goes
-to torch.compile, and what comes out is compared with the eager result before it is used: compilers do go wrong. Later calls of the
-signature run the compiled graph alone.
+to one of torch.compile's backends, and what comes out is compared with the eager result before it is used: compilers do go wrong. Later
+calls of the signature run the compiled graph alone.
 """
 
 import functools
@@ -29,6 +29,8 @@ from psg.testing import Mismatch, assert_trees_close
 from psg.transforms import Batching
 
 _log = logging.getLogger("psg.jit")
+
+_Compile = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 class Compiled(NamedTuple):
@@ -70,7 +72,7 @@ def jit(
 
     Args:
         fn: The function.
-        backend: As torch.compile takes it.
+        backend: As torch.compile takes it: "inductor", "aot_eager", "eager", another name or a function of a graph and its inputs.
         mode: As torch.compile takes it, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
         buckets: Pad batches, so that a varying number of samples (Poisson sampling) does not compile anew for each: an integer b for
             multiples of b, or the sizes to choose from (and multiples of the largest beyond it). The samples that fill a batch up are
@@ -165,14 +167,12 @@ class Jitted:
         _log.info("%s: compiling for %s", name, signature)
         program, error = None, None
         try:
-            program = _Program(_trace(self._fn, leaves, spec, tensors, name), self._compile)
+            program = _Program(_trace(self._fn, leaves, spec, tensors, name), tensors, self._compile)
             if self._check:
                 _random.set_state(state)
                 expected = self._fn(*args, **kwargs)
                 _random.set_state(state)
                 _compare(program(tensors), expected, "compiled result")
-            else:
-                program(tensors)  # compiles
         except (InputError, StateError):
             raise
         except Mismatch as mismatch:
@@ -207,12 +207,13 @@ class _Trace(NamedTuple):
 class _Program:
     """A compiled trace: from the tensors of the arguments to the function's result."""
 
-    def __init__(self, trace: _Trace, compile: Callable[[GraphModule], Callable[..., Any]]) -> None:
+    def __init__(self, trace: _Trace, tensors: list[Tensor], compile: _Compile) -> None:
         self._trace = trace
-        self._run = compile(trace.graph)
+        with _ambient.off(), torch.no_grad():
+            self._run = compile(trace.graph, [*tensors, *trace.captured])
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        # Always in the same surroundings, which torch.compile guards on.
+        # In the surroundings that it was compiled in.
         with _ambient.off(), torch.no_grad():
             outputs = iter(self._run(*(tensor.detach() for tensor in tensors), *self._trace.captured))
         return _trees.unflatten(self._trace.spec, [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in self._trace.leaves])
@@ -304,21 +305,22 @@ def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
     return lambda n: next((size for size in sizes if n <= size), -(-n // sizes[-1]) * sizes[-1])
 
 
-def _compiler(backend: str | Callable[..., Any], mode: str | None) -> Callable[[GraphModule], Callable[..., Any]]:
+def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
+    """From a flat graph and its inputs to a function. The graph needs no second tracing, so torch.compile's front end is left out."""
     if backend != "inductor":
         if mode is not None:
             raise InputError(f'psg.jit(mode={mode!r}): only the backend "inductor" has modes.')
-        return lambda graph: torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
+        return backend if callable(backend) else lambda graph, inputs: torch._dynamo.lookup_backend(backend)(graph, inputs)
     modes = torch._inductor.list_mode_options()
     if mode is not None and mode not in modes:
         raise InputError(f"psg.jit(mode={mode!r}): expected None or one of {', '.join(map(repr, modes))}.")
     # The random numbers are those of eager, so that the two can be compared.
     options = {**({} if mode is None else modes[mode]), "fallback_random": True}
 
-    def compile(graph: GraphModule) -> Callable[..., Any]:
-        devices = {node.meta["val"].device.type for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    def compile(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         # On CPUs inductor would turn every convolution to channels last: slower here by up to 1.4 (ResNet, VGG, depthwise).
-        layout = {"layout_optimization": False} if devices == {"cpu"} else {}
-        return torch.compile(graph, backend="inductor", options=options | layout, dynamic=False, fullgraph=True)
+        layout = {"layout_optimization": False} if {tensor.device.type for tensor in inputs} == {"cpu"} else {}
+        run: Any = torch._inductor.compile(graph, [*inputs], options=options | layout)
+        return run
 
     return compile
