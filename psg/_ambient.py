@@ -63,17 +63,23 @@ def _may_compile() -> bool:
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that torch.compile does not look into."""
+    disabled: Any = None
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (_disabled(function) if _may_compile() else function)(*args, **kwargs)
+        nonlocal disabled
+        if disabled is None:
+            if not _may_compile():
+                return function(*args, **kwargs)
+            made: Any = torch.compiler.disable(function)
+            if torch.compiler.is_compiling():
+                return made(*args, **kwargs)  # what torch.compile runs through must not be kept
+            disabled = made
+        return disabled(*args, **kwargs)
 
+    # torch.compile remembers by code object, and mixes up closures that share one.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return call
-
-
-@functools.cache
-def _disabled(function: Any) -> Any:
-    return torch.compiler.disable(function)
 
 
 class uncompiled:
