@@ -4,6 +4,7 @@ import logging
 import random
 import shutil
 import threading
+import warnings
 
 import pytest
 import torch
@@ -320,6 +321,33 @@ def test_a_compiler_that_is_wrong(device):
     same(fast(p, x), fn(p, x))
     unchecked = psg.jit(fn, backend=wrong, check=False)(p, x)
     assert not torch.allclose(unchecked.norms, fn(p, x).norms)
+
+
+def test_a_relu_at_its_kink_is_no_mismatch(device):
+    """Rounding decides on which side it is, and so the gradient: by as much as rounding the inputs does."""
+
+    def kink(p, x):
+        return ((p - 1) * x).sum().relu()
+
+    fn = psg.per_sample_grad(kink)
+    p, x = torch.ones(50, device=device), torch.rand(4, 50, device=device)
+    flipped = []
+
+    def other_side(graph, inputs):
+        def run(*args):
+            (output,) = graph(*args)
+            flipped.append(True)
+            return (output + x,)
+
+        return run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = psg.jit(fn, backend=other_side)
+        fast(p, x)
+    assert flipped
+    with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong"):
+        psg.jit(fn, backend=other_side)(2 * p, x)  # away from the kink it is wrong
 
 
 def test_log(device, caplog):
