@@ -1,7 +1,7 @@
 """Trees of arguments: flattening, in_dims as a prefix tree, paths for messages. Trees are optree's."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -102,6 +102,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with the function applied to every leaf."""
     leaves, spec = flatten(tree)
     return unflatten(spec, [function(leaf) for leaf in leaves])
+
+
+def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The leaves, with these tensors in the places of theirs, in order."""
+    rest = iter(tensors)
+    return [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def concat(parts: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ calls of the signature run the compiled graph alone.
 
 import functools
 import logging
+import math
 import random
 import sys
 import threading
@@ -67,8 +68,8 @@ def jit(
     - Python values that fn closes over, and what it prints or appends to, are those of the trace.
     - Random numbers of torch are drawn anew at every call, from torch's generators; `torch.manual_seed` decides them.
 
-    Inside torch.func transforms and on inputs that require grad, calls run eagerly, so that they can be differentiated. So do empty
-    batches. Thread-safe: a signature is compiled once, whoever asks first.
+    Inside torch.func transforms, and where an input or what fn closes over requires grad, calls run eagerly, so that they can be
+    differentiated. So do empty batches. Thread-safe: a signature is compiled once, whoever asks first.
 
     Args:
         fn: The function.
@@ -155,7 +156,7 @@ class Jitted:
                 entry = self._cache.get(key)
                 if entry is None:
                     entry = self._cache[key] = self._build(args, kwargs, leaves, spec)
-        if entry.program is None:
+        if entry.program is None or torch.is_grad_enabled() and entry.program.is_tracked:
             return self._fn(*args, **kwargs)
         return entry.program(tensors)
 
@@ -172,8 +173,7 @@ class Jitted:
 
                 def eager(tensors: Sequence[Tensor]) -> Any:
                     _random.set_state(state)
-                    rest = iter(tensors)
-                    own, options = _trees.unflatten(spec, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+                    own, options = _trees.unflatten(spec, _trees.fill(leaves, tensors))
                     return self._fn(*own, **options)
 
                 expected = eager(tensors)
@@ -181,8 +181,9 @@ class Jitted:
                 actual = program(tensors)
                 try:
                     _compare(actual, expected, "compiled result")
-                except Mismatch:
-                    if not _is_rounding(actual, expected, [eager(_nudged(tensors)) for _ in range(3)]):
+                except Mismatch as mismatch:
+                    comparable = not math.isnan(mismatch.error)
+                    if not comparable or not _is_rounding(actual, expected, [eager(_nudged(tensors)) for _ in range(3)]):
                         raise
         except (InputError, StateError):
             raise
@@ -221,13 +222,18 @@ class _Program:
     def __init__(self, trace: _Trace, tensors: list[Tensor], compile: _Compile) -> None:
         self._trace = trace
         with _ambient.off(), torch.no_grad():
-            self._run = compile(trace.graph, [*tensors, *trace.captured])
+            self._run = compile(trace.graph, [tensor.detach() for tensor in (*tensors, *trace.captured)])
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         # In the surroundings that it was compiled in.
         with _ambient.off(), torch.no_grad():
-            outputs = iter(self._run(*(tensor.detach() for tensor in tensors), *self._trace.captured))
-        return _trees.unflatten(self._trace.spec, [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in self._trace.leaves])
+            outputs = self._run(*(tensor.detach() for tensor in (*tensors, *self._trace.captured)))
+        return _trees.unflatten(self._trace.spec, _trees.fill(self._trace.leaves, outputs))
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether the function closes over a tensor that requires grad: the graph's results would have no history."""
+        return any(tensor.requires_grad for tensor in self._trace.captured)
 
 
 def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Tensor], name: str) -> _Trace:
@@ -235,8 +241,7 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
     result: list[Any] = []
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(tensors)
-        args, kwargs = _trees.unflatten(spec, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
         result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
 
@@ -250,7 +255,7 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
     captured = _captured(graph)
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
-        graph = make_fx(torch.func.functionalize(graph))(*tensors, *captured)
+        graph = make_fx(torch.func.functionalize(graph))(*tensors, *(tensor.detach() for tensor in captured))
     return _Trace(graph, captured, *result)
 
 
@@ -272,7 +277,7 @@ def _captured(graph: GraphModule) -> list[Tensor]:
         graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return [value.detach() for value in tensors.values()]
+    return list(tensors.values())
 
 
 def _compare(actual: Any, expected: Any, name: str) -> None:

@@ -268,6 +268,17 @@ def test_is_differentiable(device):
         assert not fast(tracked, x).requires_grad
 
 
+def test_what_fn_closes_over_is_not_detached(device):
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(lambda p, x: scale * linear_loss(p, x))
+    fast = psg.jit(fn, backend="eager")
+    with torch.no_grad():
+        same(fast(p, x), fn(p, x))
+    fast(p, x).sum().backward()
+    same(scale.grad, fn(p, x).detach().sum() / 2)
+
+
 def test_under_inference_mode(device):
     p, x = linear_args(device)
     fast = psg.jit(psg.per_sample_norm(linear_loss), backend="eager")
