@@ -38,16 +38,21 @@ def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
+def off() -> contextlib.AbstractContextManager[Any]:
+    """A context: run the body without autocast and outside of inference mode, which leaves only that nobody differentiates the results."""
+    inference = torch.is_inference_mode_enabled()
+    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    return _off(inference, enabled) if inference or enabled else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def off() -> Iterator[None]:
-    """Run the body without autocast and outside of inference mode, which leaves only that nobody differentiates the results."""
+def _off(inference: bool, enabled: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
+        if inference:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
-        for device in _DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in enabled:
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

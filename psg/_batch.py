@@ -162,7 +162,8 @@ class _BatchMode(TorchFunctionMode):
     def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in METADATA:
             return func(*args, **kwargs)
-        self.look(func, (args, kwargs), self.by_handle.keys())
+        leaves = leaves_of(args, kwargs)
+        self.look(func, leaves, self.by_handle.keys())
         self._protect(func, target_of(func, args, kwargs))
         refuse_updates(func, args, kwargs)
         if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
@@ -170,7 +171,7 @@ class _BatchMode(TorchFunctionMode):
                 f'method="batch": {name_of(func)} at {_user_line()} makes derivatives that are differentiated in turn; rules give no such '
                 f"derivatives. {_FOR_ONE_SAMPLE}"
             )
-        met = [leaf for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
+        met = [leaf for leaf in leaves if id(leaf) in self.by_handle]
         if not met:
             return func(*args, **kwargs)
         if func in PREDICATES:
@@ -178,7 +179,7 @@ class _BatchMode(TorchFunctionMode):
         if _functorch.current_level() != self.level:
             names = ", ".join(self.names[id(leaf)] for leaf in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')
-        others = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         computes = func != Tensor.register_hook  # a hook would be called for what is pulled back, and for no rule's gradient
         if computes and not others:
             return self._derive(func, met, args, kwargs)
@@ -261,8 +262,7 @@ class _BatchMode(TorchFunctionMode):
         if split is None:
             return NotImplemented
         values = {place: value.value for place, value in own.items()}
-        bound.update(split.options)
-        bound.update(replace_at(bound, split.data | values))
+        bound = replace_at(bound | split.options, split.data | values)
         if rule.mixed:
             given = {place for place, _ in places_of(bound) if place[0] in rule.params}
             bound["shared"] = {place_name(place) for place in given - set(split.data)}

@@ -201,13 +201,13 @@ def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any
     in_dims = _in_dims(name, options.in_dims, numbers, len(args))
     paths = Paths(fn, args)
 
-    leaves: list[Any] = []
+    leaves, spec = _trees.flatten(args)
+    specs = spec.children()
     dims: list[int | None] = []
     params: dict[int, range] = {}
-    specs: list[Any] = []
     for i, (argument, in_dim) in enumerate(zip(args, in_dims, strict=True)):
-        own, spec = _trees.flatten(argument)
-        start = len(leaves)
+        start = len(dims)
+        own = leaves[start : start + specs[i].num_leaves]
         if in_dim is None or isinstance(in_dim, int):
             own_dims: list[Any] = [in_dim] * len(own)
         else:
@@ -217,15 +217,13 @@ def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any
             _check_params(name, own, paths, start)
         for position, (leaf, dim) in enumerate(zip(own, own_dims, strict=True), start):
             dims.append(_check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
-        leaves += map(_ambient.usable, own)
-        specs.append(spec)
 
     single = isinstance(options.argnums, int)
     return Call(
         name=name,
         fn=fn,
-        leaves=leaves,
-        spec=_trees.spec_of_tuple(specs),
+        leaves=[*map(_ambient.usable, leaves)],
+        spec=spec,
         dims=dims,
         params=[position for number in numbers for position in params[number]],
         paths=paths,

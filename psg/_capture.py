@@ -203,10 +203,7 @@ class _Mode(TorchFunctionMode):
         self.n = n
         self.look = look
         self.habits = habits
-        # Memory that the function must not write into: parameters, values derived from them, and the caller's inputs.
-        self.owned = {_functorch.memory_of(value.leaf) for value in params}
-        self.derived: set[int] = set()
-        self.inputs = {_functorch.memory_of(tensor) for tensor in inputs if tensor.numel()}
+        self.inputs = inputs
         self.level = -1
         self.hooks = _functorch.saved_tensor_hooks()
         self.params = params
@@ -234,7 +231,8 @@ class _Mode(TorchFunctionMode):
         """Run a call by a rule, below vmap, or as it is."""
         if func in METADATA:
             return func(*args, **kwargs)
-        self.look(func, (args, kwargs))
+        leaves = leaves_of(args, kwargs)
+        self.look(func, leaves)
         target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(name_of(func), target)
@@ -257,7 +255,7 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
-        met = [self.by_handle[id(leaf)] for leaf in leaves_of((args, kwargs)) if id(leaf) in self.by_handle]
+        met = [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
         if met:
             return self._run_lifted(func, met, args, kwargs)
         self._avoid_leak(func, args, kwargs)
@@ -297,11 +295,11 @@ class _Mode(TorchFunctionMode):
         if not isinstance(target, Tensor):
             return
         memory = _functorch.memory_of(target)
-        if memory in self.owned:
+        if memory in map(_functorch.memory_of, (value.leaf for value in self.params)):
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
-        if memory in self.derived:
+        if memory in map(_functorch.memory_of, (value.derived for value in self.values if value.derived is not None)):
             raise _WritesDerived(f"{op} writes into a value computed from parameters")
-        if memory in self.inputs:
+        if memory in map(_functorch.memory_of, (tensor for tensor in self.inputs if tensor.numel())):
             raise _WritesInput(f"{op} writes into an input, or a view of one")
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -325,7 +323,7 @@ class _Mode(TorchFunctionMode):
 
     def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out."""
-        for leaf in leaves_of((args, kwargs)):
+        for leaf in leaves_of(args, kwargs):
             if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle and _functorch.is_wrapped(leaf):
                 return NotImplemented  # depends on the sample
         with _functorch.below():
@@ -346,7 +344,6 @@ class _Mode(TorchFunctionMode):
             lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
             self.by_handle[id(lifted.handle)] = lifted
             self.values.append(lifted)
-            self.derived.add(_functorch.memory_of(part))
         return tuple(parts) if several else parts[0]
 
     def _history(self, leaf: Any) -> Any:
@@ -362,17 +359,17 @@ class _Mode(TorchFunctionMode):
         data: dict[Place, Tensor] = {}
         shared: list[Place] = []
         for place, argument in places_of(arguments):
-            value = self.by_handle.get(id(argument))
-            if place[0] not in rule.params:
-                data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
-            elif value is not None and value.value is not None:
-                own[place] = value
-            elif _functorch.is_wrapped(argument):
+            if place[0] in rule.params:
+                value = self.by_handle.get(id(argument))
+                if value is not None and value.value is not None:
+                    own[place] = value
+                    continue
+                if value is None and not _functorch.is_wrapped(argument):
+                    shared.append(place)  # a frozen parameter: it goes in as it is
+                    continue
                 if not rule.mixed:
                     return NotImplemented  # every sample has a weight of its own
-                data[place] = argument
-            else:
-                shared.append(place)  # a frozen parameter: it goes in as it is
+            data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
         if own:
             fits = any(id(tensor) not in self.by_handle for tensor in data.values())
         else:
@@ -380,31 +377,27 @@ class _Mode(TorchFunctionMode):
         if not fits or any(_functorch.is_wrapped(t) and not _functorch.is_batched(t, self.level) for t in data.values()):
             return NotImplemented
 
-        declined = False
-        single = True
+        single: bool | None = None  # unknown while the rule has not accepted the call
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
-            nonlocal declined, single
-            if own:
-                values = with_history(values)
-            replaced = dict(zip(data, values, strict=True)) | {place: value.value for place, value in own.items()}
-            arguments.update(replace_at(arguments, replaced))
+            nonlocal single
+            inputs = with_history(values) if own else values
+            placed = replace_at(arguments, dict(zip(data, inputs, strict=True)) | {place: value.value for place, value in own.items()})
             if rule.mixed:
-                arguments["shared"] = {place_name(place) for place in (*own, *shared)}
-            result = rule.call(arguments)
+                placed["shared"] = {place_name(place) for place in (*own, *shared)}
+            result = rule.call(placed)
             if result is NotImplemented:
-                declined = True
                 return ()
             output, builders = result
             single = isinstance(output, Tensor)
             outputs = (output,) if single else tuple(output)
             if own and torch.is_grad_enabled():
                 targets = [(place_name(place), value, builder_at(builders, place)) for place, value in own.items()]
-                outputs = self._tap(op, outputs, single, targets, values)
+                outputs = self._tap(op, outputs, single, targets, inputs)
             return outputs
 
         outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
-        if declined:
+        if single is None:
             return NotImplemented
         for value in own.values():
             value.uses.append(f"{op}: rule")

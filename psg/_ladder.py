@@ -16,6 +16,7 @@ from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Diverged, capture
 from psg._errors import InputError, PsgError, StateError, warn_once
+from psg._ops import leaves_of
 from psg.factors import Dense, Factor, concat
 from psg.rules._registry import are_disabled, find_decomposition, find_leak
 from psg.rules.leaks import refuse_updates
@@ -75,7 +76,7 @@ def run(call: Call, method: str) -> Result:
         result = _RUNGS[rungs[-1]](call)
     if reasons and not pinned:
         _warn_once(call, result.rung, reasons)
-    return result._replace(reasons=tuple(reasons))
+    return result._replace(reasons=tuple(reasons)) if reasons else result
 
 
 def _reason(error: Exception) -> str:
@@ -154,7 +155,7 @@ def _capture_together(call: Call) -> Result:
 
     def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         loss, extra = call.evaluate(call.filled(tensors))
-        return (loss, *aux.split(extra))
+        return (loss, *aux.split(extra)) if call.has_aux else (loss,)
 
     captured = capture(
         function,
@@ -280,7 +281,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            self.outside.look(func, (args, kwargs or {}), self.own)
+            self.outside.look(func, leaves_of(args, kwargs or {}), self.own)
             return self._checked(func, *self.outside.replace((args, kwargs or {})))
         except Exception as error:
             self.failure = error

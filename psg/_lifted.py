@@ -83,6 +83,9 @@ class Lifted:
                 f"the parameter has {expected[0]} samples of shape {expected[1]}"
             )
         dtype = self.leaf.dtype
+        held = [getattr(factor, name) for name in factor.fields]
+        if all(isinstance(tensor, Tensor) and tensor.dtype == dtype and not tensor.requires_grad for tensor in held):
+            return factor
 
         def settled(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
@@ -97,7 +100,7 @@ class Lifted:
         return merge(self.terms)
 
 
-def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def with_history(values: Sequence[Tensor]) -> Sequence[Tensor]:
     """A rule's data, one of them with a history, so that autograd records the op and its output can be tapped.
 
     It costs nothing in the backward pass, which stops at the output.
@@ -105,7 +108,7 @@ def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if any(value.requires_grad for value in values):
         return values
     first = next((i for i, value in enumerate(values) if value.is_floating_point()), None)
-    return tuple(value.detach().requires_grad_() if i == first else value for i, value in enumerate(values))
+    return [value.detach().requires_grad_() if i == first else value for i, value in enumerate(values)]
 
 
 class _Anchor(torch.autograd.Function):
@@ -140,9 +143,9 @@ def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> Non
     for value in reversed(derived):  # children stand after their parents
         value.carry_terms()
     derived = [value for value in derived if value.terms]
-    roots = [value for value in params if value.root is not None]
     if not derived:
         return
+    roots = [value for value in params if value.root is not None]
     outputs: Any = [value.derived for value in derived]
     inputs: Any = [value.root for value in roots]
     cotangents = [value.factor(n).materialize() for value in derived]

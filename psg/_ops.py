@@ -1,6 +1,6 @@
 """What the capture pass knows of torch's functions, and how it takes their arguments apart."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -63,6 +63,7 @@ CARRIES: dict[str, Callable[[Tensor, Tensor], Callable[[Factor], Factor | None]]
 }
 
 
+@cache
 def name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
@@ -113,13 +114,13 @@ def places_of(arguments: dict[str, Any]) -> Iterator[tuple[Place, Tensor]]:
 
 
 def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str, Any]:
-    """The arguments with other tensors in these places; a list or tuple of tensors comes as a list."""
-    replaced = {}
-    for name, argument in arguments.items():
-        if isinstance(argument, Tensor):
-            replaced[name] = values.get((name, None), argument)
-        elif isinstance(argument, (list, tuple)) and any(isinstance(item, Tensor) for item in argument):
-            replaced[name] = [values.get((name, i), item) for i, item in enumerate(argument)]
+    """The arguments with other tensors in these places; a list or tuple of tensors with one of them comes as a list."""
+    replaced = dict(arguments)
+    for (name, index), value in values.items():
+        if index is None:
+            replaced[name] = value
+        elif replaced[name] is arguments[name]:
+            replaced[name] = [values.get((name, i), item) for i, item in enumerate(arguments[name])]
     return replaced
 
 
@@ -133,13 +134,17 @@ def place_name(place: Place) -> str:
     return name if index is None else f"{name}[{index}]"
 
 
-def leaves_of(tree: Any) -> Iterator[Any]:
+def leaves_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The leaves of an op's arguments, which nest in lists, tuples and dicts only."""
-    for item in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(item, (tuple, list, dict)):
-            yield from leaves_of(item)
+    leaves: list[Any] = []
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, dict):
+            leaves += leaves_of((), item)
+        elif isinstance(item, (tuple, list)):
+            leaves += leaves_of(item, {})
         else:
-            yield item
+            leaves.append(item)
+    return leaves
 
 
 def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:

@@ -27,8 +27,8 @@ class Outside:
     def __init__(self) -> None:
         self.met: list[Tensor] = []
 
-    def look(self, func: Any, arguments: Any, own: Collection[int] = ()) -> None:
-        """Look for such tensors among the arguments of an op; those whose ids are in `own` do not count."""
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
+        """Look for such tensors among the leaves of an op's arguments; those whose ids are in `own` do not count."""
 
     def replace(self, arguments: Any) -> Any:
         """The same arguments, with other tensors in the places of those."""
@@ -46,11 +46,11 @@ class Watched(Outside):
         super().__init__()
         self._start = _functorch.now()
 
-    def look(self, func: Any, arguments: Any, own: Collection[int] = ()) -> None:
-        """Note those among the arguments of an op that autograd would record."""
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
+        """Note those among them that autograd would record."""
         if func in _CONSTANT or not torch.is_grad_enabled():
             return
-        for leaf in leaves_of(arguments):
+        for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):
                 if not any(leaf is other for other in self.met):
                     self.met.append(leaf)
@@ -93,6 +93,6 @@ class _Mode(TorchFunctionMode):
         self.outside = outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.outside.look(func, (args, kwargs or {}))
+        self.outside.look(func, leaves_of(args, kwargs or {}))
         args, kwargs = self.outside.replace((args, kwargs or {}))
         return func(*args, **kwargs)

@@ -36,15 +36,16 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
         return compute(call, method)
     # Below capture every method has a derivative of its own.
     reference = "auto" if method == "capture" else method
-    if call.needs_derivative and not attach:
+    needed = call.needs_derivative
+    if needed and not attach:
         return compute(call, reference)
     outside = Watched()
     before = _random.get_state(call.leaves[i] for i in call.tensors)
     with torch.no_grad():
         result = compute(replace(call, outside=outside), method)
-    if not call.needs_derivative and not outside.met:
+    if not needed and not outside.met:
         return result
-    if not attach and not call.needs_derivative:
+    if not attach:
         warn_once(
             (getattr(call.fn, "__code__", type(call.fn)), "outside"),
             f"{call.name}: fn closes over a tensor of shape {tuple(outside.met[0].shape)} that requires grad, so the gradients come from "

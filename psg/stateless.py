@@ -60,7 +60,7 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
                 )
         if criterion is not None and not sample:
             raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
-        batch = [_trees.map_leaves(_add_batch_dim, argument) for argument in sample]
+        batch = [_add_batch_dim(argument) for argument in sample]
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
@@ -133,8 +133,10 @@ def _mixes_samples(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) or _kind(module).startswith("BatchNorm")
 
 
-def _add_batch_dim(leaf: Any) -> Any:
-    return leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf
+def _add_batch_dim(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.unsqueeze(0)
+    return _trees.map_leaves(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, argument)
 
 
 def _loss_of(output: Any) -> Tensor:

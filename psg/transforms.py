@@ -477,12 +477,10 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipp
     factors = [factor.settle() for factor in result.factors]
     norm_of = joint_norm(factors)
     norms, values = norm_of(range(len(factors))), result.values
-    finite = norms < math.inf  # which NaN is not
-    keep = finite if mask is None else finite & mask
-    plain = _all_known(keep)
-    if plain:
-        nonfinite = torch.zeros((), dtype=torch.int64)
-    else:
+    keep, nonfinite = None, torch.zeros((), dtype=torch.int64)
+    if not _all_count(norms, mask):
+        finite = norms < math.inf  # which NaN is not
+        keep = finite if mask is None else finite & mask
         nonfinite = (~finite if mask is None else ~finite & mask).sum()
         if mask is not None:
             norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
@@ -493,14 +491,17 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipp
     for group in groups:
         group_norm = norms if len(groups) == 1 else norm_of(group.leaves)
         coef = call.outside.run(scale, group_norm, group.clip_norm)
-        coefs.update(dict.fromkeys(group.leaves, coef if plain else torch.where(keep, coef, 0)))
+        coefs.update(dict.fromkeys(group.leaves, coef if keep is None else torch.where(keep, coef, 0)))
     sums = [factor.weighted_sum(coefs[i]) for i, factor in enumerate(factors)]
     return _Clipped(sums, norms, [coefs[i] for i in range(len(factors))], values, nonfinite)
 
 
-def _all_known(keep: Tensor) -> bool:
-    """Whether all are True, where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
-    return keep.device.type == "cpu" and not _functorch.is_wrapped(keep) and not _functorch.is_traced() and bool(keep.all())
+def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
+    """Whether every sample does, known where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
+    if norms.device.type != "cpu" or _functorch.is_wrapped(norms) or _functorch.is_traced():
+        return False
+    # Norms are not negative: their sum is finite only if each of them is.
+    return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))
 
 
 def _add(parts: list[_Clipped]) -> _Clipped:

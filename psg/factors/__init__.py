@@ -22,6 +22,8 @@ def merge(terms: list[Factor]) -> Factor:
 
     Dense terms are added, Outer terms are one Outer over all their positions; a Sum holds what is left.
     """
+    if len(terms) == 1:
+        return terms[0]
     merged: list[Factor] = []
     dense = [term.values for term in terms if isinstance(term, Dense)]
     if dense:

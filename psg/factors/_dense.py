@@ -48,8 +48,10 @@ class Dense(Factor):
         return self.norm().square()  # reads once and writes nothing, but at zero it has no second derivative
 
     def norm(self) -> Tensor:
+        dtype = wide(self.dtype.to_real())
+        if self.values.ndim == 2 and self.values.shape[1] < _BLOCK and not self.values.is_complex():
+            return torch.linalg.vector_norm(self.values, dim=1, dtype=dtype)
         rows = real_rows(_straight(self.values)[0])
-        dtype = wide(rows.dtype)
         head = rows.shape[1] // _BLOCK * _BLOCK
         if head == 0:
             return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
@@ -63,10 +65,11 @@ class Dense(Factor):
         values = widen(values)
         if weights.dtype != values.dtype:
             weights = weights.to(values.dtype)
-        total = weights @ rows_of(values)
+        total = torch.mv(rows_of(values).t(), weights)
         if total.dtype != self.dtype:
             total = total.to(self.dtype)
-        total = total.reshape(values.shape[1:])
+        if values.ndim != 2:
+            total = total.reshape(values.shape[1:])
         return total if order is None else total.permute(order).contiguous()
 
     def dot(self, direction: Tensor) -> Tensor:

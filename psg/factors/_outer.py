@@ -58,12 +58,12 @@ class Outer(Factor):
 
     def norm(self) -> Tensor:
         if self.positions == 1:
-            return Dense(self.left).norm() * Dense(self.right).norm()
+            return Dense(self.left[:, 0]).norm() * Dense(self.right[:, 0]).norm()
         return super().norm()
 
     def squared_norm(self) -> Tensor:
         if self.positions == 1:
-            return Dense(self.left).squared_norm() * Dense(self.right).squared_norm()
+            return Dense(self.left[:, 0]).squared_norm() * Dense(self.right[:, 0]).squared_norm()
         if self._prefers_gram():
             return self._gram_norm()
         return self._chunked_norm()

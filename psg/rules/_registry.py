@@ -206,7 +206,7 @@ def reshape(output: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
 
     An in-place op on a view would rebuild its history and lead the gradient around the tap. Only for ops that do not save their output.
     """
-    return output if output.shape == shape and not output._is_view() else torch.ops.aten._unsafe_view(output, shape)
+    return output if output.shape == shape and not output._is_view() else torch.ops.aten._unsafe_view.default(output, shape)
 
 
 class Leak(NamedTuple):

@@ -14,7 +14,7 @@ from psg.rules._registry import reshape, rule
 
 def positions(tensor: Tensor) -> Tensor:
     """[n, *positions, d] -> [n, t, d]."""
-    return tensor.reshape(tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
+    return tensor if tensor.ndim == 3 else tensor.reshape(tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
 def sum_positions(cotangent: Tensor) -> Dense:
