@@ -28,8 +28,10 @@ from psg._errors import InputError, PsgError
 from psg._lifted import Lifted, anchor, pull_back
 from psg._ops import (
     CARRIES,
+    GRAD_FN,
     METADATA,
     PREDICATES,
+    Node,
     Place,
     builder_at,
     leaves_of,
@@ -172,10 +174,11 @@ class _BatchMode(TorchFunctionMode):
                 f"derivatives. {_FOR_ONE_SAMPLE}"
             )
         met = [leaf for leaf in leaves if id(leaf) in self.by_handle]
+        if func in PREDICATES:
+            answer = self.by_handle[id(args[0])].ask(func) if met else func(*args, **kwargs)
+            return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         if not met:
             return func(*args, **kwargs)
-        if func in PREDICATES:
-            return self.by_handle[id(args[0])].ask(func)
         if _functorch.current_level() != self.level:
             names = ", ".join(self.names[id(leaf)] for leaf in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')
@@ -201,6 +204,10 @@ class _BatchMode(TorchFunctionMode):
             f'method="batch": {names} reaches {name_of(func)} at {_user_line()}, for which there is no rule that fits. Write one with '
             'psg.rule, freeze the parameter, or write fn for one sample and use method="auto".'
         )
+
+    def _refuse(self, what: str) -> None:
+        self.failure = InputError(f'method="batch": fn uses {what} at {_user_line()}, through which rules do not go. {_FOR_ONE_SAMPLE}')
+        raise self.failure
 
     def _protect(self, func: Any, target: Any) -> None:
         """Refuse to write into memory that the caller owns."""

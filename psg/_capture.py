@@ -25,9 +25,11 @@ from psg._ops import (
     CARRIES,
     CONVERSIONS,
     FACTORIES,
+    GRAD_FN,
     IS_LEAF,
     METADATA,
     PREDICATES,
+    Node,
     Place,
     builder_at,
     derives,
@@ -238,7 +240,8 @@ class _Mode(TorchFunctionMode):
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs)
         if func in PREDICATES:
-            return self._ask(func, args[0])
+            answer = self._ask(func, args[0])
+            return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
         rule = _registry.find_rule(func) if here else None
         if rule is not None:
@@ -278,6 +281,10 @@ class _Mode(TorchFunctionMode):
         if func == IS_LEAF:
             return all(answers)
         return next((answer for answer in answers if answer), answers[0])
+
+    def _refuse(self, what: str) -> None:
+        self.failure = Unsupported(f"fn uses {what}")
+        raise self.failure
 
     def _convert(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A Python value of a tensor: that of every sample, if they agree. In a loop each would have gone the same way."""

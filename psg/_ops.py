@@ -17,6 +17,24 @@ METADATA = {
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested")
 } | {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.__len__}
 
+
+class Node:
+    """What fn gets for the autograd node of a tensor: that there is one, and its name.
+
+    The cotangents that rules take do not run through it, so a hook on it, or anything else that is done with it, is refused.
+    """
+
+    def __init__(self, node: Any, refuse: Callable[[str], Any]) -> None:
+        self._node = node
+        self._refuse = refuse
+
+    def name(self) -> str:
+        return self._node.name()
+
+    def __getattr__(self, attribute: str) -> Any:
+        return self._refuse(f"{attribute} of the autograd node {self.name()}")
+
+
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
 FACTORIES = {

@@ -245,6 +245,12 @@ def handled(p, x):
         return F.linear(x, p["w"]).sum(1)
 
 
+def hooked_node(p, x):
+    y = F.linear(x, p["w"])
+    y.grad_fn.register_prehook(lambda cotangents: tuple(2 * c for c in cotangents))
+    return y.sum(1)
+
+
 def slope(p, x):
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(F.linear(x, p["w"]).tanh().sum(), x, create_graph=True)
@@ -270,6 +276,7 @@ def tangent(p, x):
         (written, r"clamp_ at .*test_batch.py:\d+ writes into a parameter"),
         (handled, r"reaches conv1d"),
         (lambda p, x: (p["w"].register_hook(torch.neg), F.linear(x, p["w"]).sum(1))[1], r"p\['w'\] reaches register_hook"),
+        (hooked_node, r"register_prehook of the autograd node .* at .*test_batch.py:\d+"),
     ],
 )
 def test_what_would_be_lost_is_an_error(fn, message, device):

@@ -376,6 +376,31 @@ def test_an_error_that_the_function_handles_is_not_mistaken_for_the_sample_s(ask
             psg.per_sample_grad(fn, method=method)(*args)
 
 
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_hook_on_a_node_is_obeyed(swallows, args):
+    def fn(w, x):
+        y = F.linear(x, w)
+        try:
+            y.grad_fn.register_prehook(lambda cotangents: tuple(2 * c for c in cotangents))
+        except psg.PsgError:  # in a loop nothing is raised here
+            if not swallows:
+                raise
+        return y.square().sum()
+
+    with pytest.warns(psg.FallbackWarning, match="fn uses register_prehook of the autograd node"):
+        grads = psg.per_sample_grad(fn)(*args)
+    assert_trees_close(grads, loop_grad(fn)(*args))
+    assert_trees_close(grads, 2 * loop_grad(lambda w, x: F.linear(x, w).square().sum())(*args))
+
+
+def test_a_node_says_that_it_is_there(args):
+    def fn(w, x):
+        y = F.linear(x, w)
+        return y.square().sum() if y.grad_fn is not None and "Backward" in y.grad_fn.name() else y.sum()
+
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
+
+
 def test_activation_checkpointing_falls_and_says_why(args):
     def fn(w, x):
         return torch.utils.checkpoint.checkpoint(lambda x: F.linear(F.linear(x, w).sin(), w.T), x, use_reentrant=False).square().sum()

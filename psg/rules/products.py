@@ -120,13 +120,41 @@ def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str
 @rule(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, params=("input", "other"))
 def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any:
     """y = x W or W x, the dimensions before the last two broadcast: ([n,*,i], [i,o]) -> [n,*,o] and its like."""
-    if "input" not in shared and other.ndim == 2 and input.ndim > 1 and not other.is_complex():
+    if input.is_complex() or other.is_complex():
+        return NotImplemented
+    if "input" not in shared and other.ndim == 2 and input.ndim > 1:
         return input @ other, {"other": lambda cotangent: Outer(positions(input), positions(cotangent))}
+    if "other" not in shared and input.ndim == 2 and other.ndim > 1:
+        if other.ndim == 2:  # a vector
+            return other @ input.T, {"input": lambda cotangent: Outer(cotangent[:, None], other[:, None])}
+        output = input @ other
+        return reshape(output, output.shape), {"input": lambda cotangent: Outer(positions(cotangent.mT), positions(other.mT))}
     dims = [tensor.ndim - (name not in shared) for name, tensor in (("input", input), ("other", other))]
     if 0 in dims:
         return NotImplemented
+    if min(dims) > 1:
+        return _matmul_by_batch(input, other, dims, shared)
     equation = matmul_equation(dims)
     return _pair(("input", "other"), (input, other), equation, shared, stretch="".join(filter(str.isupper, equation)))
+
+
+def _matmul_by_batch(input: Tensor, other: Tensor, dims: Sequence[int], shared: Collection[str]) -> Any:
+    """Two operands with dimensions before the last two, which broadcast: what autograd does, with the samples before them."""
+    rank = max(dims)
+    x, w = (
+        tensor if name in shared else tensor.reshape(tensor.shape[0], *(1,) * (rank - own), *tensor.shape[1:])
+        for name, tensor, own in zip(("input", "other"), (input, other), dims, strict=True)
+    )
+    output = x @ w
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        dtype = torch.promote_types(left.dtype, right.dtype)  # under autocast they differ
+        return left.to(dtype) @ right.to(dtype)
+
+    return reshape(output, output.shape), {
+        "input": lambda cotangent: Dense(_sum_to(product(cotangent, w.mT), input.shape)),
+        "other": lambda cotangent: Dense(_sum_to(product(x.mT, cotangent), other.shape)),
+    }
 
 
 def matmul_equation(dims: Sequence[int]) -> str:

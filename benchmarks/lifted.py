@@ -1,0 +1,171 @@
+"""Measures functions whose parameters meet ops without a rule, against `vmap(grad)` of the same function.
+
+    python benchmarks/lifted.py --threads 4 --repeats 15 --out results/lifted.json
+
+Such a parameter is lifted: expanded to one for each sample, and differentiated by what PyTorch itself does under vmap. It must not cost
+more than that. Per-sample gradients are compared with those of vmap(grad) before they are timed; medians of interleaved calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from run import describe, interleave
+from torch import Tensor
+from torch.func import grad, vmap
+
+import psg
+
+BAR = 1.3
+
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}
+"""By name: fn(params, x), the shapes of its parameters, and the shape of x with the samples first."""
+
+
+def function(params: tuple[tuple[int, ...], ...], x: tuple[int, ...]):
+    def register(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        FUNCTIONS[fn.__name__] = fn, params, x
+        return fn
+
+    return register
+
+
+@function(params=((128, 256), (256,)), x=(32, 128, 256))
+def positions_and_gate(params, x):
+    positions, gate = params
+    return ((x + positions) * gate.sigmoid()).square().mean()
+
+
+@function(params=((256,),), x=(32, 256, 28, 28))
+def prelu(params, x):
+    return F.prelu(x[None], params[0]).square().mean()
+
+
+@function(params=((128, 256),), x=(64, 256))
+def distances(params, x):
+    return (x - params[0]).square().sum(1).softmax(0).square().sum()
+
+
+@function(params=((8, 32, 256),), x=(32, 64, 256))
+def einsum_of_three_dimensions(params, x):
+    return torch.einsum("td,hkd->htk", x, params[0]).square().mean()
+
+
+@function(params=((8, 64, 64),), x=(32, 8, 64, 64))
+def bmm_by_expert(params, x):
+    return torch.bmm(x, params[0]).square().mean()
+
+
+@function(params=((16, 16, 32, 32),), x=(64, 16, 16))
+def tensordot_twice(params, x):
+    return torch.tensordot(x, params[0], 2).square().mean()
+
+
+@function(params=((4, 64, 256),), x=(32, 128, 64))
+def matmul_by_head(params, x):
+    return (x @ params[0]).square().mean()
+
+
+@function(params=((16, 128),), x=(32, 256, 128))
+def learned_queries(params, x):
+    return F.scaled_dot_product_attention(params[0][None], x[None], x[None]).square().mean()
+
+
+@function(params=((64, 128), (128,)), x=(64, 128))
+def weight_from_the_sample(params, x):
+    weight, bias = params
+    return F.linear(x, weight * x.sigmoid(), None).square().mean() + (bias * x).mean()
+
+
+@function(params=((256, 128),), x=(32, 128, 128))
+def chosen_rows(params, x):
+    rows = params[0][(x[:, 0].abs() * 100).long() % 256]
+    return (rows * x).square().mean()
+
+
+@function(params=((64, 64), (64,)), x=(64, 64, 64))
+def solve(params, x):
+    matrix, vector = params
+    return torch.linalg.solve(matrix @ matrix.T + 64 * torch.eye(64) + x @ x.T, vector).square().mean()
+
+
+@function(params=((64, 513), (1024,)), x=(32, 64, 1024))
+def fourier_filter(params, x):
+    weight, window = params
+    return torch.fft.irfft(torch.fft.rfft(x * window) * weight).square().mean()
+
+
+@function(params=((256, 64),), x=(64, 64))
+def by_hand(params, x):
+    return (params[0] * x).sum(1).tanh().square().mean()
+
+
+@function(params=((64, 64), (64, 64)), x=(32, 64, 64))
+def recurrence_by_hand(params, x):
+    inner, outer = params
+    state = torch.zeros(64)
+    for step in x.unbind(0):
+        state = (outer @ step + inner @ state).tanh()
+    return state.square().mean()
+
+
+@function(params=((1, 1, 256), (65, 256)), x=(32, 64, 256))
+def class_token(params, x):
+    token, positions = params
+    return (torch.cat([token[0], x]) + positions).softmax(-1).square().mean()
+
+
+@function(params=((64, 64),), x=(64, 64, 16))
+def inner_gradient(params, x):
+    step = torch.func.grad(lambda w: F.linear(x.T, w).square().mean())(params[0])
+    return F.linear(x.T, params[0] - 0.1 * step).square().mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", default=",".join(FUNCTIONS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.dtype, args.tf32 = "float32", False
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads)
+    rows = {name: measure(name, args) for name in args.functions.split(",")}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**describe(args), "bar": BAR, "results": rows}, indent=1) + "\n")
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    fn, shapes, shape = FUNCTIONS[name]
+    torch.manual_seed(0)
+    params = tuple(torch.randn(s, device=args.device) / s[-1] ** 0.5 for s in shapes)
+    x = torch.randn(shape, device=args.device)
+    methods = {
+        "vmap_grad": vmap(grad(fn), in_dims=(None, 0)),
+        "psg_grad": psg.per_sample_grad(fn),
+        "psg_norm": psg.per_sample_norm(fn),
+        "psg_clip": psg.clipped_grad(fn, 1.0),
+    }
+    for got, expected in zip(methods["psg_grad"](params, x), methods["vmap_grad"](params, x), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+    calls = {method: lambda call=call: call(params, x) for method, call in methods.items()}
+    medians = {method: statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
+    base = medians["vmap_grad"]
+    ratios = {method: round(seconds / base, 2) for method, seconds in medians.items()}
+    print(f"{name:<28} {base * 1e3:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "vmap_grad"), flush=True)
+    return {"ms": round(base * 1e3, 3), "rung": psg.explain(fn)(params, x).rung, "ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()
