@@ -8,6 +8,10 @@ and pulled back; any other op that meets a parameter is an error, for nobody cou
 
 Which sample a row belongs to is measured (psg/_owners.py). A call on which that fails is run again by groups of samples, or refused.
 
+An op on parameters and on integers that say where (an embedding), or that repeats a parameter, may make rows that are the samples' own
+(tokens, a class token for each image) or values for all of them together (a table of positions). Only the backward pass tells: the likelier
+is tried first, and what does not hold is run again the other way.
+
 What fn holds requires grad, though no gradient should ever reach it: if one does, an op has met the parameter unseen, which is an error.
 Activation checkpointing computes again in the backward pass, which therefore runs under the same mode.
 """
@@ -23,8 +27,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
-from psg._capture import Captured
-from psg._errors import InputError, PsgError
+from psg._capture import Captured, WritesInput
+from psg._errors import InputError, PsgError, StateError
 from psg._lifted import Lifted, anchor, pull_back
 from psg._ops import (
     CARRIES,
@@ -43,10 +47,11 @@ from psg._ops import (
     target_of,
 )
 from psg._owners import groups, loss_weights, owners
-from psg.factors import Factor
+from psg.factors import Dense, Factor
 from psg.rules import _registry
 from psg.rules.leaks import refuse_updates
-from psg.rules.rows import ELEMENTWISE, split_rows
+from psg.rules.products import sum_to
+from psg.rules.rows import ELEMENTWISE, EXPANSIONS, IN_PLACE, LOOKUPS, WRITTEN_OUT, split_rows
 
 
 def capture_batch(
@@ -73,13 +78,48 @@ def capture_batch(
         StateError: A row depends on two samples.
         NotFinite: A row's cotangent does not tell its sample.
     """
-    tensors = [tensor.detach() for tensor in tensors]
-    try:
-        return _one_pass(function, tensors, params, n, tensors, look)
-    except _WritesInput:
-        # An activation in place on the batch itself, say: harmless to the caller on a copy.
-        tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
-        return _one_pass(function, tensors, params, n, (), look)
+    tensors = inputs = [tensor.detach() for tensor in tensors]
+    choices = _Choices({}, set())
+    while True:
+        try:
+            return _one_pass(function, tensors, params, n, inputs, look, choices)
+        except WritesInput:
+            # An activation in place on the batch itself, say: harmless to the caller on a copy.
+            tensors, inputs = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)], []
+        except _SharedRows as error:
+            choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
+        except InputError:
+            if not choices.guessed:
+                raise
+            choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
+
+
+_Choice = tuple[str, str, tuple[int, ...]]
+"""An op, a parameter, and the shape of what says where."""
+
+
+class _Choices(NamedTuple):
+    """What is known of the ops that make either rows of the samples' own or values for all of them.
+
+    Attributes:
+        known: Whether it is the latter.
+        guessed: Those that a pass has taken for the latter without knowing.
+    """
+
+    known: dict[_Choice, bool]
+    guessed: set[_Choice]
+
+
+class _SharedRows(PsgError):
+    """Rows taken for the samples' own belong to several of them.
+
+    Attributes:
+        keys: The ops that made them.
+    """
+
+    def __init__(self, keys: set[_Choice]) -> None:
+        super().__init__("rows belong to several samples")
+        self.keys = keys
 
 
 class NotFinite(PsgError):
@@ -96,10 +136,6 @@ class NotFinite(PsgError):
         self.groups = [*together.split(1)] if len(alone) == 0 else [together, *alone.split(1)][len(together) == 0 :]
 
 
-class _WritesInput(PsgError):
-    """The function writes into one of its inputs that is no parameter."""
-
-
 def _one_pass(
     function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
     tensors: Sequence[Tensor],
@@ -107,12 +143,13 @@ def _one_pass(
     n: int,
     inputs: Sequence[Tensor],
     look: Callable[..., None],
+    choices: _Choices,
 ) -> Captured:
     tensors = list(tensors)
     values = {position: Lifted.parameter(tensors[position], None, n) for position in params}
     for position, value in values.items():
         value.handle = tensors[position] = tensors[position].detach().requires_grad_()
-    mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs, look)
+    mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs, look, choices)
     with torch.enable_grad(), mode:
         outputs = function(tensors)
     if mode.failure is not None:
@@ -136,15 +173,17 @@ class _Tap(NamedTuple):
     shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
     builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
     inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
+    choice: _Choice | None  # under what to remember that its rows are not the samples' own
 
 
 class _BatchMode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor], look: Callable[..., None]) -> None:
+    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor], look: Callable[..., None], choices: _Choices) -> None:
         super().__init__()
         self.n = n
         self.look = look
+        self.choices = choices
         self.level = _functorch.current_level()
         self.owned = {_functorch.memory_of(value.leaf) for value in params.values()}
         self.inputs = {_functorch.memory_of(tensor) for tensor in inputs if tensor.numel()} - self.owned
@@ -184,12 +223,28 @@ class _BatchMode(TorchFunctionMode):
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         computes = func != Tensor.register_hook  # a hook would be called for what is pulled back, and for no rule's gradient
+        if func in EXPANSIONS and len(met) == 1 and not others:
+            output = self._expand(func, met[0], args, kwargs)
+            if output is not NotImplemented:
+                return output
         if computes and not others:
             return self._derive(func, met, args, kwargs)
-        output = self._run_rule(func, args, kwargs)
+        if func in LOOKUPS and others:
+            with self:
+                output = LOOKUPS[func](*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        positions = others[0] if others and not any(map(_differentiable, others)) else None
+        choice = None if positions is None else (name_of(func), self.names[id(met[0])], tuple(positions.shape))
+        if choice is not None and _registry.find_rule(func) is not None and self._is_for_all(choice):
+            return self._derive(func, met, args, kwargs)
+        if func in IN_PLACE and args[0] is not met[0]:
+            with self:  # of a copy, which rules may still read when the data is gone
+                return args[0].copy_(IN_PLACE[func](args[0].clone(), *args[1:], **kwargs))
+        output = self._run_rule(func, args, kwargs, choice)
         if output is not NotImplemented:
             return output
-        decompose = _registry.find_decomposition(func)
+        decompose = WRITTEN_OUT.get(func) or _registry.find_decomposition(func)
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)
@@ -217,7 +272,7 @@ class _BatchMode(TorchFunctionMode):
                 f'method="batch": {name_of(func)} at {_user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
         if memory in self.inputs:
-            raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
+            raise WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
     def _derive(self, func: Any, met: list[Tensor], args: Any, kwargs: Any) -> Any:
         """An op on parameters alone, or with integers that say where, is computed once; what comes out is known by its history."""
@@ -242,11 +297,42 @@ class _BatchMode(TorchFunctionMode):
             self.by_handle[id(leaf)].uses.append(f"{name_of(func)}: derived")
         return tuple(parts) if several else parts[0]
 
+    def _is_for_all(self, choice: _Choice) -> bool:
+        """Whether what the op makes is for all samples; else its rows are their own."""
+        if choice in self.choices.known:
+            return self.choices.known[choice]
+        if self.n > 1 and choice[2][:1] in ((), (1,)):
+            self.choices.guessed.add(choice)
+            return True
+        return False
+
+    def _expand(self, func: Any, handle: Tensor, args: Any, kwargs: Any) -> Any:
+        """A parameter repeated along dim 0, where each repetition may be a sample's own; NotImplemented if it is for all of them."""
+        value = self.by_handle[id(handle)]
+        if value.value is None:
+            return NotImplemented
+        args, kwargs = substitute((args, kwargs), lambda leaf: value.value if leaf is handle else leaf)
+        output, shape = func(*args, **kwargs), value.value.shape
+        inner = shape[1:] if len(shape) == output.ndim else shape
+        along = zip(inner, output.shape[output.ndim - len(inner) :], strict=True)
+        repeated = (len(shape) < output.ndim or shape[0] == 1) and all(size in (1, full) for size, full in along)
+        choice = name_of(func), self.names[id(handle)], tuple(output.shape)
+        if not repeated or not torch.is_grad_enabled() or self._is_for_all(choice):
+            return NotImplemented
+        output, edge = anchor(output.clone())
+
+        def build(cotangent: Tensor) -> Factor:
+            return Dense(sum_to(cotangent, inner).reshape(len(cotangent), *shape))
+
+        self.taps.append(_Tap(choice[0], (edge,), None, [(choice[1], value, build)], [], choice))
+        value.uses.append(f"{choice[0]}: rule")
+        return output
+
     def _history(self, leaf: Any) -> Any:
         value = self.by_handle.get(id(leaf))
         return leaf if value is None else value.history
 
-    def _run_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_rule(self, func: Any, args: Any, kwargs: Any, choice: _Choice | None) -> Any:
         """Run the op's rule with every row of the data as a sample of its own, and tap its output; NotImplemented if none fits."""
         if func in ELEMENTWISE:
             rule = ELEMENTWISE[func]
@@ -284,7 +370,7 @@ class _BatchMode(TorchFunctionMode):
             targets = [(self.names[id(value.handle)], value, builder_at(builders, place)) for place, value in own.items()]
             shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
             versions = [(tensor, tensor._version) for place, tensor in places_of(bound) if place not in own]
-            self.taps.append(_Tap(name_of(func), edges, shapes, targets, versions))
+            self.taps.append(_Tap(name_of(func), edges, shapes, targets, versions, choice))
         for value in own.values():
             value.uses.append(f"{name_of(func)}: rule")
         return split.join(*outputs)
@@ -319,9 +405,21 @@ class _BatchMode(TorchFunctionMode):
         # Functions of double precision are often rounded to single somewhere, and under autocast to less; cancellation amplifies it.
         dtypes = [torch.float32, *(own.dtype for own in first if own is not None)]
         coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+        shared: set[_Choice] = set()
+        mixed: StateError | None = None
         with torch.no_grad():
             for tap in taps:
-                self._collect(tap, [next(pairs) for _ in tap.edges], weights, losses, coarsest**0.5)
+                try:
+                    self._collect(tap, [next(pairs) for _ in tap.edges], weights, losses, coarsest**0.5)
+                except StateError as error:
+                    if tap.choice is None or tap.choice in self.choices.known:
+                        mixed = mixed or error
+                    else:
+                        shared.add(tap.choice)
+        if shared:
+            raise _SharedRows(shared)
+        if mixed is not None:
+            raise mixed
 
     def _collect(
         self, tap: _Tap, arrived: list[tuple[Tensor | None, Tensor | None]], weights: Tensor, losses: Tensor, rounding: float

@@ -67,7 +67,7 @@ class _WritesDerived(Unsupported):
     """The function writes into a value that was computed from parameters once for all samples."""
 
 
-class _WritesInput(Unsupported):
+class WritesInput(Unsupported):
     """The function writes into one of its inputs that is no parameter."""
 
 
@@ -119,7 +119,7 @@ def capture(
     while True:
         try:
             return _one_pass(function, tensors, in_dims, params, n, randomness, look, habits)
-        except _WritesInput:
+        except WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
             habits = habits._replace(copied=True)
@@ -307,7 +307,7 @@ class _Mode(TorchFunctionMode):
         if memory in map(_functorch.memory_of, (value.derived for value in self.values if value.derived is not None)):
             raise _WritesDerived(f"{op} writes into a value computed from parameters")
         if memory in map(_functorch.memory_of, (tensor for tensor in self.inputs if tensor.numel())):
-            raise _WritesInput(f"{op} writes into an input, or a view of one")
+            raise WritesInput(f"{op} writes into an input, or a view of one")
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any) -> None:
         reason = _registry.find_leak(func, args, kwargs, "capture")

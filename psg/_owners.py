@@ -46,10 +46,13 @@ def owners(op: str, cotangent: Tensor, weighted: Tensor, weights: Tensor, eps: f
     nearest = torch.searchsorted((ordered[1:] + ordered[:-1]) / 2, ratio)
     residual = (other - ordered[nearest][:, None] * unit).square().sum(1).sqrt()
     # Beyond a quarter of the distance between two weights rounding would hide them. What is negligible beside the largest row may be all
-    # rounding.
+    # rounding; how much fn rounds, it shows on the larger rows.
     gap = 0.25 * float((ordered[1:] - ordered[:-1]).min())
-    noise = 100 * eps if 100 * eps < gap else 0.0
     size = largest[:, 0] * squared.sqrt()
+    relative = (residual / torch.where(used, squared, 1).sqrt())[size > 0.1 * size.max()]
+    if len(relative):
+        eps = max(eps, float(relative.sort().values[len(relative) // 2]))
+    noise = 100 * eps if 100 * eps < gap else 0.0
     allowed = torch.maximum(min(gap, rounding) * squared.sqrt(), noise * size.max() / torch.where(used, largest[:, 0], 1))
     if bool((used & ~(residual < allowed)).any()):
         raise StateError(

@@ -106,7 +106,66 @@ def projection(n, device):
     return fn, params, (torch.randn(n, WIDTH, device=device),)
 
 
-PROBLEMS = [experts, images, shuffled, time_first, derived, projection]
+def positions(n, device):
+    """Tables looked up once for all samples, in both shapes, beside one that is looked up by tokens; a norm of positions alone."""
+
+    def fn(p, ids):
+        steps = torch.arange(ids.shape[1], device=device)
+        hidden = F.embedding(ids, p["tokens"]) + F.layer_norm(F.embedding(steps[None], p["first"]), (WIDTH,), p["gain"])
+        hidden += F.embedding(steps, p["second"])
+        return F.linear(hidden, p["tokens"]).tanh().sum((1, 2))
+
+    shapes = {"tokens": (VOCABULARY, WIDTH), "first": (7, WIDTH), "second": (7, WIDTH), "gain": (WIDTH,)}
+    params = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    return fn, params, (torch.randint(VOCABULARY, (n, 5), device=device),)
+
+
+def lookups(n, device):
+    """Parameters indexed by data: rows, and whole matrices, one an expert's."""
+
+    def fn(p, ids, x):
+        experts = p["experts"][ids % 3 - 3]  # from the end
+        mixed = torch.einsum("nti,ntio->nto", x, experts) + p["rows"][ids] + p["rows"][torch.arange(x.shape[1], device=device)]
+        return (mixed * p["rows"].index_select(0, ids.flatten()).view(mixed.shape)).tanh().sum((1, 2)) + p["bias"][ids].sum((1, 2))
+
+    shapes = {"experts": (3, WIDTH, 4), "rows": (VOCABULARY, 4), "bias": (VOCABULARY, 1)}
+    params = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    batch = torch.randint(VOCABULARY, (n, 5), device=device), torch.randn(n, 5, WIDTH, device=device)
+    return fn, params, batch
+
+
+def class_tokens(n, device):
+    """Parameters repeated for every sample, in each of the ways; one is repeated for every head instead."""
+
+    def fn(p, x):
+        tokens = p["a"].expand(len(x), -1, -1), p["b"].repeat(len(x), 1, 1), p["c"].expand(len(x), 1, WIDTH), p["a"].tile(len(x), 1, 1)
+        hidden = torch.cat([*tokens, x], 1)
+        heads = torch.stack([hidden, hidden.cos()], 1) * p["head"].expand(2, 1, WIDTH)
+        return F.linear(heads, p["w"]).tanh().sum((1, 2, 3)) + (p["first"].expand(len(x), -1) * x[:, 0]).sum(1)
+
+    shapes = {"a": (1, 1, WIDTH), "b": (1, 1, WIDTH), "c": (WIDTH,), "head": (1, 1, WIDTH), "w": (3, WIDTH), "first": (1, WIDTH)}
+    params = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    return fn, params, (torch.randn(n, 3, WIDTH, device=device),)
+
+
+def broadcasts(n, device):
+    """Sums, differences, products and quotients with parameters of every shape, in place too; a bias of attention scores."""
+
+    def fn(p, x):
+        hidden = p["scale"] * (x - p["shift"][:, None]) / p["temperature"].exp() + p["shift"][:, None]
+        hidden = 1 - hidden
+        hidden *= p["gain"]
+        hidden += p["scale"]
+        hidden = p["gain"] / (3 + hidden.square()) + (p["gain"] - hidden)
+        out = F.scaled_dot_product_attention(hidden, x, hidden.sin(), attn_mask=p["bias"][None], is_causal=False)
+        return (out * p["scale"].expand_as(out)).sum((1, 2))
+
+    shapes = {"scale": (1, 4, 1), "shift": (4,), "temperature": (), "gain": (1, WIDTH), "bias": (4, 4)}
+    params = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    return fn, params, (torch.randn(n, 4, WIDTH, device=device),)
+
+
+PROBLEMS = [positions, lookups, class_tokens, broadcasts, experts, images, shuffled, time_first, derived, projection]
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
 
 
@@ -206,9 +265,10 @@ def test_rows_shared_by_samples_are_found_out(device):
     "fn, message",
     [
         (
-            lambda p, x: torch.cat([x, p["w"][:1].expand(len(x), -1)], 1).sum(1),
-            r"expand of .*p\['w'\].* reaches cat at .*test_batch\.py:\d+",
+            lambda p, x: torch.cat([x, p["w"][[0] * len(x)]], 1).sum(1),
+            r"__getitem__ of p\['w'\] reaches cat at .*test_batch\.py:\d+",
         ),
+        (lambda p, x: torch.cat([x, p["w"]]).sum().expand(len(x)), r"p\['w'\] reaches cat"),
         (lambda p, x: F.conv1d(x.T, p["w"][:, :, None]).sum(0), r"reaches conv1d"),
         (lambda p, x: F.linear(x, p["w"]).sum(), r"expected fn to return one loss for each of the 5 samples, got a tensor of shape \(\)"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),
@@ -268,7 +328,7 @@ def tangent(p, x):
     [
         (lambda p, x: F.linear(x, Unseen.apply(p["w"])).sum(1), r"p\['w'\] reaches the losses by an op that no function mode sees"),
         (lambda p, x: F.linear(x, p["w"]).sum(1) + Unseen.apply(p["w"]).sum(), r"p\['w'\] reaches the losses by an op"),
-        (lambda p, x: p["w"].sum().expand(len(x)), r"expand of sum of p\['w'\] reaches the losses by .*, or as it is"),
+        (lambda p, x: p["w"].flatten()[: len(x)], r"__getitem__ of flatten of p\['w'\] reaches the losses by .*, or as it is"),
         (lambda p, x: torch.func.vmap(lambda x: (p["w"] @ x).sum())(x), r"p\['w'\] is used inside a torch.func transform at .*test_batch"),
         (lambda p, x: torch.func.grad(lambda x: F.linear(x, p["w"]).sin().sum())(x).sum(1), r"p\['w'\] is used inside a torch.func transf"),
         (slope, r"grad at .*test_batch.py:\d+ makes derivatives"),

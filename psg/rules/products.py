@@ -152,8 +152,8 @@ def _matmul_by_batch(input: Tensor, other: Tensor, dims: Sequence[int], shared: 
         return left.to(dtype) @ right.to(dtype)
 
     return reshape(output, output.shape), {
-        "input": lambda cotangent: Dense(_sum_to(product(cotangent, w.mT), input.shape)),
-        "other": lambda cotangent: Dense(_sum_to(product(x.mT, cotangent), other.shape)),
+        "input": lambda cotangent: Dense(sum_to(product(cotangent, w.mT), input.shape)),
+        "other": lambda cotangent: Dense(sum_to(product(x.mT, cotangent), other.shape)),
     }
 
 
@@ -239,12 +239,12 @@ def _added(
         return lambda cotangent: build(alpha * cotangent)
 
     return output, {
-        "input": lambda cotangent: Dense(beta * _sum_to(cotangent, shape)),
+        "input": lambda cotangent: Dense(beta * sum_to(cotangent, shape)),
         **{name: scaled(build) for name, build in builders.items()},
     }
 
 
-def _sum_to(cotangent: Tensor, shape: torch.Size) -> Tensor:
+def sum_to(cotangent: Tensor, shape: torch.Size) -> Tensor:
     """[n, *full] -> [n, *shape], summed over the dimensions along which a tensor of that shape was broadcast."""
     lead = cotangent.ndim - 1 - len(shape)
     dims = [*range(1, 1 + lead), *(1 + lead + d for d, size in enumerate(shape) if size == 1)]
@@ -358,4 +358,4 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     if result is NotImplemented:
         return NotImplemented
     output, builders = result
-    return output, {"weight": builders[2], "bias": lambda cotangent: Dense(_sum_to(cotangent, torch.Size(cotangent.shape[-1:])))}
+    return output, {"weight": builders[2], "bias": lambda cotangent: Dense(sum_to(cotangent, torch.Size(cotangent.shape[-1:])))}

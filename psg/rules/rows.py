@@ -14,7 +14,7 @@ from torch import Tensor
 from psg._ops import Place
 from psg.factors import Dense
 from psg.rules._registry import Rule, reshape
-from psg.rules.products import einsum_labels, matmul_equation
+from psg.rules.products import einsum_labels, matmul_equation, sum_to
 
 
 class Split(NamedTuple):
@@ -243,7 +243,7 @@ def _each(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return lambda *outputs: function(*outputs) if len(outputs) == 1 else tuple(map(function, outputs))
 
 
-# Products and sums with a parameter that has the shape of a row. Under vmap lifting does these; without it they need a rule.
+# Products and sums with a parameter. Under vmap lifting does these; without it they need a rule.
 
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
@@ -255,29 +255,98 @@ def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     shape = _row_shape(weight)
     if not isinstance(input, Tensor) or input.ndim < weight.ndim or weight.is_complex():
         return None
-    if input.shape[input.ndim - len(shape) :] != shape:
+    if any(size not in (1, full) for size, full in zip(shape, input.shape[input.ndim - len(shape) :], strict=True)):
         return None
     return _positions(arguments, len(shape))
 
 
 def _row_shape(weight: Tensor) -> torch.Size:
-    """The weight's shape without leading ones."""
+    """The weight's shape without leading ones: what it is multiplied with or added to is a row."""
     return weight.shape[next((i for i, size in enumerate(weight.shape) if size != 1), weight.ndim) :]
 
 
 def _scaled(input: Tensor, weight: Tensor) -> Any:
-    """y = x w: ([rows,*shape], [1,*shape]) -> [rows,*shape]."""
-    own = weight.shape
-    output = input * weight.reshape(_row_shape(weight))
-    return output, {"weight": lambda cotangent: Dense((cotangent * input).reshape(len(input), *own))}
+    """y = x w: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
+    own, shape = weight.shape, _row_shape(weight)
+    output = input * weight.reshape(shape)
+    return output, {"weight": lambda cotangent: Dense(sum_to(cotangent * input, shape).reshape(len(input), *own))}
 
 
 def _shifted(input: Tensor, weight: Tensor) -> Any:
-    """y = x + b: ([rows,*shape], [1,*shape]) -> [rows,*shape]."""
-    own = weight.shape
-    output = input + weight.reshape(_row_shape(weight))
-    return output, {"weight": lambda cotangent: Dense(cotangent.reshape(len(input), *own))}
+    """y = x + b: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
+    own, shape = weight.shape, _row_shape(weight)
+    output = input + weight.reshape(shape)
+    return output, {"weight": lambda cotangent: Dense(sum_to(cotangent, shape).reshape(len(input), *own))}
 
 
 ELEMENTWISE = dict.fromkeys(_PRODUCTS, Rule.of(_scaled, ("weight",)))
 ELEMENTWISE |= dict.fromkeys(_SUMS, Rule.of(_shifted, ("weight",)))
+
+
+EXPANSIONS = frozenset({Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, torch.broadcast_to, Tensor.broadcast_to})
+"""Ops that repeat a parameter, perhaps once for each sample."""
+
+
+def _lookup(input: Any, index: Any) -> Any:
+    """W[index], an integer tensor along dim 0, as an embedding."""
+    known = isinstance(input, Tensor) and isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
+    if not known or input.ndim < 2 or input.is_complex() or len(input) == 0:
+        return NotImplemented
+    return F.embedding(index % len(input), input.flatten(1)).unflatten(-1, input.shape[1:])
+
+
+LOOKUPS = {
+    Tensor.__getitem__: _lookup,
+    **dict.fromkeys(
+        (torch.index_select, Tensor.index_select), lambda input, dim, index: _lookup(input, index) if dim == 0 else NotImplemented
+    ),
+}
+"""Ops that look rows of a parameter up, as an embedding does."""
+
+IN_PLACE = {
+    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), torch.add),
+    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), torch.sub),
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
+}
+"""Ops that write into data what the op named here makes of it and a parameter."""
+
+
+def _difference(input: Any, other: Any) -> Any:
+    return input + (-other)
+
+
+def _quotient(input: Any, other: Any) -> Any:
+    return input * (1 / other)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(q k^T scale + mask) v: ([*,t,d], [*,s,d], [*,s,e]) -> [*,t,e]."""
+    if dropout_p or enable_gqa:
+        return NotImplemented
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
+    **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other: _difference(other, input)),
+    **dict.fromkeys((torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__), _quotient),
+    Tensor.__rtruediv__: lambda input, other: _quotient(other, input),
+    Tensor.expand_as: lambda input, other: input.expand(other.shape),
+    F.scaled_dot_product_attention: _attention,
+}
+"""Ops that reach a parameter by no rule for rows, in other ops that do."""

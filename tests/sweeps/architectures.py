@@ -1,9 +1,10 @@
 """psg on small models of many `transformers` architectures, held to the loop.
 
-    python -m sweeps.architectures [--only NAME ...] [--json FILE]
+    python -m sweeps.architectures [--batch] [--only NAME ...] [--json FILE]
 
 prints, for each: which rung of the ladder ran it, the largest relative error of a per-sample gradient in float64, the number of
 parameters, and the time of `per_sample_grad` and of the loop; and below the table why a rung could not run it.
+With --batch the whole batch goes through each model at once (method="batch"), and is held to psg sample by sample.
 Exits with 1 if one is wrong.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import psg
 from psg.testing import Mismatch, loop_value_and_grad
@@ -60,6 +62,38 @@ def check(architecture: Architecture) -> Result:
             return result._replace(remark=str(mismatch).replace("\n", " "), wrong="psg is nearer" not in str(mismatch))
 
 
+def check_batch(architecture: Architecture) -> Result:
+    """Hold a weighted sum of what a model gives for a whole batch to that of its samples, whose gradients `check` holds to the loop."""
+    model, batch = architecture.model_and_batch()
+    tokens = batch[0]
+    batch = {key: value for key, value in tokens.items() if key != "labels"}
+    if model.config.is_encoder_decoder and "decoder_input_ids" not in batch:
+        batch["decoder_input_ids"] = tokens.get("input_ids", tokens["labels"]).clone()
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def losses(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        n = len(next(iter(batch.values())))
+        outputs = torch.func.functional_call(model, params, (), batch).values()
+        kept = [out for out in outputs if isinstance(out, Tensor) and out.is_floating_point() and out.ndim and len(out) == n][:2]
+        return sum((out.reshape(n, -1).sin() * torch.arange(out[0].numel()).cos()).sum(1) for out in kept)  # pyright: ignore[reportReturnType]
+
+    def loss(params: dict[str, Tensor], sample: dict[str, Tensor]) -> Tensor:
+        return losses(params, {key: value[None] for key, value in sample.items()})[0]
+
+    result = Result(architecture.name, architecture.kind, parameters=sum(p.numel() for p in params.values()), wrong=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = psg.per_sample_grad(losses, method="batch")(params, batch)
+        except (psg.InputError, psg.StateError) as error:
+            return result._replace(rung="refused", remark=str(error))
+        expected = psg.per_sample_grad(loss)(params, batch)
+    largest = max(1.0, *(float(value.abs().max()) for value in expected.values()))
+    error = max(float((found[name] - value).abs().max()) / largest for name, value in expected.items())
+    # Many models round to float32 somewhere, one way for a batch and another for a sample.
+    return result._replace(rung="batch", error=error, wrong=error > 1e-6)
+
+
 def _time(fn: Callable, *args: Any) -> float:
     start = time.perf_counter()
     fn(*args)
@@ -68,6 +102,7 @@ def _time(fn: Callable, *args: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", action="store_true", help="whole batches at once")
     parser.add_argument("--only", nargs="*", help="names")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="write the results to this file")
@@ -80,7 +115,7 @@ def main() -> None:
         if args.only and architecture.name not in args.only:
             continue
         try:
-            result = check(architecture)
+            result = (check_batch if args.batch else check)(architecture)
         except Exception as error:
             result = Result(architecture.name, architecture.kind, remark=f"{type(error).__name__}: {error}")
         results.append(result)
@@ -92,7 +127,7 @@ def main() -> None:
     for result in results:
         for rung, reason in result.reasons:
             print(f"{result.name}, not {rung}: {reason}")
-    counts = {rung: sum(result.rung == rung for result in results) for rung in ("capture", "vmap", "loop")}
+    counts = {rung: sum(result.rung == rung for result in results) for rung in ("capture", "vmap", "loop", "batch", "refused")}
     wrong = sum(result.wrong for result in results)
     print(f"{len(results)} architectures: " + ", ".join(f"{rung} {count}" for rung, count in counts.items()) + f", wrong {wrong}")
     if args.json:
