@@ -4,6 +4,7 @@ from psg import clipping, factors, rules, testing, tree
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
 from psg.explain import explain
 from psg.jit import jit
+from psg.memory import keep_pages
 from psg.rules import primitive, rule
 from psg.stateless import stateless
 from psg.testing import check
@@ -29,6 +30,7 @@ __all__ = [
     "factored_grad",
     "factors",
     "jit",
+    "keep_pages",
     "per_sample_grad",
     "per_sample_norm",
     "per_sample_value_and_grad",

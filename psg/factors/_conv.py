@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors._base import CACHED, FRESH, KEEP_BYTES, KEPT, Factor, gather_groups, scale_rows, widen
+from psg.factors._base import KEEP_BYTES, USED, Factor, gather_groups, kept, scale_rows, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 
@@ -122,21 +122,24 @@ class Conv(Factor):
         return torch.ops.aten.convolution_backward(cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask)[1]
 
     def _by_group(self) -> Outer:
-        """The same as an Outer of n x g samples: left [(n g), t, o / g], right [(n g), t, (i / g) k]."""
+        """An Outer of n x g samples with the same inner products: left [(n g), t, o / g], right [(n g), t, k (i / g)]."""
         groups, dims, (out_channels, *rest) = self.geometry.groups, len(self.geometry.kernel), self.shape
-        order = (0, 2, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims))
-        right = self._windows().permute(order).reshape(self.n * groups, self.positions, torch.Size(rest).numel())
+        # Inner products do not mind in which order a patch stands: where there are many channels they are one run in memory.
+        order = (0, 2, 1, *range(4, 4 + 2 * dims), 3)
+        right = self._windows(channels_last=rest[0] >= 16).permute(order).reshape(self.n * groups, self.positions, torch.Size(rest).numel())
         left = self.cotangent.unflatten(2, (groups, out_channels // groups)).flatten(4)
         left = left.permute(0, 2, 1, 4, 3).reshape(self.n * groups, self.positions, out_channels // groups)
         return Outer(left, right)
 
-    def _windows(self) -> Tensor:
-        """The patches as a view of the padded input, [n, images, g, i / g, *out, *kernel]: nothing is copied."""
+    def _windows(self, channels_last: bool = False) -> Tensor:
+        """The patches as a view of the padded input, [n, images, g, i / g, *out, *kernel]: no patch is copied."""
         kernel, stride, padding, dilation, groups = self.geometry
         n, images, channels, *_ = self.input.shape
         padded = self.input
         if any(padding):
             padded = F.pad(padded.flatten(0, 1), [amount for p in reversed(padding) for amount in (p, p)]).unflatten(0, (n, images))
+        if channels_last:
+            padded = padded.movedim(2, -1).contiguous().movedim(-1, 2)
         spatial = padded.stride()[3:]
         return padded.as_strided(
             (n, images, groups, channels // groups, *self.cotangent.shape[3:], *kernel),
@@ -154,10 +157,17 @@ class Conv(Factor):
         if self.n == 0 or self.positions == 0:
             return widen(self.cotangent).new_zeros(self.n)
         if self._prefers_gram():
-            return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
-        size = max(1, (16 << 20) // max(1, self._bytes()))
-        chunks = zip(self.cotangent.split(size), self.input.split(size), strict=True)
-        return torch.cat([Dense(Conv(c, x, self.geometry).materialize()).squared_norm() for c, x in chunks])
+            return self._by_chunks(self._patch_bytes(), Conv._gram_norm)
+        return self._by_chunks(self._bytes(), lambda chunk: Dense(chunk.materialize()).squared_norm())
+
+    def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
+        """A function of a few samples at a time, so that what it forms of `size` bytes a sample is read from cache."""
+        count = max(1, (16 << 20) // max(1, size))
+        chunks = zip(self.cotangent.split(count), self.input.split(count), strict=True)
+        return torch.cat([function(Conv(c, x, self.geometry)) for c, x in chunks])
+
+    def _gram_norm(self) -> Tensor:
+        return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         cotangent = scale_rows(self.cotangent, weights).flatten(0, 1)
@@ -188,7 +198,9 @@ class Conv(Factor):
         return f"{'Gram' if self._prefers_gram() else 'materialised in chunks'}, native weight gradient"
 
     def _keeps(self) -> bool:
-        return self.n * self._bytes() <= KEEP_BYTES and KEPT * self._bytes() < min(self._gram_flops(), self._materialize_flops())
+        return self.n * self._bytes() <= KEEP_BYTES and kept(self.device) * self._bytes() < min(
+            self._gram_flops(), self._materialize_flops()
+        )
 
     def _prefers_gram(self) -> bool:
         return self._gram_flops() < self._materialize_flops()
@@ -201,7 +213,10 @@ class Conv(Factor):
     def _gram_flops(self) -> int:
         t, groups, size = self.positions, self.geometry.groups, self.cotangent.element_size()
         patch = groups * self.shape[1:].numel()
-        return t * t * (2 * (self.shape[0] + patch) + 3 * CACHED * groups * size) + FRESH * t * patch * size
+        return t * t * (2 * (self.shape[0] + patch) + 3 * USED * groups * size) + USED * self._patch_bytes()
+
+    def _patch_bytes(self) -> int:
+        return self.positions * self.geometry.groups * self.shape[1:].numel() * self.cotangent.element_size()
 
     def _materialize_flops(self) -> int:
         return 2 * self.positions * self.shape.numel()

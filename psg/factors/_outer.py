@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import CACHED, KEEP_BYTES, KEPT, Factor, gather_groups, scale_rows, widen
+from psg.factors._base import KEEP_BYTES, USED, Factor, gather_groups, kept, scale_rows, widen
 from psg.factors._dense import Dense
 
 
@@ -121,10 +121,10 @@ class Outer(Factor):
         # takes as many operations). Not kept: the Gram norm, and one matrix product for the sum.
         if self.positions == 1 or self.n * self._bytes() > KEEP_BYTES:
             return False
-        return KEPT * self._bytes() < min(self._gram_flops(), self._materialize_flops() + CACHED * self._bytes())
+        return kept(self.device) * self._bytes() < min(self._gram_flops(), self._materialize_flops() + USED * self._bytes())
 
     def _prefers_gram(self) -> bool:
-        return self._gram_flops() <= self._materialize_flops() + CACHED * self._bytes()
+        return self._gram_flops() <= self._materialize_flops() + USED * self._bytes()
 
     # Cost of one sample.
 
@@ -133,7 +133,7 @@ class Outer(Factor):
 
     def _gram_flops(self) -> int:
         t = self.positions
-        return t * t * (2 * sum(self.shape) + 3 * CACHED * self.left.element_size())
+        return t * t * (2 * sum(self.shape) + 3 * USED * self.left.element_size())
 
     def _materialize_flops(self) -> int:
         return 2 * self.positions * self.shape.numel()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from psg.factors._base import CACHED, FRESH, Factor, widen
+from psg.factors._base import USED, Factor, widen, written
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
 from psg.factors._outer import Outer
@@ -94,9 +94,9 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 
 @_pair(_gram, Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
-    (n, t, _), (m, s, _) = x.left.shape, y.left.shape
-    factored = n * m * t * s * (2 * sum(x.shape) + 3 * FRESH * x.left.element_size())
-    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (FRESH + CACHED) * x.left.element_size())
+    (n, t, _), (m, s, _), fresh = x.left.shape, y.left.shape, written(x.device)
+    factored = n * m * t * s * (2 * sum(x.shape) + 3 * fresh * x.left.element_size())
+    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + USED) * x.left.element_size())
     if factored > dense or n * m * t * s > 1 << 28:
         return None
     left = widen(x.left).flatten(0, 1) @ widen(y.left).flatten(0, 1).T
