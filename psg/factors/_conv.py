@@ -116,7 +116,7 @@ class Conv(Factor):
         if cotangent.numel() == 0 or input.numel() == 0:
             return cotangent.new_zeros(weight_shape)
         _, stride, padding, dilation, _ = self.geometry
-        weight = cotangent.new_empty(1).expand(weight_shape)  # only its shape is read
+        weight = cotangent.new_empty(weight_shape)  # only its shape is read
         none = [0] * len(stride)
         mask = [False, True, False]
         return torch.ops.aten.convolution_backward(cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask)[1]
@@ -170,6 +170,13 @@ class Conv(Factor):
         return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.geometry.groups == 1 and 0 < self.n * self.positions <= 128:
+            # The few columns of one product: the native kernel reorders the whole weight for them.
+            dims = len(self.geometry.kernel)
+            right = self._windows().squeeze(2).permute(0, 1, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
+            right = right.reshape(self.n, self.positions, self.shape[1:].numel())
+            left = self.cotangent.flatten(3).transpose(2, 3).flatten(1, 2)
+            return Outer(left, right).weighted_sum(weights).reshape(self.shape)
         cotangent = scale_rows(self.cotangent, weights).flatten(0, 1)
         return self._native_gradient(cotangent, self.input.flatten(0, 1), tuple(self.shape), groups=self.geometry.groups)
 
