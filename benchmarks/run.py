@@ -34,6 +34,9 @@ from methods import METHODS, Method
 from reference import TOLERANCE, Reference
 from workloads import LARGE, WORKLOADS, build
 
+import psg
+from psg.memory import pages_are_kept
+
 GROUPS = {
     "default": ["plain", "loop", "vmap_grad", "vmap_norm", "vmap_clip", "psg_grad", "psg_norm", "psg_clip"],
     "eager": [name for name in METHODS if not name.endswith("_compiled")],
@@ -47,6 +50,8 @@ def main() -> None:
     args = parse_arguments()
     warnings.simplefilter("ignore")  # peers warn on every call; check() records the warnings that matter
     torch.set_num_threads(args.threads)
+    if args.keep_pages and not psg.keep_pages():
+        raise SystemExit("--keep-pages: this C library cannot")
     if args.peak:
         print(json.dumps(peak_memory(args.workloads[0], METHODS[args.methods[0]], args)))
         return
@@ -71,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--tf32", action="store_true", help="float32 matrix products and convolutions in TF32")
     parser.add_argument("--memory", action="store_true", help="peak memory too, one process a method")
+    parser.add_argument("--keep-pages", action="store_true", help="memory that is freed stays the process's: psg.keep_pages()")
     parser.add_argument("--limit", type=float, default=4, help="GiB of per-sample gradients that are still computed")
     parser.add_argument("--no-double", action="store_true", help="check in the run's own dtype only")
     parser.add_argument("--out", type=Path)
@@ -101,6 +107,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "threads": args.threads,
         "dtype": args.dtype + (" (TF32 products)" if args.tf32 else ""),
         "repeats": args.repeats,
+        "pages": "kept" if pages_are_kept() else "given back",
         "versions": versions,
     }
 
@@ -196,7 +203,7 @@ def synchronize(device: str) -> None:
 
 def peak_in_fresh_process(workload: str, method: str, args: argparse.Namespace) -> int | None:
     options = ["--workloads", workload, "--methods", method, "--threads", str(args.threads), "--device", args.device]
-    options += ["--dtype", args.dtype, "--peak"] + ["--tf32"] * args.tf32
+    options += ["--dtype", args.dtype, "--peak"] + ["--tf32"] * args.tf32 + ["--keep-pages"] * args.keep_pages
     done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
