@@ -144,7 +144,8 @@ def written_out(layer: nn.LSTM, x: Tensor, cotangent: Tensor) -> tuple[Tensor, T
     from psg.rules._gates import Lstm, Weights
 
     w_ih, w_hh, b_ih, b_hh = layer.parameters()
-    run = Lstm(x, [x.new_zeros(len(x), HIDDEN)] * 2, Weights(w_ih, w_hh, b_ih, b_hh, None), False)
+    run = Lstm(x, Weights(w_ih, w_hh, b_ih, b_hh, None), False)
+    run.forward([x.new_zeros(len(x), HIDDEN)] * 2)
     run.backward(cotangent, [None, None])
     return run.c_input, run.c_input @ w_ih
 
@@ -155,19 +156,18 @@ def recomputed(layer: nn.LSTM, x: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
 
     output, _ = layer(x)
     w_ih, w_hh, b_ih, b_hh = layer.parameters()
-    run = Lstm.__new__(Lstm)
-    run.weights, run.input, run.reverse, run.steps = Weights(w_ih, w_hh, b_ih, b_hh, None), x, False, range(x.shape[1])
-    run.before, run.after = torch.cat([torch.zeros_like(output[:, :1]), output[:, :-1]], 1), output
-    run.z = F.linear(x, w_ih, b_ih + b_hh).flatten(0, 1).addmm_(run.before.flatten(0, 1), w_hh.T).unflatten(0, x.shape[:2])
-    i, f, g, o = run.z.chunk(4, 2)
-    run.z[..., : 2 * HIDDEN].sigmoid_()
+    run, first = Lstm(x, Weights(w_ih, w_hh, b_ih, b_hh, None), False), x.new_zeros(len(x), 1, HIDDEN)
+    states, cells = torch.cat([first, output], 1), run.room(first[:, 0])
+    before, after_c = run.split(states)[0], run.split(cells)[1]
+    z = F.linear(x, w_ih, b_ih + b_hh).flatten(0, 1).addmm_(before.flatten(0, 1), w_hh.T).unflatten(0, x.shape[:2])
+    i, f, g, o = z.chunk(4, 2)
+    z[..., : 2 * HIDDEN].sigmoid_()
     g.tanh_()
     o.sigmoid_()
-    run.cells, after_c = run.track(x.new_zeros(len(x), HIDDEN))
     torch.mul(i, g, out=after_c)
     for t in run.steps:
-        after_c[:, t].addcmul_(f[:, t], run.cells[:, t])
-    run.squashed, run.hidden, run.final = after_c.tanh(), output, [output[:, -1], after_c[:, -1]]
+        after_c[:, t].addcmul_(f[:, t], cells[:, t])
+    run.saved = [states, cells, z, after_c.tanh()]
     run.backward(cotangent, [None, None])
     return run.c_input, run.c_input @ w_ih
 

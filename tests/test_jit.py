@@ -44,6 +44,22 @@ def wrong(graph, inputs):
     return lambda *args: tuple(output * 2 if output.is_floating_point() else output for output in graph(*args))
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_recurrent_layer_is_not_unrolled(kind, device):
+    layer, nodes = kind(3, 4, bidirectional=True, batch_first=True).to(device), []
+
+    def counting(graph, inputs):
+        nodes.append(len(graph.graph.nodes))
+        return graph
+
+    loss, params = psg.stateless(layer, lambda output, y: (output[0] * y).sum())
+    fast = psg.jit(psg.clipped_grad(loss, 1.0), backend=counting)
+    for steps in (2, 9):
+        x, y = torch.randn(N, steps, 3, device=device), torch.randn(N, steps, 8, device=device)
+        same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
+    assert nodes[0] == nodes[1]
+
+
 # --- every case of the table --------------------------------------------------------------------------------
 
 

@@ -17,11 +17,13 @@ variants and the order of gates of torch.nn.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from psg import _functorch
 
 _sigmoid_slope = torch.ops.aten.sigmoid_backward  # (c, y) -> c y (1 - y)
 _relu_slope = torch.ops.aten.threshold_backward  # (c, y, 0) -> c [y > 0]
@@ -48,49 +50,87 @@ class Weights(NamedTuple):
 
 
 class Recurrence(ABC):
-    """One direction of one layer, run on construction.
+    """One direction of one layer.
 
     Args:
         input: [m, t, i], at least one step.
-        state: The initial states: h [m, h or p] and, for an LSTM, c [m, h].
         weights: The parameters.
         reverse: Whether time runs backwards.
 
     Attributes:
+        saved: After `forward`, what was computed: first room for h at every step, [m, t + 1, h or p].
+        found: After `backward`, its results.
         before: The h that each step reads, [m, t, h or p].
         after: The h that each step writes, in the order of the input.
         final: The states after the last step.
-        c_input: After `backward`, the cotangent of W_ih x + b_ih, [m, t, g h].
-        c_hidden: After `backward`, the cotangent of W_hh h + b_hh.
-        c_state: After `backward`, the cotangents of the initial states.
+        c_input: The cotangent of W_ih x + b_ih, [m, t, g h].
+        c_hidden: The cotangent of W_hh h + b_hh.
+        c_state: The cotangents of the initial states.
     """
 
     gates: int
     states = 1
 
-    def __init__(self, input: Tensor, state: Sequence[Tensor], weights: Weights, reverse: bool) -> None:
+    def __init__(self, input: Tensor, weights: Weights, reverse: bool) -> None:
         self.input = input
         self.weights = weights
         self.reverse = reverse
         count = input.shape[1]
         self.steps = range(count - 1, -1, -1) if reverse else range(count)
-        self.before, self.after = self.track(state[0])
-        self.final = self.forward(state)
-        self.c_input = self.c_hidden = input.new_empty(0)
-        self.c_state: list[Tensor] = []
+        self.saved: list[Tensor] = []
+        self.found: list[Tensor] = []
+
+    def forward(self, state: Sequence[Tensor]) -> None:
+        """Run from the initial states: h [m, h or p] and, for an LSTM, c [m, h]."""
+        if _functorch.is_traced():
+            self.saved = _forward_op(type(self).__name__, self.input, list(state), list(self.weights), self.reverse)
+        else:
+            self.saved = self.record(state)
+
+    def backward(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> None:
+        """Find the cotangents from those of `after` and `final`; None is zero. May be called again."""
+        if _functorch.is_traced():
+            given = self.input, self.saved, list(self.weights), self.reverse
+            self.found = _backward_op(type(self).__name__, *given, cotangent, list(final))
+        else:
+            self.found = self.solve(cotangent, final)
 
     @abstractmethod
-    def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
-        """Fill `after`; return the final states."""
+    def record(self, state: Sequence[Tensor]) -> list[Tensor]:
+        """`saved`."""
+
+    @abstractmethod
+    def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
+        """`found`: the cotangents of the gates, then those of the initial states, and what else is left over."""
 
     @staticmethod
     @abstractmethod
     def step(z: Tensor, state: Sequence[Tensor], weights: Weights) -> list[Tensor]:
         """One step in plain ops, from z = W_ih x + b_ih: the new states."""
 
-    @abstractmethod
-    def backward(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> None:
-        """Fill `c_input`, `c_hidden` and `c_state` from the cotangents of `after` and `final`; None is zero. May be called again."""
+    @property
+    def before(self) -> Tensor:
+        return self.split(self.saved[0])[0]
+
+    @property
+    def after(self) -> Tensor:
+        return self.split(self.saved[0])[1]
+
+    @property
+    def final(self) -> list[Tensor]:
+        return [self.split(room)[1][:, self.steps[-1]] for room in self.saved[: self.states]]
+
+    @property
+    def c_input(self) -> Tensor:
+        return self.found[0]
+
+    @property
+    def c_hidden(self) -> Tensor:
+        return self.found[0]
+
+    @property
+    def c_state(self) -> list[Tensor]:
+        return self.found[1 : 1 + self.states]
 
     def terms(self) -> dict[str, tuple[Tensor, ...]]:
         """After `backward`, by name of the parameter: (left, right) of its gradient sum_t left_t right_t^T; of a bias (left,)."""
@@ -101,14 +141,16 @@ class Recurrence(ABC):
             "b_hh": (self.c_hidden,),
         }
 
-    def track(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for a state at every step: what the steps read, the first of them `first`, and what they write."""
-        count = len(self.steps)
-        room = self.input.new_empty(len(first), count + 1, first.shape[1])
-        early, late = room[:, :count], room[:, 1:]
-        before, after = (late, early) if self.reverse else (early, late)
-        before[:, self.steps[0]] = first
-        return before, after
+    def room(self, first: Tensor) -> Tensor:
+        """Room for a state at every step and one more, the first of them `first`: [m, t + 1, *]."""
+        room = self.input.new_empty(len(first), len(self.steps) + 1, first.shape[1])
+        self.split(room)[0][:, self.steps[0]] = first
+        return room
+
+    def split(self, room: Tensor) -> tuple[Tensor, Tensor]:
+        """What the steps read, and what they write."""
+        early, late = room[:, :-1], room[:, 1:]
+        return (late, early) if self.reverse else (early, late)
 
     def project(self, bias: Tensor | None) -> Tensor:
         """W_ih x + bias for all steps: [m, t, g h]."""
@@ -146,14 +188,14 @@ class Elman(Recurrence):
     def step(z: Tensor, state: Sequence[Tensor], weights: Weights) -> list[Tensor]:
         return [torch.tanh(z + F.linear(state[0], weights.w_hh, weights.b_hh))]
 
-    def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
-        z, before, after = (part.unbind(1) for part in (self.project(_add(self.weights.b_ih, self.weights.b_hh)), self.before, self.after))
-        w_hh = self.columns()
+    def record(self, state: Sequence[Tensor]) -> list[Tensor]:
+        z, room, w_hh = self.project(_add(self.weights.b_ih, self.weights.b_hh)).unbind(1), self.room(state[0]), self.columns()
+        before, after = (part.unbind(1) for part in self.split(room))
         for t in self.steps:
             self.activate(torch.addmm(z[t], before[t], w_hh, out=after[t]))
-        return [after[self.steps[-1]]]
+        return [room]
 
-    def backward(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> None:
+    def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
         c_h, gates = _copy(final[0], self.final[0]), self.slope()
         rows, w_hh = gates.unbind(1), self.weights.w_hh
 
@@ -162,7 +204,7 @@ class Elman(Recurrence):
             torch.mm(rows[t], w_hh, out=c_h)
 
         self.unroll(cotangent, c_h, step)
-        self.c_input, self.c_hidden, self.c_state = gates, gates, [c_h]
+        return [gates, c_h]
 
     def activate(self, z: Tensor) -> None:
         """In place."""
@@ -200,48 +242,50 @@ class Lstm(Recurrence):
         h = o.sigmoid() * c.tanh()
         return [h if weights.w_hr is None else F.linear(h, weights.w_hr), c]
 
-    def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
+    def record(self, state: Sequence[Tensor]) -> list[Tensor]:
         w_hh, w_hr, width = self.columns(), self.weights.w_hr, state[1].shape[1]
-        self.z = self.project(_add(self.weights.b_ih, self.weights.b_hh))
-        self.cells, after_c = self.track(state[1])
-        self.squashed = torch.empty_like(after_c)
-        self.hidden = self.after if w_hr is None else torch.empty_like(after_c)  # o tanh(c)
-        z, before, cells, after_c_rows = (part.unbind(1) for part in (self.z, self.before, self.cells, after_c))
-        squashed, hidden, after = (part.unbind(1) for part in (self.squashed, self.hidden, self.after))
-        i, f, g, o = (gate.unbind(1) for gate in self.z.split(width, 2))
-        i_f = self.z[..., : 2 * width].unbind(1)
+        gates = self.project(_add(self.weights.b_ih, self.weights.b_hh))
+        rooms = [self.room(own) for own in state]
+        saved = [*rooms, gates, gates.new_empty(*gates.shape[:2], width)]  # tanh(c) last
+        if w_hr is not None:
+            saved.append(torch.empty_like(saved[-1]))  # o tanh(c), which is else h
+        (before, after), (cells, after_c) = ([part.unbind(1) for part in self.split(room)] for room in rooms)
+        z, squashed, hidden = gates.unbind(1), saved[3].unbind(1), after if w_hr is None else saved[4].unbind(1)
+        i, f, g, o = (gate.unbind(1) for gate in gates.split(width, 2))
+        i_f = gates[..., : 2 * width].unbind(1)
         for t in self.steps:
             z[t].addmm_(before[t], w_hh)
             i_f[t].sigmoid_()
             g[t].tanh_()
             o[t].sigmoid_()
-            c = torch.mul(i[t], g[t], out=after_c_rows[t]).addcmul_(f[t], cells[t])
+            c = torch.mul(i[t], g[t], out=after_c[t]).addcmul_(f[t], cells[t])
             torch.mul(o[t], torch.tanh(c, out=squashed[t]), out=hidden[t])
             if w_hr is not None:
                 torch.mm(hidden[t], w_hr.T, out=after[t])
-        return [after[self.steps[-1]], after_c_rows[self.steps[-1]]]
+        return saved
 
-    def backward(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> None:
+    def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
         w_hh, w_hr = self.weights.w_hh, self.weights.w_hr
         c_h, c_c = (_copy(given, like) for given, like in zip(final, self.final, strict=True))
-        i, f, g, o = self.z.chunk(4, 2)
-        gates = torch.empty_like(self.z)
+        _, cells, z, squashed, *_ = self.saved
+        i, f, g, o = z.chunk(4, 2)
+        gates = torch.empty_like(z)
         # What the cotangent of c multiplies in the gates i, f, g, and that of h in the gate o and in c.
         c_i, c_f, c_g, c_o = gates.chunk(4, 2)
         _sigmoid_slope(g, i, grad_input=c_i)
-        _sigmoid_slope(self.cells, f, grad_input=c_f)
+        _sigmoid_slope(self.split(cells)[0], f, grad_input=c_f)
         _tanh_slope(i, g, grad_input=c_g)
-        _sigmoid_slope(self.squashed, o, grad_input=c_o)
-        through = _tanh_slope(o, self.squashed).unbind(1)
+        _sigmoid_slope(squashed, o, grad_input=c_o)
+        through = _tanh_slope(o, squashed).unbind(1)
         width = c_o.shape[2]
         c_ifg = gates[..., : 3 * width].unflatten(2, (3, width)).unbind(1)
         rows, c_o, f, three = gates.unbind(1), c_o.unbind(1), f.unbind(1), c_c.unsqueeze(1)
-        self.c_projected = None if w_hr is None else torch.empty_like(self.after)
+        projected = None if w_hr is None else z.new_empty(self.after.shape)
 
         def step(t: int) -> None:
             c_hidden = c_h
-            if self.c_projected is not None and w_hr is not None:
-                self.c_projected[:, t] = c_h
+            if projected is not None and w_hr is not None:
+                projected[:, t] = c_h
                 c_hidden = c_h @ w_hr
             c_c.addcmul_(c_hidden, through[t])
             c_ifg[t].mul_(three)
@@ -250,11 +294,11 @@ class Lstm(Recurrence):
             torch.mm(rows[t], w_hh, out=c_h)
 
         self.unroll(cotangent, c_h, step)
-        self.c_input, self.c_hidden, self.c_state = gates, gates, [c_h, c_c]
+        return [gates, c_h, c_c, *([] if projected is None else [projected])]
 
     def terms(self) -> dict[str, tuple[Tensor, ...]]:
         terms = super().terms()
-        return terms if self.c_projected is None else terms | {"w_hr": (self.c_projected, self.hidden)}
+        return terms if self.weights.w_hr is None else terms | {"w_hr": (self.found[3], self.saved[4])}
 
 
 class Gru(Recurrence):
@@ -271,18 +315,22 @@ class Gru(Recurrence):
         u, n = torch.sigmoid(z_u + h_u), torch.tanh(z_n + torch.sigmoid(z_r + h_r) * h_n)
         return [n + u * (state[0] - n)]
 
-    def forward(self, state: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def c_hidden(self) -> Tensor:
+        return self.found[2]
+
+    def record(self, state: Sequence[Tensor]) -> list[Tensor]:
         w_ih, w_hh, b_ih, b_hh, _ = self.weights
         width = state[0].shape[1]
         b_n = None
         if b_ih is not None and b_hh is not None:
             b_n = b_hh[2 * width :]
             b_ih = torch.cat([b_ih[: 2 * width] + b_hh[: 2 * width], b_ih[2 * width :]])
-        self.z = self.project(b_ih)
-        self.hidden_n = self.z.new_empty(*self.z.shape[:2], width)  # W_hn h + b_hn
-        r_u = self.z[..., : 2 * width].unbind(1)
-        r, u, n = (gate.unbind(1) for gate in self.z.split(width, 2))
-        hidden_n, before, after = (part.unbind(1) for part in (self.hidden_n, self.before, self.after))
+        z, room = self.project(b_ih), self.room(state[0])
+        saved = [room, z, z.new_empty(*z.shape[:2], width)]  # W_hn h + b_hn last
+        r_u = z[..., : 2 * width].unbind(1)
+        r, u, n = (gate.unbind(1) for gate in z.split(width, 2))
+        hidden_n, before, after = (part.unbind(1) for part in (saved[2], *self.split(room)))
         w_ru, w_n = self.columns().split((2 * width, width), 1)
         for t in self.steps:
             r_u[t].addmm_(before[t], w_ru).sigmoid_()
@@ -292,17 +340,18 @@ class Gru(Recurrence):
                 torch.addmm(b_n, before[t], w_n, out=hidden_n[t])
             n[t].addcmul_(r[t], hidden_n[t]).tanh_()
             torch.lerp(n[t], before[t], u[t], out=after[t])
-        return [after[self.steps[-1]]]
+        return saved
 
-    def backward(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> None:
+    def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
         c_h, w_hh = _copy(final[0], self.final[0]), self.weights.w_hh
-        r, u, n = self.z.chunk(3, 2)
+        _, z, hidden_n = self.saved
+        r, u, n = z.chunk(3, 2)
         width = n.shape[2]
         # What the cotangent of h multiplies in each gate.
-        c_input, c_hidden = torch.empty_like(self.z), torch.empty_like(self.z)
+        c_input, c_hidden = torch.empty_like(z), torch.empty_like(z)
         c_n = _tanh_slope(1 - u, n, grad_input=c_input[..., 2 * width :])
         c_r, c_u, c_hidden_n = c_hidden.chunk(3, 2)
-        torch.mul(_sigmoid_slope(self.hidden_n, r), c_n, out=c_r)
+        torch.mul(_sigmoid_slope(hidden_n, r), c_n, out=c_r)
         _sigmoid_slope(self.before - n, u, grad_input=c_u)
         torch.mul(c_n, r, out=c_hidden_n)
         rows, gates, c_n, u = c_hidden.unbind(1), c_hidden.unflatten(2, (3, width)).unbind(1), c_n.unbind(1), u.unbind(1)
@@ -315,4 +364,38 @@ class Gru(Recurrence):
 
         self.unroll(cotangent, c_h, step)
         c_input[..., : 2 * width] = c_hidden[..., : 2 * width]
-        self.c_input, self.c_hidden, self.c_state = c_input, c_hidden, [c_h]
+        return [c_input, c_h, c_hidden]
+
+
+# For a tracer each pass through time is one op: a graph of all their steps would take a compiler minutes.
+
+_KINDS: dict[str, type[Recurrence]] = {kind.__name__: kind for kind in (Elman, Relu, Lstm, Gru)}
+
+
+def _record(kind: str, input: Tensor, state: list[Tensor], weights: list[Tensor | None], reverse: bool) -> list[Tensor]:
+    return _KINDS[kind](input, _gathered(weights), reverse).record(state)
+
+
+def _solve(
+    kind: str,
+    input: Tensor,
+    saved: list[Tensor],
+    weights: list[Tensor | None],
+    reverse: bool,
+    cotangent: Tensor | None,
+    final: list[Tensor | None],
+) -> list[Tensor]:
+    run = _KINDS[kind](input, _gathered(weights), reverse)
+    run.saved = saved
+    return run.solve(cotangent, final)
+
+
+def _gathered(weights: Any) -> Weights:
+    return Weights(*weights)
+
+
+_forward_op = torch.library.custom_op("psg::recurrence_forward", _record, mutates_args=())
+_backward_op = torch.library.custom_op("psg::recurrence_backward", _solve, mutates_args=())
+# The shapes that come out are found by the same code, on tensors that hold nothing.
+_forward_op.register_fake(_record)
+_backward_op.register_fake(_solve)

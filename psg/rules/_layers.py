@@ -51,7 +51,9 @@ class Layer:
         self.inputs = input, *states
         self.batch = self._turn(input).shape[:2]
         first = [[state[:, d].to(self.compute).flatten(0, 1) for state in states] for d in range(len(self.weights))]
-        self.runs = [self.kind(self._sequences(input), first[d], own, reverse=d == 1) for d, own in enumerate(self.weights)]
+        self.runs = [self.kind(self._sequences(input), own, reverse=d == 1) for d, own in enumerate(self.weights)]
+        for run, state in zip(self.runs, first, strict=True):
+            run.forward(state)
         output = torch.cat([self._turn(run.after.unflatten(0, self.batch)) for run in self.runs], 3)
         final = [torch.stack([run.final[k].unflatten(0, self.batch) for run in self.runs], 1) for k in range(len(states))]
         return [value.to(dtype) for value, dtype in zip([output, *final], self.dtypes, strict=True)]
