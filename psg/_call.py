@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from psg import _ambient, _functorch, _trees
+from psg import _ambient, _functorch, _trees, memory
 from psg._errors import InputError
 from psg._outside import Outside
 
@@ -27,15 +27,20 @@ class Options:
     in_dims: Any
     has_aux: bool
     randomness: str
-    chunk_size: int | None
+    chunk_size: int | str | None
     method: str
 
     def __post_init__(self) -> None:
         _one_of("randomness", self.randomness, ("different", "same", "error"))
         _one_of("method", self.method, ("auto", "capture", "vmap", "loop", "batch"))
         chunk = self.chunk_size
-        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
-            raise InputError(f"chunk_size={chunk!r}: expected an integer of at least 1, or None for the whole batch at once.")
+        if isinstance(chunk, str):
+            memory.parse(chunk)
+        elif chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+            raise InputError(
+                f"chunk_size={chunk!r}: expected an integer of at least 1, bytes as in '512 MiB', 'auto', or None for the whole batch "
+                "at once."
+            )
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
@@ -154,7 +159,7 @@ class Call:
 
     def chunk(self, start: int, size: int) -> "Call":
         """The same call on the samples from `start` on, at most `size` of them."""
-        if size >= self.n:
+        if start == 0 and size >= self.n:
             return self
         size = min(size, self.n - start)
         leaves = [leaf if dim is None else leaf.narrow(dim, start, size) for leaf, dim in zip(self.leaves, self.dims, strict=True)]

@@ -8,7 +8,10 @@ Arguments that all five share:
                 along dim 0; what is no tensor (a number, a string, a flag) is the same for every sample.
     has_aux:    Whether fn returns (loss, aux). aux is a tree; its tensors come back with the samples in dim 0.
     randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-    chunk_size: At most so many samples at a time. It changes memory and speed, and no result but through "different" random numbers.
+    chunk_size: At most so many samples at a time. It changes memory and speed, and no result but through "different" random numbers. An
+                integer; a size in bytes that a chunk should stay within, such as "512 MiB"; or "auto" for a quarter of the memory that is
+                free. What a sample takes is measured on a first, small chunk, once for every shape. What chunks give is written into
+                place or added up, so that nothing is held twice.
     method:     "auto" takes the highest rung of capture -> vmap(grad) -> loop that can run fn, and warns once (FallbackWarning) if it is
                 not the first; "capture", "vmap" or "loop" takes that one. All are right; `psg.explain` tells which runs and why.
                 "batch" is for another kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called once, without vmap.
@@ -40,7 +43,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clipping
+from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clipping, memory
 from psg._call import Call, Options, prepare
 from psg._errors import InputError
 from psg._ladder import Result
@@ -97,7 +100,7 @@ def per_sample_grad(
     in_dims: Any = None,
     has_aux: bool = False,
     randomness: str = "different",
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = None,
     method: str = "auto",
 ) -> Callable[..., Any]:
     """The function that gives every sample's gradient.
@@ -108,7 +111,7 @@ def per_sample_grad(
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
-        chunk_size: At most so many samples at a time; None for all at once.
+        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
         method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
@@ -126,7 +129,7 @@ def per_sample_grad(
                 [4., 4.]])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_grad", fn, options, _materialize, _concat)
+    run = _over_batches("per_sample_grad", fn, options, _materialize, _Rows, materializes=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         grads = call.gradient_tree(result.reduced)
@@ -143,7 +146,7 @@ def per_sample_value_and_grad(
     in_dims: Any = None,
     has_aux: bool = False,
     randomness: str = "different",
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = None,
     method: str = "auto",
 ) -> Callable[..., Any]:
     """Like `per_sample_grad`, with the losses.
@@ -154,7 +157,7 @@ def per_sample_value_and_grad(
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
-        chunk_size: At most so many samples at a time; None for all at once.
+        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
         method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
@@ -171,7 +174,7 @@ def per_sample_value_and_grad(
                 [4., 4.]]))
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_value_and_grad", fn, options, _materialize, _concat)
+    run = _over_batches("per_sample_value_and_grad", fn, options, _materialize, _Rows, materializes=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         return ((result.values, result.aux) if has_aux else result.values), call.gradient_tree(result.reduced)
@@ -187,7 +190,7 @@ def per_sample_norm(
     in_dims: Any = None,
     has_aux: bool = False,
     randomness: str = "different",
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = None,
     method: str = "auto",
 ) -> Callable[..., Any]:
     """The function that gives the norm of every sample's gradient, over all leaves together.
@@ -198,7 +201,7 @@ def per_sample_norm(
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
-        chunk_size: At most so many samples at a time; None for all at once.
+        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
         method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
@@ -215,7 +218,7 @@ def per_sample_norm(
         tensor([5., 0.])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_norm", fn, options, _norm, _concat)
+    run = _over_batches("per_sample_norm", fn, options, _norm, _Rows)
 
     def finish(call: Call, result: _Reduced) -> Any:
         (norms,) = result.reduced
@@ -232,7 +235,7 @@ def factored_grad(
     in_dims: Any = None,
     has_aux: bool = False,
     randomness: str = "different",
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = None,
     method: str = "auto",
 ) -> Callable[..., Any]:
     """The function that gives every sample's gradient as factors, from which `psg.tree` computes everything else.
@@ -246,7 +249,7 @@ def factored_grad(
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
-        chunk_size: At most so many samples at a time; None for all at once.
+        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
         method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
@@ -267,7 +270,7 @@ def factored_grad(
         torch.Size([5, 5])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("factored_grad", fn, options, lambda call, result, start: result.factors, concat, factored=True)
+    run = _over_batches("factored_grad", fn, options, lambda call, result, start: result.factors, _Factors, factored=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         grads = call.gradient_tree(result.reduced)
@@ -286,7 +289,7 @@ def clipped_grad(
     in_dims: Any = None,
     has_aux: bool = False,
     randomness: str = "different",
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = None,
     method: str = "auto",
 ) -> Callable[..., ClippedGrad]:
     """The function that gives the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
@@ -303,7 +306,7 @@ def clipped_grad(
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
-        chunk_size: At most so many samples at a time; None for all at once.
+        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
         method: "auto", "capture", "vmap", "loop" or "batch".
 
     Returns:
@@ -342,9 +345,10 @@ def clipped_grad(
                 got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
 
-        run = _over_batches("clipped_grad", fn, options, reduce, _add, check=check)
+        run = _over_batches("clipped_grad", fn, options, reduce, _ClippedSums, check=check)
         call, (reduced, _, aux) = run(args, kwargs)
-        grads, coefs = call.gradient_tree(reduced.sums), call.gradient_tree(reduced.coefs)
+        coefs = {leaf: coef for group, coef in zip(groups, reduced.coefs, strict=True) for leaf in group.leaves}
+        grads, coefs = call.gradient_tree(reduced.sums), call.gradient_tree([coefs[i] for i in range(len(reduced.sums))])
         bound = clipping.sensitivity(groups, scale)
         return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound)
 
@@ -363,7 +367,7 @@ class _Reduced(NamedTuple):
 
 
 class _Clipped(NamedTuple):
-    """What is left of a chunk in clipped_grad; sums and coefs are lists in the order of the leaves."""
+    """What is left of a chunk in clipped_grad; sums in the order of the leaves, coefs in that of the groups."""
 
     sums: list[Tensor]
     norms: Tensor
@@ -421,21 +425,25 @@ def _over_batches(
     fn: Callable[..., Any],
     options: Options,
     reduce: Callable[[Call, Result, int], Any],
-    combine: Callable[[list[Any]], Any],
+    collector: Callable[[int], Any],
     check: Callable[[Call], None] = lambda call: None,
     factored: bool = False,
+    materializes: bool = False,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, _Reduced]]:
-    """Prepare a call, run it chunk by chunk, reduce each chunk and combine what is left."""
-    label = _label(name, fn)
+    """Prepare a call, run it chunk by chunk, reduce each chunk and collect what is left."""
+    label, sizes = _label(name, fn), _Sizes(options.chunk_size, materializes)
 
     def compute(call: Call, method: str) -> _Reduced:
-        parts = []
-        for start, result in _chunks(call, method, options.chunk_size):
-            parts.append(_Reduced(reduce(call, result, start), result.values, result.aux))
-        if len(parts) == 1:
-            return parts[0]
-        reduced, values, aux = zip(*parts, strict=True)
-        return _Reduced(combine(list(reduced)), torch.cat(values), _trees.concat(aux))
+        reduced, values, aux = collector(call.n), _Rows(call.n), _Rows(call.n)
+        rest: Any = None
+        for start, result in _chunks(call, method, sizes):
+            reduced.add(start, reduce(call, result, start))
+            values.add(start, [result.values])
+            leaves, spec = _trees.flatten(result.aux)
+            rest = rest or (leaves, spec)
+            aux.add(start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        leaves, spec = rest
+        return _Reduced(reduced.result(), values.result()[0], _trees.unflatten(spec, _trees.fill(leaves, aux.result())))
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Reduced]:
         kept = _ambient.keep(fn)
@@ -447,15 +455,118 @@ def _over_batches(
     return run
 
 
-def _chunks(call: Call, method: str, size: int | None) -> Iterator[tuple[int, Result]]:
+def _chunks(call: Call, method: str, sizes: "_Sizes") -> Iterator[tuple[int, Result]]:
     if call.n == 0:
         yield 0, _ladder.empty(call.single() if method == "batch" else call)
         return
     state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
-    for start in range(0, call.n, size or call.n):
+    start = 0
+    while start < call.n:
         if state is not None:
             _random.set_state(state)
-        yield start, _ladder.run(call.chunk(start, size or call.n), method)
+        chunk = call.chunk(start, sizes.next(call))
+        result = _ladder.run(chunk, method)
+        sizes.learn(call, chunk.n, result)
+        yield start, result
+        start += chunk.n
+
+
+class _Sizes:
+    """How many samples a chunk takes.
+
+    Args:
+        chunk_size: As the transforms take it.
+        materializes: Whether a chunk's gradients are formed.
+    """
+
+    def __init__(self, chunk_size: int | str | None, materializes: bool) -> None:
+        self.chunk_size = chunk_size
+        self.materializes = materializes
+        self.bytes: dict[Any, int] = {}  # that a sample takes, by the shapes of the call
+
+    def next(self, call: Call) -> int:
+        if not isinstance(self.chunk_size, str):
+            return self.chunk_size or call.n
+        taken = self.bytes.get(self._shapes(call))
+        if taken is None:
+            return max(1, min(call.n // 16, 64))
+        return max(1, memory.budget(self.chunk_size, call.leaves[call.params[0]].device) // taken)
+
+    def learn(self, call: Call, count: int, result: Result) -> None:
+        if not isinstance(self.chunk_size, str) or self._shapes(call) in self.bytes:
+            return
+        # Factors hold what the layers have read and what came back to them. The graph holds as much again, in the ops between them.
+        tensors = [leaf for factor in result.factors for leaf in _trees.flatten(factor)[0]]
+        held = 2 * sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
+        self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
+
+    def _shapes(self, call: Call) -> Any:
+        leaves = [(call.leaves[i], call.dims[i]) for i in call.tensors]
+        return tuple((leaf.dtype, tuple(size for d, size in enumerate(leaf.shape) if d != dim)) for leaf, dim in leaves)
+
+
+# What chunks leave, put together
+
+
+class _Rows:
+    """Tensors with the samples in dim 0: written into place as they come, unless they have a history."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.parts: list[list[Tensor]] = []
+        self.whole: list[Tensor] = []
+
+    def add(self, start: int, rows: list[Tensor]) -> None:
+        if not self.parts and rows and len(rows[0]) < self.n and not any(map(_has_history, rows)):
+            if start == 0:
+                self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
+            for whole, row in zip(self.whole, rows, strict=True):
+                whole[start : start + len(row)] = row
+        else:
+            self.parts.append(rows)
+
+    def result(self) -> list[Tensor]:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return self.whole or [torch.cat(column) for column in zip(*self.parts, strict=True)]
+
+
+class _Factors:
+    """Factors of one chunk after another."""
+
+    def __init__(self, n: int) -> None:
+        self.parts: list[list[Any]] = []
+
+    def add(self, start: int, factors: list[Any]) -> None:
+        self.parts.append(factors)
+
+    def result(self) -> list[Any]:
+        return self.parts[0] if len(self.parts) == 1 else concat(self.parts)
+
+
+class _ClippedSums:
+    """Clipped sums, added up as they come; the rest of what clipped_grad gives as rows."""
+
+    def __init__(self, n: int) -> None:
+        self.rows = _Rows(n)
+        self.sums: list[Tensor] = []
+
+    def add(self, start: int, part: _Clipped) -> None:
+        self.rows.add(start, [part.norms, part.values, *part.coefs])
+        sums = [*part.sums, part.nonfinite]
+        if self.sums and not any(map(_has_history, [*self.sums, *sums])):
+            torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)] if self.sums else sums
+
+    def result(self) -> _Clipped:
+        norms, values, *coefs = self.rows.result()
+        return _Clipped(self.sums[:-1], norms, coefs, values, self.sums[-1])
+
+
+def _has_history(tensor: Tensor) -> bool:
+    return tensor.requires_grad or _functorch.is_wrapped(tensor) or _functorch.is_traced()
 
 
 # One reduction a transform
@@ -467,10 +578,6 @@ def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
 
 def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
     return [joint_norm(result.factors)(range(len(result.factors)))]
-
-
-def _concat(parts: list[list[Tensor]]) -> list[Tensor]:
-    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
@@ -487,13 +594,13 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipp
         # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
         factors = [factor.zero(keep) for factor in factors]
 
-    coefs: dict[int, Tensor] = {}
+    coefs = []
+    sums: dict[int, Tensor] = {}
     for group in groups:
-        group_norm = norms if len(groups) == 1 else norm_of(group.leaves)
-        coef = call.outside.run(scale, group_norm, group.clip_norm)
-        coefs.update(dict.fromkeys(group.leaves, coef if keep is None else torch.where(keep, coef, 0)))
-    sums = [factor.weighted_sum(coefs[i]) for i, factor in enumerate(factors)]
-    return _Clipped(sums, norms, [coefs[i] for i in range(len(factors))], values, nonfinite)
+        coef = call.outside.run(scale, norms if len(groups) == 1 else norm_of(group.leaves), group.clip_norm)
+        coefs.append(coef if keep is None else torch.where(keep, coef, 0))
+        sums |= {leaf: factors[leaf].weighted_sum(coefs[-1]) for leaf in group.leaves}
+    return _Clipped([sums[i] for i in range(len(factors))], norms, coefs, values, nonfinite)
 
 
 def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
@@ -502,14 +609,3 @@ def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
         return False
     # Norms are not negative: their sum is finite only if each of them is.
     return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))
-
-
-def _add(parts: list[_Clipped]) -> _Clipped:
-    sums, norms, coefs, values, nonfinite = zip(*parts, strict=True)
-    return _Clipped(
-        [torch.stack(column).sum(0) for column in zip(*sums, strict=True)],
-        torch.cat(norms),
-        [torch.cat(column) for column in zip(*coefs, strict=True)],
-        torch.cat(values),
-        torch.stack(nonfinite).sum(),
-    )

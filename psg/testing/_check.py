@@ -37,7 +37,7 @@ def check(
     *,
     in_dims: Any = None,
     has_aux: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = None,
     method: str = "auto",
     rtol: float | None = None,
     atol: float = 0.0,

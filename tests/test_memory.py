@@ -1,0 +1,119 @@
+"""Chunks under a budget of bytes, and pages that a process keeps."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import psg
+from psg import memory
+from psg.testing import assert_trees_close
+
+
+@pytest.fixture
+def problem(device):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)).to(device)
+    loss, params = psg.stateless(model, F.cross_entropy)
+    return loss, params, (torch.randn(20, 1, 8, 8, device=device), torch.randint(3, (20,), device=device))
+
+
+def chunks_of(monkeypatch):
+    """The sizes of the chunks that calls are split into from now on."""
+    sizes = []
+    run = psg.transforms._ladder.run
+
+    def counting(call, method):
+        sizes.append(call.n)
+        return run(call, method)
+
+    monkeypatch.setattr(psg.transforms._ladder, "run", counting)
+    return sizes
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", "64 KiB", "1 B", "1.5 GB"])
+def test_a_budget_changes_no_result(chunk_size, problem):
+    loss, params, batch = problem
+    for transform in (psg.per_sample_grad, psg.per_sample_norm, psg.per_sample_value_and_grad):
+        assert_trees_close(transform(loss, chunk_size=chunk_size)(params, *batch), transform(loss)(params, *batch), per_sample=False)
+    whole, parts = (psg.clipped_grad(loss, 0.5, chunk_size=size)(params, *batch) for size in (None, chunk_size))
+    assert_trees_close(parts.grads, whole.grads, per_sample=False)
+    assert_trees_close((parts.norms, parts.clip_coef, parts.values), (whole.norms, whole.clip_coef, whole.values))
+    factored = psg.factored_grad(loss, chunk_size=chunk_size)(params, *batch)
+    assert_trees_close(psg.tree.materialize(factored), psg.per_sample_grad(loss)(params, *batch))
+
+
+def test_chunks_follow_the_budget(problem, monkeypatch):
+    loss, params, batch = problem
+    sizes = chunks_of(monkeypatch)
+    fn = psg.per_sample_norm(loss, chunk_size="1 B")
+    fn(params, *batch)
+    assert sizes == [1] * 20
+    sizes.clear()
+    fn = psg.per_sample_norm(loss, chunk_size="1 GiB")
+    fn(params, *batch)
+    assert sizes == [1, 19]  # the first is measured
+    sizes.clear()
+    fn(params, *batch)
+    assert sizes == [20]
+    sizes.clear()
+    medium = psg.per_sample_norm(loss, chunk_size="100 KiB")
+    medium(params, *batch)
+    middle = sizes[1]
+    assert 1 < middle < 19 and sizes == [1, *[middle] * (19 // middle), *[19 % middle] * (19 % middle > 0)]
+    sizes.clear()
+    psg.per_sample_grad(loss, chunk_size="100 KiB")(params, *batch)
+    assert sizes[1] < middle  # gradients that are formed take memory too
+
+
+@pytest.mark.parametrize("wrong", ["", "many", "12", "0 MiB", "-1 MiB", "1 XB"])
+def test_a_size_that_names_none(wrong, problem):
+    with pytest.raises(psg.InputError, match="chunk_size="):
+        psg.per_sample_grad(problem[0], chunk_size=wrong)
+
+
+@pytest.mark.parametrize(
+    "text, expected", [("1 B", 1), ("2kb", 2000), ("1.5 KiB", 1536), ("3 MiB", 3 << 20), ("2GB", 2 * 10**9), ("auto", None)]
+)
+def test_sizes(text, expected):
+    assert memory.parse(text) == expected
+
+
+def test_the_budget_of_auto_is_a_part_of_what_is_free(device):
+    assert 0 < memory.budget("auto", device) < 1 << 46
+    assert memory.budget("3 MiB", device) == 3 << 20
+
+
+FAULTS = """
+import resource, torch, psg
+def step():
+    return [torch.ones(5 << 20) for _ in range(4)]
+def faults():
+    for _ in range(2):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+fresh = faults()
+factor = psg.factors.Outer(torch.ones(4, 64, 64), torch.ones(4, 64, 64))
+plan = factor.plan()
+assert not psg.memory.pages_are_kept()
+kept = psg.keep_pages()
+assert psg.memory.pages_are_kept() == kept
+print(int(kept), fresh, faults(), plan, factor.plan(), sep=";")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have another malloc")
+def test_pages_are_kept():
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    kept, fresh, reused, before, after = done.stdout.strip().split(";")
+    if not int(kept):
+        pytest.skip("a C library without mallopt")
+    pages = 3 * 4 * (20 << 20) // resource.getpagesize()
+    assert int(fresh) > pages // 600 > int(reused)  # a page may be a huge one of 2 MiB
+    assert "kept" in after and "kept" not in before
