@@ -2,9 +2,9 @@
 
     python benchmarks/table.py results/cpu-4.json [more.json ...] [--plot results/cpu-4.png]
 
-One row a workload. For each kind of result: psg's time as a ratio to plain training of the same model, and beside it
-the fastest method of anyone else that was right, by name. Several files of one device (a merged peer, another set of
-workloads) become one table; files of different devices or thread counts become one table each.
+One row a workload. For each kind of result: psg's time as a ratio to plain training of the same model, compiled too if
+that was measured, and beside it the fastest method of anyone else that was right, by name. Several files of one device
+(a merged peer, another set of workloads) become one table; files of other devices or settings become one table each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def conditions(report: dict[str, Any]) -> tuple:
-    return report["device"], report["threads"], report["dtype"]
+    return report["device"], report["threads"], report["dtype"], report.get("pages", "given back")
 
 
 def with_peaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -46,40 +46,49 @@ def with_peaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def best(rows: list[dict[str, Any]], workload: str, kind: str, ours: bool) -> dict[str, Any] | None:
-    """The fastest right row of a kind, of psg or of everyone else.
+def own(rows: list[dict[str, Any]], workload: str, method: str) -> float | None:
+    """The ratio of one method."""
+    return next((row["ratio"] for row in rows if (row["workload"], row["method"]) == (workload, method) and "ratio" in row), None)
+
+
+def best(rows: list[dict[str, Any]], workload: str, kind: str) -> dict[str, Any] | None:
+    """The fastest right row of a kind, of everyone but psg.
 
     A clipped sum needs the norms, so for norms a method of clipping does not count; each kind stands for itself.
     """
     found = [
         row
         for row in rows
-        if (row["workload"], row["kind"]) == (workload, kind) and "ratio" in row
-        if row["method"].startswith("psg_") is ours and (ours or not row["method"].startswith(NOT_PEERS))
+        if (row["workload"], row["kind"]) == (workload, kind) and "ratio" in row and not row["method"].startswith(NOT_PEERS)
     ]
     return min(found, key=lambda row: row["ratio"], default=None)
 
 
 def markdown(report: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "psg")
-    head = f"{report['device']}, {report['threads']} threads, {report['dtype']}; {versions}; {report['date']}."
-    lines = [head, ""]
-    lines.append("| workload | plain | " + " | ".join(f"psg {text} | best other" for text in KINDS.values()) + " |")
-    lines.append("|---|---|" + "---|---|" * len(KINDS))
+    pages = ", pages kept" if report.get("pages") == "kept" else ""
+    lines = [f"{report['device']}, {report['threads']} threads, {report['dtype']}{pages}; {versions}; {report['date']}.", ""]
+    compiled = [kind for kind in KINDS if any(row["method"] == f"psg_{kind}_jit" for row in rows)]
+    columns = ["workload", "plain"]
+    for kind, text in KINDS.items():
+        columns += [f"psg {text}", *["compiled"] * (kind in compiled), "best other"]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for workload in dict.fromkeys(row["workload"] for row in rows):
         plain = next((r for r in rows if (r["workload"], r["method"]) == (workload, "plain") and "ms" in r), None)
         cells = [workload, f"{plain['ms']:.1f} ms" if plain else ""]
         for kind in KINDS:
-            psg, other = best(rows, workload, kind, True), best(rows, workload, kind, False)
-            text = f"{psg['ratio']:.2f}" if psg else "-"
-            cells.append(f"**{text}**" if psg and other and psg["ratio"] <= other["ratio"] else text)
+            other = best(rows, workload, kind)
+            for method in (f"psg_{kind}", *[f"psg_{kind}_jit"] * (kind in compiled)):
+                ratio = own(rows, workload, method)
+                text = "-" if ratio is None else f"{ratio:.2f}"
+                cells.append(f"**{text}**" if ratio is not None and other and ratio <= other["ratio"] else text)
             cells.append(f"{other['ratio']:.2f} {other['method']}" if other else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """One panel a kind: psg's bar and the best other's for every workload, on a log scale."""
+    """One panel a kind: psg's bars and the best other's for every workload, on a log scale."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -91,18 +100,23 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     figure, panels = plt.subplots(1, len(KINDS), figsize=(4 * len(KINDS), 0.45 * len(workloads) + 1.5), sharey=True)
     for panel, (kind, title) in zip(panels, KINDS.items(), strict=True):
-        for offset, ours, color in ((-0.2, True, "tab:blue"), (0.2, False, "lightgray")):
-            for y, workload in enumerate(workloads):
-                row = best(rows, workload, kind, ours)
-                if row:
-                    panel.barh(y + offset, row["ratio"], 0.4, color=color, label="psg" if ours else "best other")
-                    panel.text(row["ratio"], y + offset, f" {row['ratio']:.2f}", va="center", fontsize=7)
+        for y, workload in enumerate(workloads):
+            other = best(rows, workload, kind)
+            bars = {
+                "psg": (own(rows, workload, f"psg_{kind}"), "tab:blue"),
+                "psg, compiled": (own(rows, workload, f"psg_{kind}_jit"), "tab:cyan"),
+                "best other": (other and other["ratio"], "lightgray"),
+            }
+            for offset, (label, (ratio, color)) in zip((-0.27, 0, 0.27), bars.items(), strict=True):
+                if ratio:
+                    panel.barh(y + offset, ratio, 0.27, color=color, label=label)
+                    panel.text(ratio, y + offset, f" {ratio:.2f}", va="center", fontsize=6)
         panel.axvline(1, color="black", linewidth=0.8)
         panel.set(title=title, xscale="log", xlabel="time / plain training")
     panels[0].set_yticks(range(len(workloads)), workloads)
     panels[0].invert_yaxis()
     handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="lower right", ncols=2, fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="lower right", ncols=3, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from psg import _trees
 from psg._ambient import never
 from psg._errors import InputError
-from psg.factors import Dense, Factor, joint_norm
+from psg.factors import Dense, Factor, Rows, joint_norm
 from psg.factors import concat as concat_factors
 
 
@@ -129,9 +129,45 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
         tensor([2.5000, 4.0000])
     """
     factors, spec = _factors(tree, "weighted_sum")
-    if weights.shape != (factors[0].n,):
-        raise InputError(f"psg.tree.weighted_sum: expected weights of shape ({factors[0].n},), got {tuple(weights.shape)}.")
+    _check_weights("weighted_sum", factors, weights)
     return _trees.unflatten(spec, [factor.weighted_sum(weights) for factor in factors])
+
+
+@never
+def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
+    """`weighted_sum` in which leaves held as rows (embeddings) come as sparse tensors: no more than the rows that were looked up.
+
+    Args:
+        tree: Per-sample gradients.
+        weights: [n], real.
+
+    Returns:
+        The same tree. A leaf that is a `psg.factors.Rows` gives a coalesced sparse COO tensor [*shape], as torch.optim.SparseAdam and
+        SGD take it; every other leaf a dense one.
+
+    Raises:
+        InputError: `weights` is not [n].
+
+    Example:
+        >>> import torch, psg
+        >>> model = torch.nn.Embedding(1000, 2)
+        >>> loss, params = psg.stateless(model, lambda output, y: (output * y).sum())
+        >>> g = psg.factored_grad(loss)(params, torch.tensor([[7], [9]]), torch.ones(2, 1, 1))
+        >>> sparse_weighted_sum(g, torch.tensor([1.0, 0.5]))["weight"]
+        tensor(indices=tensor([[7, 9]]),
+               values=tensor([[1.0000, 1.0000],
+                              [0.5000, 0.5000]]),
+               size=(1000, 2), nnz=2, layout=torch.sparse_coo)
+    """
+    factors, spec = _factors(tree, "sparse_weighted_sum")
+    _check_weights("sparse_weighted_sum", factors, weights)
+    sums = [factor.sparse_sum(weights) if isinstance(factor, Rows) else factor.weighted_sum(weights) for factor in factors]
+    return _trees.unflatten(spec, sums)
+
+
+def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> None:
+    if weights.shape != (factors[0].n,):
+        raise InputError(f"psg.tree.{name}: expected weights of shape ({factors[0].n},), got {tuple(weights.shape)}.")
 
 
 @never

@@ -320,6 +320,14 @@ def test_positions_with_one_id_add_up_before_they_are_squared(device):
     assert Rows(index, cotangent, 3).squared_norm().item() == 25.0
 
 
+@given(n=st.integers(0, 5), t=st.integers(0, 12), rows=st.sampled_from([1, 3, 30, 1000]), seed=st.integers(0, 2**16))
+def test_norms_of_rows_with_few_and_many_repeats(n, t, rows, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(rows, (n, t), generator=generator).to(device)
+    factor = Rows(index, torch.randn(n, t, 2, generator=generator).to(device), rows)
+    torch.testing.assert_close(factor.squared_norm(), factor.materialize().square().sum((1, 2)), rtol=1e-9, atol=1e-12)
+
+
 def test_a_true_zero_is_never_negative(device, monkeypatch):
     # The terms of these sums cancel; what rounding leaves must not become the root of a negative number.
     monkeypatch.setattr(Outer, "_prefers_gram", lambda self: True)

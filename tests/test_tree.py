@@ -67,6 +67,9 @@ class TestReductions:
         weights = torch.linspace(-1, 2, n, device=device)
         expected = reference_weighted_sum(dense_tree(tree), weights)
         assert_trees_close(psg.tree.weighted_sum(kind(tree), weights), expected, per_sample=False)
+        sparse = psg.tree.sparse_weighted_sum(kind(tree), weights)
+        assert sparse["table"][0].is_sparse == isinstance(kind(tree)["table"][0], Rows)
+        assert_trees_close(tree_map(lambda leaf: leaf.to_dense() if leaf.is_sparse else leaf, sparse), expected, per_sample=False)
 
     def test_sum_and_mean(self, kind, n, device):
         tree = factored_tree(n, device)
@@ -198,6 +201,7 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.norm({"w": "text"}), r"psg\.tree\.norm: expected .*tensors \[n, \.\.\.\].*got str"),
         (lambda: psg.tree.norm(torch.tensor(1.0)), r"psg\.tree\.norm: .*got a scalar tensor"),
         (lambda: psg.tree.norm([VALUES, VALUES[:2]]), r"psg\.tree\.norm: .*disagree.*\[2, 3\]"),
+        (lambda: psg.tree.sparse_weighted_sum(VALUES, torch.ones(2)), r"psg\.tree\.sparse_weighted_sum: expected .*\(3,\), got \(2,\)"),
         (lambda: psg.tree.weighted_sum(VALUES, torch.ones(2)), r"psg\.tree\.weighted_sum: expected .*\(3,\), got \(2,\)"),
         (lambda: psg.tree.dot({"a": VALUES}, {"b": VALUES[0]}), r"psg\.tree\.dot: .*structure"),
         (lambda: psg.tree.dot(VALUES, torch.ones(5)), r"psg\.tree\.dot: .*\(5,\), expected \(2,\)"),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from psg.factors._base import KEEP_BYTES, USED, Factor, gather_groups, kept, scale_rows, widen
 from psg.factors._dense import Dense
+from psg.memory import pages_are_kept
 
 
 class Outer(Factor):
@@ -51,8 +52,8 @@ class Outer(Factor):
         return self.left.device
 
     def materialize(self) -> Tensor:
-        if self.positions == 1:
-            # One multiplication for each entry: bmm would treat n rank-one products as n small matrix products.
+        if self.positions == 1 and not pages_are_kept():
+            # One multiplication for each entry. Into pages in use bmm writes faster; into fresh ones it is the slower.
             return self.left[:, 0, :, None] * self.right[:, 0, None, :]
         return torch.bmm(self.left.transpose(1, 2), self.right)
 

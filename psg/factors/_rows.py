@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from psg import _functorch
 from psg.factors._base import Factor, gather_groups, scale_rows, widen
 from psg.factors._dense import Dense
 
@@ -51,14 +52,37 @@ class Rows(Factor):
         # so the work is that of t rows and never that of t x t pairs or of num_rows.
         _, t, _ = self.cotangent.shape
         ordered, order = self.index.sort(dim=1)
+        differs = ordered[:, 1:] != ordered[:, :-1]
+        if self.device.type == "cpu" and not _functorch.is_traced() and not self.is_differentiated:
+            repeated = torch.zeros_like(ordered, dtype=torch.bool)  # where a sample has an index twice
+            repeated[:, 1:] |= ~differs
+            repeated[:, :-1] |= ~differs
+            if 4 * int(repeated.count_nonzero()) < repeated.numel():
+                return self._norm_with_few_repeats(ordered, order, repeated)
         slot = torch.zeros_like(order)
-        slot[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+        slot[:, 1:] = differs.cumsum(1)
         slots = torch.empty_like(slot).scatter_(1, order, slot)
         compact = Rows(slots, widen(self.cotangent), max(t, 1))
         return Dense(compact.materialize()).squared_norm()
 
+    def _norm_with_few_repeats(self, ordered: Tensor, order: Tensor, repeated: Tensor) -> Tensor:
+        # Only those are added up and so read twice; every other row is on its own.
+        sample, place = repeated.nonzero().unbind(1)
+        position, index = order[sample, place], ordered[sample, place]
+        squares = Dense(widen(self.cotangent).flatten(0, 1)).squared_norm().reshape(order.shape)
+        squares[sample, position] = 0
+        first = torch.ones_like(index, dtype=torch.bool)
+        first[1:] = (index[1:] != index[:-1]) | (sample[1:] != sample[:-1])
+        sums = scatter_rows(first.cumsum(0) - 1, widen(self.cotangent)[sample, position], int(first.count_nonzero()))
+        return squares.sum(1).index_add_(0, sample[first], Dense(sums).squared_norm())
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return scatter_rows(self.index, scale_rows(self.cotangent, weights), self.num_rows)
+
+    def sparse_sum(self, weights: Tensor) -> Tensor:
+        """`weighted_sum` as a coalesced sparse tensor of the rows that occur."""
+        rows = scale_rows(self.cotangent, weights).flatten(0, 1)
+        return torch.sparse_coo_tensor(self.index.reshape(1, -1), rows, self.shape, check_invariants=False).coalesce()
 
     def dot(self, direction: Tensor) -> Tensor:
         cotangent = widen(self.cotangent)
