@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Factor, gather_groups, scale_rows, widen
+from psg.factors._base import Factor, gather_groups, scale_rows, wide, widen
 from psg.factors._dense import Dense
 
 
@@ -48,12 +48,14 @@ class Rows(Factor):
         return scatter_rows(rows, self.cotangent, self.n * self.num_rows).reshape(self.n, *self.shape)
 
     def squared_norm(self) -> Tensor:
+        if _functorch.is_traced() and not self.is_differentiated:
+            return _norm_op(self.index, self.cotangent, self.num_rows)
         # Positions with the same index add up before they are squared. Sorting gives each distinct index of a sample a slot below t,
         # so the work is that of t rows and never that of t x t pairs or of num_rows.
         _, t, _ = self.cotangent.shape
         ordered, order = self.index.sort(dim=1)
         differs = ordered[:, 1:] != ordered[:, :-1]
-        if self.device.type == "cpu" and not _functorch.is_traced() and not self.is_differentiated:
+        if self.device.type == "cpu" and not self.is_differentiated:
             repeated = torch.zeros_like(ordered, dtype=torch.bool)  # where a sample has an index twice
             repeated[:, 1:] |= ~differs
             repeated[:, :-1] |= ~differs
@@ -100,4 +102,21 @@ class Rows(Factor):
 
 def scatter_rows(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """out[v] = sum of the rows [..., d] whose index [...] is v -> [num_rows, d]."""
+    if _functorch.is_traced() and not _functorch.transform_active() and not rows.requires_grad:
+        return _scatter_op(index, rows, num_rows)
+    return _scatter(index, rows, num_rows)
+
+
+def _scatter(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     return rows.new_zeros(num_rows, rows.shape[-1]).index_add_(0, index.reshape(-1), rows.flatten(0, -2))
+
+
+def _norm(index: Tensor, cotangent: Tensor, num_rows: int) -> Tensor:
+    return Rows(index, cotangent, num_rows).squared_norm()
+
+
+# For a tracer these are ops: compilers write a scatter as atomic additions, which threads wait for, and cannot follow values.
+_scatter_op = torch.library.custom_op("psg::scatter_rows", _scatter, mutates_args=())
+_norm_op = torch.library.custom_op("psg::rows_squared_norm", _norm, mutates_args=())
+_scatter_op.register_fake(lambda index, rows, num_rows: rows.new_empty(num_rows, rows.shape[-1]))
+_norm_op.register_fake(lambda index, cotangent, num_rows: cotangent.new_empty(len(index), dtype=wide(cotangent.dtype)))
