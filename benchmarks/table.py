@@ -113,11 +113,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     panel.text(ratio, y + offset, f" {ratio:.2f}", va="center", fontsize=6)
         panel.axvline(1, color="black", linewidth=0.8)
         panel.set(title=title, xscale="log", xlabel="time / plain training")
+        panel.set_xlim(0.5, 1.7 * panel.get_xlim()[1])
     panels[0].set_yticks(range(len(workloads)), workloads)
     panels[0].invert_yaxis()
     handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="lower right", ncols=3, fontsize=8)
-    figure.tight_layout()
+    figure.legend(handles.values(), handles.keys(), loc="upper left", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=150)
 
 
