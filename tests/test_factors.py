@@ -79,7 +79,7 @@ MATRICES = {
     "Sum of a Sum": sum_of(sum_of(rows, rows), outer),
 }
 
-# (images, in, out, groups, input shape, kernel, stride, padding, dilation); the last two favour the product over positions.
+# (images, in, out, groups, input shape, kernel, stride, padding, dilation); some favour the product over positions.
 CONVS = {
     "1-D": (1, 3, 4, 1, (8,), (3,), (1,), (0,), (1,)),
     "1-D dilated": (2, 2, 2, 1, (9,), (3,), (2,), (1,), (3,)),
@@ -90,6 +90,10 @@ CONVS = {
     "few positions": (1, 36, 40, 1, (4, 4), (3, 3), (1, 1), (0, 0), (1, 1)),
     "few positions, grouped": (1, 16, 24, 2, (4, 4), (3, 3), (1, 1), (0, 0), (1, 1)),
     "one position": (1, 8, 6, 1, (3, 3), (3, 3), (1, 1), (0, 0), (1, 1)),
+    "many channels": (2, 17, 3, 1, (5, 4), (3, 2), (2, 1), (1, 1), (1, 2)),
+    "many channels, grouped": (1, 32, 4, 2, (4, 5), (2, 3), (1, 2), (1, 0), (2, 1)),
+    "many channels, 1-D": (1, 16, 2, 1, (9,), (3,), (2,), (1,), (3,)),
+    "many positions": (1, 2, 3, 1, (14, 13), (3, 2), (1, 1), (1, 1), (1, 1)),
 }
 
 
@@ -299,6 +303,14 @@ def holds_all_operations(factor, tensor):
     assert_trees_close(factor.weighted_sum(weights), reference_weighted_sum(tensor, weights), per_sample=False)
     assert_trees_close(factor.dot(direction), reference_dot(tensor, direction))
     assert_trees_close(factor.gram(), reference_gram(tensor))
+
+
+@each_count
+@pytest.mark.parametrize("kept", [True, False])
+def test_products_of_one_position_into_pages_kept_or_fresh(kept, n, device, monkeypatch):
+    monkeypatch.setattr("psg.factors._outer.pages_are_kept", lambda: kept)
+    left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
+    holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
 
 
 # --- what is easy to get wrong --------------------------------------------------------------------------------
