@@ -269,6 +269,8 @@ def test_rows_shared_by_samples_are_found_out(device):
             r"__getitem__ of p\['w'\] reaches cat at .*test_batch\.py:\d+",
         ),
         (lambda p, x: torch.cat([x, p["w"]]).sum().expand(len(x)), r"p\['w'\] reaches cat"),
+        (lambda p, x: torch.sub(x, p["w"][0], alpha=2).sum(1), r"p\['w'\] reaches sub"),
+        (lambda p, x: torch.div(x, p["w"][0], rounding_mode="floor").sum(1), r"p\['w'\] reaches div"),
         (lambda p, x: F.conv1d(x.T, p["w"][:, :, None]).sum(0), r"reaches conv1d"),
         (lambda p, x: F.linear(x, p["w"]).sum(), r"expected fn to return one loss for each of the 5 samples, got a tensor of shape \(\)"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),

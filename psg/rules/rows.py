@@ -312,12 +312,12 @@ IN_PLACE = {
 """Ops that write into data what the op named here makes of it and a parameter."""
 
 
-def _difference(input: Any, other: Any) -> Any:
-    return input + (-other)
+def _difference(input: Any, other: Any, **options: Any) -> Any:
+    return NotImplemented if options else input + (-other)
 
 
-def _quotient(input: Any, other: Any) -> Any:
-    return input * (1 / other)
+def _quotient(input: Any, other: Any, **options: Any) -> Any:
+    return NotImplemented if options else input * (1 / other)
 
 
 def _attention(
@@ -343,7 +343,7 @@ def _attention(
 
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
-    **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other: _difference(other, input)),
+    **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other, **options: _difference(other, input, **options)),
     **dict.fromkeys((torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__), _quotient),
     Tensor.__rtruediv__: lambda input, other: _quotient(other, input),
     Tensor.expand_as: lambda input, other: input.expand(other.shape),
