@@ -1,6 +1,5 @@
 """Chunks under a budget of bytes, and pages that a process keeps."""
 
-import resource
 import subprocess
 import sys
 
@@ -90,12 +89,12 @@ def test_the_budget_of_auto_is_a_part_of_what_is_free(device):
 FAULTS = """
 import resource, torch, psg
 def step():
-    return [torch.ones(5 << 20) for _ in range(4)]
+    return [torch.ones(10 << 20) for _ in range(2)]  # beyond 32 MiB malloc always asks the system
 def faults():
-    for _ in range(2):
+    for _ in range(6):  # the heap may still grow where small things lie between the large ones
         step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(3):
+    for _ in range(8):
         step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 fresh = faults()
@@ -114,6 +113,5 @@ def test_pages_are_kept():
     kept, fresh, reused, before, after = done.stdout.strip().split(";")
     if not int(kept):
         pytest.skip("a C library without mallopt")
-    pages = 3 * 4 * (20 << 20) // resource.getpagesize()
-    assert int(fresh) > pages // 600 > int(reused)  # a page may be a huge one of 2 MiB
+    assert int(fresh) > 4 * int(reused)
     assert "kept" in after and "kept" not in before
