@@ -88,7 +88,7 @@ def capture_batch(
             tensors, inputs = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)], []
         except _SharedRows as error:
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
-        except InputError:
+        except (InputError, StateError):
             if not choices.guessed:
                 raise
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
@@ -236,7 +236,7 @@ class _BatchMode(TorchFunctionMode):
                 return output
         positions = others[0] if others and not any(map(_differentiable, others)) else None
         choice = None if positions is None else (name_of(func), self.names[id(met[0])], tuple(positions.shape))
-        if choice is not None and _registry.find_rule(func) is not None and self._is_for_all(choice):
+        if choice is not None and _computable_once(func, args, kwargs) and self._is_for_all(choice):
             return self._derive(func, met, args, kwargs)
         if func in IN_PLACE and args[0] is not met[0]:
             with self:  # of a copy, which rules may still read when the data is gone
@@ -441,6 +441,13 @@ class _BatchMode(TorchFunctionMode):
             cotangent = tuple(zero if own is None else own for (own, _), zero in zip(arrived, tap.shapes, strict=True))
         for name, value, build in tap.builders:
             value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", rows).regroup(table))
+
+
+def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op that has a rule for rows can also be left to torch: it writes into nothing, and its gradient is dense."""
+    rule = _registry.find_rule(func)
+    bound = None if rule is None else rule.bind(args, kwargs)
+    return bound is not None and not bound.get("sparse") and _registry.find_leak(func, args, kwargs, "capture") is None
 
 
 def _differentiable(tensor: Tensor) -> bool:

@@ -497,7 +497,7 @@ class _Sizes:
             return
         # Factors hold what the layers have read and what came back to them. The graph holds as much again, in the ops between them.
         tensors = [leaf for factor in result.factors for leaf in _trees.flatten(factor)[0]]
-        held = 2 * sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        held = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
         self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
 
@@ -518,7 +518,10 @@ class _Rows:
         self.whole: list[Tensor] = []
 
     def add(self, start: int, rows: list[Tensor]) -> None:
-        if not self.parts and rows and len(rows[0]) < self.n and not any(map(_has_history, rows)):
+        history = any(map(_has_history, rows))
+        if self.whole and history:  # earlier samples had none
+            self.parts, self.whole = [[whole[:start] for whole in self.whole]], []
+        if not self.parts and rows and len(rows[0]) < self.n and not history:
             if start == 0:
                 self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
             for whole, row in zip(self.whole, rows, strict=True):

@@ -282,6 +282,35 @@ def test_what_cannot_be_told_is_an_error(fn, message, device):
         psg.per_sample_grad(fn, method="batch")(params, x)
 
 
+@pytest.mark.parametrize(
+    "lookup", [lambda w, i: w[i], lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1), lambda w, i: F.embedding(i, w)]
+)
+@pytest.mark.parametrize("beyond", [7, -8])
+def test_an_index_out_of_range_is_torch_s_own_error(lookup, beyond, device):
+    if device.type != "cpu":
+        pytest.skip("a device-side assertion would end the process")
+    w, ids = torch.randn(5, 3), torch.tensor([[1, beyond], [0, 2]])
+    with pytest.raises(IndexError):
+        psg.per_sample_grad(lambda w, i: lookup(w, i).sum((1, 2)), method="batch")(w, ids)
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"sparse": True}], ids=str)
+def test_a_table_of_positions_that_torch_cannot_compute_once_is_refused(options, device):
+    w, x = torch.randn(5, 3, device=device), torch.randn(4, 3, 3, device=device)
+    before, steps = w.clone(), torch.tensor([[1, 1, 2]], device=device)
+    with pytest.raises(psg.StateError, match="the output of embedding"):
+        psg.per_sample_grad(lambda w, x: (x + F.embedding(steps, w, **options)).sin().sum((1, 2)), method="batch")(w, x)
+    assert torch.equal(w, before)
+
+
+def test_samples_packed_into_one_row(device):
+    def fn(w, ids, x):
+        return (F.embedding(ids.reshape(1, -1), w).view(x.shape) * x).sin().sum((1, 2))
+
+    w, ids, x = torch.randn(5, 3, device=device), torch.randint(5, (4, 2), device=device), torch.randn(4, 2, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, ids, x), loop_grad(one(fn))(w, ids, x))
+
+
 class Unseen(torch.autograd.Function):
     """No function mode sees the call of an autograd.Function."""
 

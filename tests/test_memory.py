@@ -68,6 +68,32 @@ def test_chunks_follow_the_budget(problem, monkeypatch):
     assert sizes[1] < middle  # gradients that are formed take memory too
 
 
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["last chunk", "first chunk"])
+@pytest.mark.parametrize("method", ["loop", "vmap"])
+def test_chunks_of_which_some_have_a_history(order, method, device):
+    # Only some samples' gradients depend on the parameter.
+    def fn(w, x):
+        return (w * x).sum() ** 2 if method == "vmap" or x[0] > 0 else (w.detach() * x).sum()
+
+    w = torch.randn(3, device=device)
+    x = torch.tensor([[-1.0, 1.0, 2.0], [-2.0, 0.0, 1.0], [1.0, 2.0, 3.0], [3.0, 1.0, 1.0]], device=device)[torch.arange(4).tolist()[order]]
+    for transform in (psg.per_sample_grad, psg.per_sample_norm):
+        slopes = [
+            torch.autograd.grad(transform(fn, method=method, chunk_size=size)(v, x).sum(), v)[0]
+            for size in (None, 2)
+            for v in [w.clone().requires_grad_()]
+        ]
+        assert_trees_close(slopes[1], slopes[0], per_sample=False)
+
+
+def test_a_budget_under_transforms(device):
+    loss, w, x = lambda w, x: (w * x).sum() ** 2, torch.randn(2, 3, device=device), torch.randn(40, 3, device=device)
+    whole, parts = (psg.per_sample_norm(loss, chunk_size=size) for size in (None, "100 B"))
+    for outer in (lambda f: torch.func.vmap(f, (0, None))(w, x), lambda f: torch.func.grad(lambda w: f(w, x).sum())(w[0])):
+        assert_trees_close(outer(parts), outer(whole), per_sample=False)
+    assert_trees_close(psg.jit(parts, backend="eager")(w[0], x), whole(w[0], x))
+
+
 @pytest.mark.parametrize("wrong", ["", "many", "12", "0 MiB", "-1 MiB", "1 XB"])
 def test_a_size_that_names_none(wrong, problem):
     with pytest.raises(psg.InputError, match="chunk_size="):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors import Dense
-from psg.factors._base import widen
+from psg.factors._base import wide, widen
 from psg.rules._registry import reshape, rule
 
 
@@ -73,7 +73,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         n, b, c, *_ = input.shape
         size = input.shape[3:].numel()
         mean, rstd = native(images.detach(), None, None)[1:] if moments is None else moments
-        if cotangent.dtype == input.dtype == mean.dtype:
+        if wide(cotangent.dtype) == cotangent.dtype == input.dtype == mean.dtype:
             # As one image with n b c channels the native kernel keeps them apart.
             one = cotangent.reshape(1, n * b * c, size), images.reshape(1, n * b * c, size), mean.reshape(1, -1), rstd.reshape(1, -1)
             weights, groups = cotangent.new_empty(1).expand(n * b * c), n * b * num_groups

@@ -287,16 +287,18 @@ EXPANSIONS = frozenset({Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, t
 """Ops that repeat a parameter, perhaps once for each sample."""
 
 
-def _lookup(input: Any, index: Any) -> Any:
-    """W[index], an integer tensor along dim 0, as an embedding."""
+def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
+    """W[index], an integer tensor along dim 0, as an embedding; negative ones count from the end where the op lets them."""
     known = isinstance(input, Tensor) and isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
     if not known or input.ndim < 2 or input.is_complex() or len(input) == 0:
         return NotImplemented
-    return F.embedding(index % len(input), input.flatten(1)).unflatten(-1, input.shape[1:])
+    if from_end:
+        index = torch.where(index < 0, index + len(input), index)
+    return F.embedding(index, input.flatten(1)).unflatten(-1, input.shape[1:])
 
 
 LOOKUPS = {
-    Tensor.__getitem__: _lookup,
+    Tensor.__getitem__: lambda input, index: _lookup(input, index, from_end=True),
     **dict.fromkeys(
         (torch.index_select, Tensor.index_select), lambda input, dim, index: _lookup(input, index) if dim == 0 else NotImplemented
     ),
