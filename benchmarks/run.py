@@ -179,17 +179,26 @@ def check(method: Method, workload: str, reference: Reference, double: Reference
 
 
 def interleave(calls: dict[str, Any], repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of every call, each method once a repeat, in an order drawn anew; two calls each to warm up."""
+    """Seconds of every call, each method once a repeat, in an order drawn anew; two calls each to warm up.
+
+    What a method has returned is held until its next call, as a training loop holds a step's gradient in `.grad`: for an allocator it
+    matters whether memory comes back before or after other memory is asked for. Per-sample gradients alone, which can take gigabytes,
+    are dropped at once.
+    """
     order, draw = list(calls), random.Random(0)
+    held: dict[str, Any] = {}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(-2, repeats):
         draw.shuffle(order)
         for name in order:
             synchronize(device)
             start = time.perf_counter()
+            held.pop(name, None)
             result = calls[name]()
             synchronize(device)
             seconds = time.perf_counter() - start
+            if METHODS[name].kind != "grad":
+                held[name] = result
             del result
             if repeat >= 0:
                 times[name].append(seconds)

@@ -365,9 +365,10 @@ class _Mode(TorchFunctionMode):
         own: dict[Place, Lifted] = {}
         data: dict[Place, Tensor] = {}
         shared: list[Place] = []
+        sampled = varied = False  # whether the samples have data of their own, and whether some of it is no lifted value
         for place, argument in places_of(arguments):
+            value = self.by_handle.get(id(argument))
             if place[0] in rule.params:
-                value = self.by_handle.get(id(argument))
                 if value is not None and value.value is not None:
                     own[place] = value
                     continue
@@ -377,19 +378,23 @@ class _Mode(TorchFunctionMode):
                 if not rule.mixed:
                     return NotImplemented  # every sample has a weight of its own
             data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
-        if own:
-            fits = any(id(tensor) not in self.by_handle for tensor in data.values())
-        else:
-            fits = (rule.frozen or not rule.params) and any(_functorch.is_batched(tensor, self.level) for tensor in data.values())
-        if not fits or any(_functorch.is_wrapped(t) and not _functorch.is_batched(t, self.level) for t in data.values()):
+            varied |= value is None
+            if _functorch.is_batched(argument, self.level):
+                sampled = True
+            elif _functorch.is_wrapped(argument):
+                return NotImplemented
+        if not (varied if own else sampled and (rule.frozen or not rule.params)):
             return NotImplemented
 
         single: bool | None = None  # unknown while the rule has not accepted the call
 
-        def run(*values: Tensor) -> tuple[Tensor, ...]:
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             nonlocal single
-            inputs = with_history(values) if own else values
-            placed = replace_at(arguments, dict(zip(data, inputs, strict=True)) | {place: value.value for place, value in own.items()})
+            if own:
+                inputs = with_history(inputs)
+            values: dict[Place, Any] = dict(zip(data, inputs, strict=True))
+            values.update((place, value.value) for place, value in own.items())
+            placed = replace_at(arguments, values)
             if rule.mixed:
                 placed["shared"] = {place_name(place) for place in (*own, *shared)}
             result = rule.call(placed)
@@ -428,7 +433,7 @@ class _Mode(TorchFunctionMode):
         if not losses.requires_grad:
             return  # no parameter was used
         targets: Any = [edge for tap in self.taps for edge in tap.edges] + [value.leaf for value in self.values]
-        cotangents = iter(torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True))
+        cotangents = iter(_functorch.gradients(losses, targets))
         with torch.no_grad():
             for tap in self.taps:
                 self._collect(tap, [next(cotangents) for _ in tap.edges])

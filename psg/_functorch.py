@@ -6,7 +6,7 @@ wraps. The light way, taken here, reads the wrapped value, pops vmap off the int
 Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -102,12 +102,19 @@ class below:
         _C.push_dynamic_layer_stack(self._popped)
 
 
-def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Iterable[Tensor], level: int, n: int) -> tuple[Tensor, ...]:
+def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], level: int, n: int) -> tuple[Tensor, ...]:
     """Call `run` on the physical values of `tensors`, below vmap; wrap what it returns (samples in dim 0)."""
     # `physical` and `run` are ordinary ops on ordinary tensors, so they belong below the transform.
     with below():
-        outputs = run(*(physical(tensor, level, n) for tensor in tensors))
-    return tuple(wrap(output, level) for output in outputs)
+        outputs = run(*[physical(tensor, level, n) for tensor in tensors])
+    return tuple([wrap(output, level) for output in outputs])
+
+
+def gradients(losses: Tensor, targets: Sequence[Any]) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True)`, without its checks of shapes."""
+    return torch.autograd.graph._engine_run_backward(
+        (losses,), (torch.ones_like(losses),), False, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
 
 
 def vmap(

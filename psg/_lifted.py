@@ -100,7 +100,7 @@ class Lifted:
         return merge(self.terms)
 
 
-def with_history(values: Sequence[Tensor]) -> Sequence[Tensor]:
+def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A rule's data, one of them with a history, so that autograd records the op and its output can be tapped.
 
     It costs nothing in the backward pass, which stops at the output.
@@ -108,7 +108,7 @@ def with_history(values: Sequence[Tensor]) -> Sequence[Tensor]:
     if any(value.requires_grad for value in values):
         return values
     first = next((i for i, value in enumerate(values) if value.is_floating_point()), None)
-    return [value.detach().requires_grad_() if i == first else value for i, value in enumerate(values)]
+    return tuple(value.detach().requires_grad_() if i == first else value for i, value in enumerate(values))
 
 
 class _Anchor(torch.autograd.Function):

@@ -11,7 +11,7 @@ State = dict[str, Tensor]
 
 def get_state(tensors: Iterable[Tensor]) -> State:
     """The generator states of the CPU and of the devices of these tensors."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return {"cpu": torch.get_rng_state(), **{str(device): torch.cuda.get_rng_state(device) for device in devices}}
 
 

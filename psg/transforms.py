@@ -47,7 +47,7 @@ from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clip
 from psg._call import Call, Options, prepare
 from psg._errors import InputError
 from psg._ladder import Result
-from psg.factors import joint_norm
+from psg.factors import Joint, norm_of
 from psg.tree import concat
 
 
@@ -580,13 +580,13 @@ def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
 
 
 def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
-    return [joint_norm(result.factors)(range(len(result.factors)))]
+    return [Joint(result.factors).norm]
 
 
 def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
     factors = [factor.settle() for factor in result.factors]
-    norm_of = joint_norm(factors)
-    norms, values = norm_of(range(len(factors))), result.values
+    joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
+    norms, values, apart = norm_of(joints), result.values, [joint.norm for joint in joints]
     keep, nonfinite = None, torch.zeros((), dtype=torch.int64)
     if not _all_count(norms, mask):
         finite = norms < math.inf  # which NaN is not
@@ -595,14 +595,14 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipp
         if mask is not None:
             norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
         # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
-        factors = [factor.zero(keep) for factor in factors]
+        joints = [Joint([factors[leaf].zero(keep) for leaf in group.leaves]) for group in groups]
 
     coefs = []
     sums: dict[int, Tensor] = {}
-    for group in groups:
-        coef = call.outside.run(scale, norms if len(groups) == 1 else norm_of(group.leaves), group.clip_norm)
+    for group, joint, own in zip(groups, joints, [norms] if len(groups) == 1 else apart, strict=True):
+        coef = call.outside.run(scale, own, group.clip_norm)
         coefs.append(coef if keep is None else torch.where(keep, coef, 0))
-        sums |= {leaf: factors[leaf].weighted_sum(coefs[-1]) for leaf in group.leaves}
+        sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
     return _Clipped([sums[i] for i in range(len(factors))], norms, coefs, values, nonfinite)
 
 

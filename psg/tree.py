@@ -15,7 +15,7 @@ from torch import Tensor
 from psg import _trees
 from psg._ambient import never
 from psg._errors import InputError
-from psg.factors import Dense, Factor, Rows, joint_norm
+from psg.factors import Dense, Factor, Joint, Rows
 from psg.factors import concat as concat_factors
 
 
@@ -85,7 +85,7 @@ def norm(tree: Any) -> Tensor:
         tensor([5.])
     """
     factors, _ = _factors(tree, "norm")
-    return joint_norm(factors)(range(len(factors)))
+    return Joint(factors).norm
 
 
 @never
@@ -130,7 +130,7 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
     """
     factors, spec = _factors(tree, "weighted_sum")
     _check_weights("weighted_sum", factors, weights)
-    return _trees.unflatten(spec, [factor.weighted_sum(weights) for factor in factors])
+    return _trees.unflatten(spec, Joint(factors).weighted_sums(weights))
 
 
 @never

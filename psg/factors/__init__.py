@@ -7,14 +7,15 @@ import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
 
-from psg.factors._base import Factor, joint_norm
+from psg.factors._base import Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._dense import Dense
+from psg.factors._joint import Joint, norm_of
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._sum import Sum
 
-__all__ = ["Conv", "Dense", "Factor", "Geometry", "Outer", "Rows", "Sum", "concat", "joint_norm", "merge"]
+__all__ = ["Conv", "Dense", "Factor", "Geometry", "Joint", "Outer", "Rows", "Sum", "concat", "merge", "norm_of"]
 
 
 def merge(terms: list[Factor]) -> Factor:

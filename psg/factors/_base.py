@@ -4,9 +4,7 @@ Index legend, here and in the other files of this room: n, m samples; t, s posit
 i in, o out; g group; k kernel.
 """
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import torch
@@ -62,23 +60,6 @@ def root(squared: Tensor) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
-def joint_norm(factors: "Sequence[Factor]") -> Callable[[Iterable[int]], Tensor]:
-    """From the parts of a gradient to a function: the norm of those at some indices together, [n]."""
-    if any(factor.is_differentiated for factor in factors):
-        # A norm of norms has no second derivative where a part is zero; the root of a sum of squares has.
-        squares = [factor.squared_norm() for factor in factors]
-        return lambda indices: root(functools.reduce(torch.add, (squares[i] for i in indices)))
-    norms = [factor.norm() for factor in factors]
-    return lambda indices: _norm_of_norms([norms[i] for i in indices])
-
-
-def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
-    if len({part.dtype for part in norms}) > 1:
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in norms))
-        norms = [part.to(dtype) for part in norms]
-    return torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
-
-
 def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
     """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
     order = table.reshape(-1)
@@ -132,7 +113,7 @@ class Factor(ABC):
 
     def norm(self) -> Tensor:
         """The square root of `squared_norm` -> [n]."""
-        return root(self.squared_norm())
+        return root(self.squared_norm()) if self.is_differentiated else self.squared_norm().sqrt()
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -32,11 +32,12 @@ def scaled_dot_product_attention(
         return NotImplemented
     q, k, v = (_with_dims(tensor, max(dims, 3)) for tensor in (query, key, value))
     shared = -2 if not enable_gqa else -3  # the dimensions before these are the same for all three
-    try:
-        batch = torch.broadcast_shapes(*(tensor.shape[:shared] for tensor in (q, k, v)))
-    except RuntimeError:
-        return NotImplemented  # torch will say what is wrong
-    q, k, v = (tensor.expand(*batch, *tensor.shape[shared:]) for tensor in (q, k, v))
+    if not q.shape[:shared] == k.shape[:shared] == v.shape[:shared]:
+        try:
+            batch = torch.broadcast_shapes(*(tensor.shape[:shared] for tensor in (q, k, v)))
+        except RuntimeError:
+            return NotImplemented  # torch will say what is wrong
+        q, k, v = (tensor.expand(*batch, *tensor.shape[shared:]) for tensor in (q, k, v))
     lead = q.shape[:-3]
     if attn_mask is not None:
         full = (*q.shape[:-1], k.shape[-2])

@@ -33,6 +33,7 @@ def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = Non
     if _any_complex(input, weight, bias):
         return NotImplemented
     dims = len(normalized_shape)
+    input = input.contiguous()  # as the kernel needs it: here once, and not in the forward pass, the backward pass and for the factor
     return F.layer_norm(input, normalized_shape, weight, bias, eps), {
         "weight": lambda cotangent: _sum_leading(F.layer_norm(input.to(cotangent.dtype), normalized_shape, eps=eps) * cotangent, dims),
         "bias": lambda cotangent: _sum_leading(cotangent, dims),

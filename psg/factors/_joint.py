@@ -1,0 +1,91 @@
+"""Reductions of several factors at once.
+
+A gradient has many small parts (biases, normalisation layers), whose reductions cost what calling them costs. Those are laid side by side
+and reduced as one.
+"""
+
+import functools
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from psg.factors._base import Factor, root
+from psg.factors._dense import Dense, rows_of
+
+_FEW = 4  # below so many there is nothing to gain
+
+
+class Joint:
+    """Some of the factors of a gradient, as one.
+
+    Args:
+        factors: At least one, of the same samples.
+    """
+
+    def __init__(self, factors: Sequence[Factor]) -> None:
+        self.is_differentiated = any(factor.is_differentiated for factor in factors)
+        self._factors = list(factors)
+        self._small = [] if self.is_differentiated else _worth_joining(factors)
+        self._rest = [i for i in range(len(factors)) if i not in self._small]
+
+    @cached_property
+    def _parts(self) -> list[Factor]:
+        """The rest, and last the small ones as one."""
+        rest = [self._factors[i] for i in self._rest]
+        if not self._small:
+            return rest
+        return [*rest, Dense(torch.cat([rows_of(self._factors[i].materialize()) for i in self._small], dim=1))]
+
+    @cached_property
+    def squared_norm(self) -> Tensor:
+        """The squared norm over all of them, [n]."""
+        return functools.reduce(torch.add, (part.squared_norm() for part in self._parts))
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """The norm over all of them, [n]."""
+        # A norm of norms has no second derivative where a part is zero; the root of a sum of squares has.
+        return root(self.squared_norm) if self.is_differentiated else _norm_of_norms([part.norm() for part in self._parts])
+
+    def weighted_sums(self, weights: Tensor) -> list[Tensor]:
+        """sum_n weights[n] gradient[n] of each of them."""
+        sums = [part.weighted_sum(weights) for part in self._parts]
+        if not self._small:
+            return sums
+        shapes = [self._factors[i].shape for i in self._small]
+        pieces = sums.pop().split([shape.numel() for shape in shapes])
+        found = dict(zip(self._rest, sums, strict=True))
+        # Copies: results share no memory.
+        found |= {i: piece.clone().reshape(shape) for i, piece, shape in zip(self._small, pieces, shapes, strict=True)}
+        return [found[i] for i in range(len(self._factors))]
+
+
+def norm_of(joints: Sequence[Joint]) -> Tensor:
+    """The norm over all of them together, [n]."""
+    if len(joints) == 1:
+        return joints[0].norm
+    if any(joint.is_differentiated for joint in joints):
+        return root(functools.reduce(torch.add, (joint.squared_norm for joint in joints)))
+    return _norm_of_norms([joint.norm for joint in joints])
+
+
+def _worth_joining(factors: Sequence[Factor]) -> list[int]:
+    """The indices of several dense factors that are alike and so small that copying one takes no longer than calling an op on it."""
+    held = [(i, factor.values) for i, factor in enumerate(factors) if isinstance(factor, Dense)]
+    if len(held) < _FEW:
+        return []
+    first = held[0][1]
+    limit = (1 << (16 if first.device.type == "cpu" else 20)) // first.element_size()
+    small = [i for i, values in held if values.numel() <= limit and values.dtype == first.dtype and values.device == first.device]
+    return small if len(small) >= _FEW and not first.is_complex() else []
+
+
+def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
+    if len(norms) == 1:
+        return norms[0]
+    if len({part.dtype for part in norms}) > 1:
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in norms))
+        norms = [part.to(dtype) for part in norms]
+    return torch.linalg.vector_norm(torch.stack(list(norms), dim=1), dim=1)
