@@ -159,10 +159,10 @@ def train(model: nn.Module, data: Digits, steps: int, seed: int) -> Trained:
     for step in progress:
         batch = torch.rand(len(data.train_x), generator=generator) < SAMPLE_RATE
         out = clipped_grad(params, data.train_x[batch], data.train_y[batch])
+        noisy = psg.tree.add_noise(out.grads, NOISE_MULTIPLIER * out.sensitivity, generator=generator)
         for name, param in params.items():
-            noise = NOISE_MULTIPLIER * out.sensitivity * torch.randn(param.shape, generator=generator)
             # The expected batch size, because the size of this batch would tell something about its samples.
-            param.grad = (out.grads[name] + noise) / expected_size
+            param.grad = noisy[name] / expected_size
         optimizer.step()
         seen.norms.append(out.norms)
         if step % EVALUATE_EVERY == 0 or step == steps:

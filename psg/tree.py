@@ -5,6 +5,7 @@ Complex leaves count as pairs of real numbers. Reductions accumulate in float32 
 """
 
 import builtins
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from psg._ambient import never
 from psg._errors import InputError
 from psg.factors import Dense, Factor, Joint, Rows
 from psg.factors import concat as concat_factors
+from psg.factors._base import wide, widen
 
 
 def _factors(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
@@ -207,6 +209,58 @@ def mean(tree: Any) -> Any:
     n = _factors(tree, "mean")[0][0].n
     total, spec = _trees.flatten(sum(tree))
     return _trees.unflatten(spec, [leaf / n for leaf in total])
+
+
+@never
+def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | None = None) -> Any:
+    """x + std z with z standard normal, drawn for every entry: Gaussian noise on a sum of clipped gradients.
+
+    All leaves of one dtype and device are served together, by a handful of kernels; nothing waits for the device. torch's generators are
+    not cryptographically secure: a release that has an adversary needs one that is.
+
+    Args:
+        tree: Tensors of any shape, such as `ClippedGrad.grads`.
+        std: The standard deviation, in the units of the tree: a number that is at least 0 and finite, or a scalar tensor. For a noise
+            multiplier sigma it is sigma times `ClippedGrad.sensitivity`.
+        generator: What draws, on the leaves' device; None for torch's default.
+
+    Returns:
+        The same tree, in its dtypes. Drawn and added in at least float32; a complex entry takes noise on both its parts.
+
+    Raises:
+        InputError: The tree has no leaves, or one that is no floating or complex tensor; `std` is no such number.
+
+    Example:
+        >>> import torch
+        >>> noisy = add_noise({"w": torch.ones(300, 300), "b": torch.zeros(300)}, 0.5)
+        >>> noisy["w"].mean().round(decimals=1), noisy["w"].std().round(decimals=1)
+        (tensor(1.), tensor(0.5000))
+
+    Source: Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, Appendix A (the Gaussian mechanism).
+    """
+    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    if not leaves:
+        raise InputError("psg.tree.add_noise: the tree has no leaves.")
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            got = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise InputError(f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients, got {got}.")
+    if isinstance(std, Tensor):
+        if std.ndim != 0:
+            raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
+    elif not (isinstance(std, (int, float)) and 0 <= std < math.inf):
+        raise InputError(f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor.")
+    parts = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
+    noisy: dict[int, Tensor] = {}
+    for kind in dict.fromkeys((part.dtype, part.device) for part in parts):
+        alike = [i for i, part in enumerate(parts) if (part.dtype, part.device) == kind]
+        shapes = [parts[i].shape for i in alike]
+        drawn = torch.randn(builtins.sum(map(torch.Size.numel, shapes)), dtype=wide(kind[0]), device=kind[1], generator=generator) * std
+        pieces = [piece.view(shape) for piece, shape in zip(drawn.split([shape.numel() for shape in shapes]), shapes, strict=True)]
+        sums = torch._foreach_add([widen(parts[i]) for i in alike], pieces)  # pyright: ignore[reportPrivateImportUsage]
+        noisy |= zip(alike, sums, strict=True)
+    results = [torch.view_as_complex(noisy[i]) if leaf.is_complex() else noisy[i].to(leaf.dtype) for i, leaf in enumerate(leaves)]
+    return _trees.unflatten(spec, results)
 
 
 @never

@@ -189,6 +189,84 @@ def test_cauchy_schwarz_and_symmetry(n, seed, device):
     assert (psg.tree.cosine(tree).abs() <= 1 + 1e-6).all()
 
 
+SHAPES = st.sampled_from([(), (1,), (3,), (2, 4), (0,), (5, 2, 3), (9000,)])
+DTYPES = st.sampled_from([torch.float64, torch.float64, torch.float32, torch.complex128])
+
+
+@given(leaves=st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=9), n=st.integers(0, 4), seed=st.integers(0, 2**16))
+def test_many_small_leaves_among_others(leaves, n, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    tree = [torch.randn(n, *shape, dtype=dtype, generator=generator).to(device) for shape, dtype in leaves]
+    tree.insert(len(tree) // 2, Outer(torch.randn(n, 2, 5, generator=generator).to(device), torch.ones(n, 2, 3, device=device)))
+    weights = torch.rand(n, generator=generator).to(device)
+    tolerance = {torch.float32: 1e-6}
+    loosest = max(tolerance.get(dtype, 1e-12) for _, dtype in leaves)
+    squares = [(leaf.abs().double().reshape(n, leaf.shape[1:].numel()) ** 2).sum(1) for leaf in map(psg.tree.materialize, tree)]
+    assert_trees_close(psg.tree.norm(tree).double(), sum(squares).sqrt(), rtol=loosest)
+    sums = psg.tree.weighted_sum(tree, weights)
+    for leaf, total in zip(tree, sums, strict=True):
+        values = psg.tree.materialize(leaf)
+        expected = (values.to(torch.promote_types(values.dtype, torch.float64)) * weights.view(-1, *(1,) * (values.ndim - 1))).sum(0)
+        assert total.dtype == values.dtype
+        assert_trees_close(
+            total.to(expected.dtype), expected, rtol=tolerance.get(values.dtype, 1e-12), atol=tolerance.get(values.dtype, 1e-12)
+        )
+    held = [total.untyped_storage().data_ptr() for total in sums if total.numel()]
+    assert len(set(held)) == len(held)  # results share no memory
+
+
+# --- noise --------------------------------------------------------------------------------------------------
+
+
+def generator_of(device, seed=0):
+    return torch.Generator(device).manual_seed(seed)
+
+
+def test_noise_is_normal_and_independent(device):
+    sums = {"a": torch.full((200, 300), 5.0, device=device), "b": torch.zeros(60_000, device=device), "c": torch.zeros((), device=device)}
+    noisy = psg.tree.add_noise(sums, 3.0, generator=generator_of(device))
+    z = torch.stack([(noisy["a"] - 5).flatten(), noisy["b"]]) / 3
+    # Six standard errors of 60 000 draws.
+    assert z.mean(1).abs().max() < 6 / 60_000**0.5
+    assert (z.std(1) - 1).abs().max() < 6 / 120_000**0.5
+    assert (z[0] @ z[1] / 60_000).abs() < 6 / 60_000**0.5
+    assert ((z**4).mean(1) - 3).abs().max() < 6 * (96 / 60_000) ** 0.5
+    assert noisy["c"].shape == () and noisy["c"] != 0
+
+
+def test_noise_follows_its_generator_and_leaves_the_rest_alone(device):
+    sums = [torch.ones(3, 2, device=device), torch.ones(4, device=device)]
+    before, state = [leaf.clone() for leaf in sums], torch.get_rng_state()
+    noisy = psg.tree.add_noise(sums, 0.5, generator=generator_of(device))
+    assert_trees_close(sums, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_trees_close(psg.tree.add_noise(sums, torch.tensor(0.5, device=device), generator=generator_of(device)), noisy)
+    assert not torch.equal(psg.tree.add_noise(sums, 0.5, generator=generator_of(device, seed=1))[1], noisy[1])
+    assert_trees_close(psg.tree.add_noise(sums, 0), before)
+    assert len({leaf.untyped_storage().data_ptr() for leaf in (*noisy, *sums)}) == 4  # nobody shares memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_noise_keeps_the_dtype(dtype, device):
+    sums = {"x": torch.full((40_000,), 2.0, dtype=dtype, device=device), "other": torch.zeros(3, dtype=torch.float32, device=device)}
+    noisy = psg.tree.add_noise(sums, 0.5, generator=generator_of(device))
+    assert noisy["x"].dtype == dtype and noisy["other"].dtype == torch.float32
+    parts = torch.view_as_real(noisy["x"] - 2).T if dtype.is_complex else (noisy["x"].double() - 2)[None]
+    assert (parts.std(1) - 0.5).abs().max() < 6 * 0.5 / 80_000**0.5 + (0.5 * 2**-8 if dtype == torch.bfloat16 else 0)
+    if dtype == torch.bfloat16:  # rounded once, after the sum
+        drawn = torch.randn(40_000, dtype=torch.float32, device=device, generator=generator_of(device))
+        assert torch.equal(psg.tree.add_noise(sums["x"], 0.5, generator=generator_of(device)), (2 + drawn * 0.5).bfloat16())
+
+
+def test_noise_has_the_derivatives_of_a_sum(device):
+    sums = torch.ones(3, device=device, requires_grad=True)
+    std = torch.tensor(0.5, device=device, requires_grad=True)
+    noisy = psg.tree.add_noise([sums], std, generator=generator_of(device))[0]
+    by_sums, by_std = torch.autograd.grad(noisy.sum(), [sums, std])
+    assert_trees_close(by_sums, torch.ones_like(sums))
+    assert_trees_close(by_std, ((noisy - 1) / 0.5).sum().detach())
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 VALUES = torch.ones(3, 2, dtype=torch.float32)
@@ -211,6 +289,13 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: .*integer 1.*slice\(1, 2\)"),
         (lambda: psg.tree.concat([]), r"psg\.tree\.concat: .*at least one tree"),
         (lambda: psg.tree.concat([[VALUES], (VALUES,)]), r"psg\.tree\.concat: .*differ in structure"),
+        (lambda: psg.tree.add_noise([], 1.0), r"psg\.tree\.add_noise: .*no leaves"),
+        (lambda: psg.tree.add_noise([torch.ones(2, dtype=torch.int64)], 1.0), r"psg\.tree\.add_noise: .*got dtype torch\.int64"),
+        (lambda: psg.tree.add_noise({"w": Dense(VALUES)}, 1.0), r"psg\.tree\.add_noise: .*got Dense"),
+        (lambda: psg.tree.add_noise(VALUES, -1.0), r"psg\.tree\.add_noise: std=-1\.0: expected a number that is at least 0"),
+        (lambda: psg.tree.add_noise(VALUES, float("inf")), r"psg\.tree\.add_noise: std=inf"),
+        (lambda: psg.tree.add_noise(VALUES, float("nan")), r"psg\.tree\.add_noise: std=nan"),
+        (lambda: psg.tree.add_noise(VALUES, torch.ones(2)), r"psg\.tree\.add_noise: std: .*shape \(2,\)"),
         (lambda: psg.tree.unflatten(torch.ones(3, 5), {"a": torch.zeros(2)}), r"psg\.tree\.unflatten: expected 2 .*got 5"),
     ],
 )  # fmt: skip

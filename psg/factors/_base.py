@@ -60,6 +60,13 @@ def root(squared: Tensor) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
+def norm_of_norms(parts: list[Tensor]) -> Tensor:
+    """[n, k], [n, l], ... -> the norm of every row over all of them, [n]."""
+    if len(parts) == 1 and parts[0].shape[1] == 1:
+        return parts[0][:, 0]
+    return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dim=1)
+
+
 def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
     """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
     order = table.reshape(-1)
@@ -114,6 +121,10 @@ class Factor(ABC):
     def norm(self) -> Tensor:
         """The square root of `squared_norm` -> [n]."""
         return root(self.squared_norm()) if self.is_differentiated else self.squared_norm().sqrt()
+
+    def partial_norms(self) -> list[Tensor]:
+        """Norms of parts of it, matrices [n, k]: their norm, `norm_of_norms`, is that of the whole."""
+        return [self.norm().unsqueeze(1)]
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, gather_groups, wide, widen
+from psg.factors._base import Factor, gather_groups, norm_of_norms, wide, widen
 
 _BLOCK = 4096
 
@@ -48,17 +48,19 @@ class Dense(Factor):
         return self.norm().square()  # reads once and writes nothing, but at zero it has no second derivative
 
     def norm(self) -> Tensor:
+        return norm_of_norms(self.partial_norms())
+
+    def partial_norms(self) -> list[Tensor]:
         dtype = wide(self.dtype.to_real())
         if self.values.ndim == 2 and self.values.shape[1] < _BLOCK and not self.values.is_complex():
-            return torch.linalg.vector_norm(self.values, dim=1, dtype=dtype)
+            return [torch.linalg.vector_norm(self.values, dim=1, keepdim=True, dtype=dtype)]
+        # Block by block: one float32 sum over a million squares is off by 1e-5, and a norm must not be.
         rows = real_rows(_straight(self.values)[0])
         head = rows.shape[1] // _BLOCK * _BLOCK
-        if head == 0:
-            return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-        # Block by block: one float32 sum over a million squares is off by 1e-5, and a norm must not be.
-        blocks = torch.linalg.vector_norm(rows[:, :head].unflatten(1, (-1, _BLOCK)), dim=2, dtype=dtype)
-        rest = torch.linalg.vector_norm(rows[:, head:], dim=1, keepdim=True, dtype=dtype)
-        return torch.linalg.vector_norm(torch.cat([blocks, rest], dim=1), dim=1)
+        parts = [torch.linalg.vector_norm(rows[:, :head].unflatten(1, (-1, _BLOCK)), dim=2, dtype=dtype)] if head else []
+        if head < rows.shape[1] or not head:
+            parts.append(torch.linalg.vector_norm(rows[:, head:], dim=1, keepdim=True, dtype=dtype))
+        return parts
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         values, order = _straight(self.values)

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, root
+from psg.factors._base import Factor, norm_of_norms, root
 from psg.factors._dense import Dense, rows_of
 
 _FEW = 4  # below so many there is nothing to gain
@@ -47,7 +47,9 @@ class Joint:
     def norm(self) -> Tensor:
         """The norm over all of them, [n]."""
         # A norm of norms has no second derivative where a part is zero; the root of a sum of squares has.
-        return root(self.squared_norm) if self.is_differentiated else _norm_of_norms([part.norm() for part in self._parts])
+        if self.is_differentiated:
+            return root(self.squared_norm)
+        return norm_of_norms([norms for part in self._parts for norms in part.partial_norms()])
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """sum_n weights[n] gradient[n] of each of them."""
@@ -68,7 +70,7 @@ def norm_of(joints: Sequence[Joint]) -> Tensor:
         return joints[0].norm
     if any(joint.is_differentiated for joint in joints):
         return root(functools.reduce(torch.add, (joint.squared_norm for joint in joints)))
-    return _norm_of_norms([joint.norm for joint in joints])
+    return norm_of_norms([joint.norm.unsqueeze(1) for joint in joints])
 
 
 def _worth_joining(factors: Sequence[Factor]) -> list[int]:
@@ -80,12 +82,3 @@ def _worth_joining(factors: Sequence[Factor]) -> list[int]:
     limit = (1 << (16 if first.device.type == "cpu" else 20)) // first.element_size()
     small = [i for i, values in held if values.numel() <= limit and values.dtype == first.dtype and values.device == first.device]
     return small if len(small) >= _FEW and not first.is_complex() else []
-
-
-def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
-    if len(norms) == 1:
-        return norms[0]
-    if len({part.dtype for part in norms}) > 1:
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in norms))
-        norms = [part.to(dtype) for part in norms]
-    return torch.linalg.vector_norm(torch.stack(list(norms), dim=1), dim=1)
