@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from psg import _ambient, _functorch, _trees, memory
 from psg._errors import InputError
 from psg._outside import Outside
+from psg.factors import Factor
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Call:
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         n: The number of samples.
+        settle: What may be made of a parameter's factor as soon as it is found; None to leave it as it is.
         outside: What becomes of tensors with a history that fn closes over.
     """
 
@@ -83,6 +85,7 @@ class Call:
     has_aux: bool
     randomness: str
     n: int
+    settle: Callable[[Factor], Factor] | None
     outside: Outside = field(default_factory=Outside)
 
     @cached_property
@@ -186,7 +189,14 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} of length {len(value)}" if isinstance(value, (tuple, list, dict)) else type(value).__name__
 
 
-def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def prepare(
+    name: str,
+    fn: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settle: Callable[[Factor], Factor] | None = None,
+) -> Call:
     """Check the arguments of a call against the options, and flatten them.
 
     Args:
@@ -195,6 +205,7 @@ def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any
         options: The transform's options.
         args: The positional arguments, a batch of them.
         kwargs: The keyword arguments.
+        settle: What may be made of a parameter's factor as soon as it is found; None to leave it as it is.
 
     Returns:
         The call.
@@ -237,6 +248,7 @@ def prepare(name: str, fn: Callable[..., Any], options: Options, args: tuple[Any
         has_aux=options.has_aux,
         randomness=options.randomness,
         n=_batch_size(name, leaves, dims, paths),
+        settle=settle,
     )
 
 

@@ -7,9 +7,11 @@
    batch and the one unexpanded parameter, and its output is *tapped*.
 4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn.
 5. One `torch.autograd.grad` of the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
-6. What arrives at a tap is a factor; at a leaf it is dense. What belongs to a derived value is pulled back to the parameters.
+6. What arrives at a tap is a factor; at a leaf it is dense. What belongs to a derived value is pulled back to the parameters. A large
+   cotangent is taken as soon as it arrives: what a transform makes of it is often small, and the memory serves the rest of the pass.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +47,8 @@ from psg.factors import Dense, Factor
 from psg.rules import _registry
 from psg.rules.leaks import refuse_updates
 
+LARGE = 2 << 20  # bytes; below, what it costs to go from autograd to Python and back is more than the memory is worth
+
 
 class Unsupported(PsgError):
     """Capture cannot run this function; the next rung of the ladder can."""
@@ -78,11 +82,13 @@ class Captured(NamedTuple):
         outputs: What the function returned, samples in dim 0, without autograd history.
         factors: One for each parameter.
         uses: For each parameter the ops that met it, with the way each went.
+        nbytes: What the factors took when they were found.
     """
 
     outputs: tuple[Tensor, ...]
     factors: list[Factor]
     uses: list[list[str]]
+    nbytes: int = 0
 
 
 def capture(
@@ -93,6 +99,7 @@ def capture(
     n: int,
     randomness: str,
     look: Callable[[Any, Any], None],
+    settle: Callable[[Factor], Factor] | None,
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -104,6 +111,7 @@ def capture(
         n: The number of samples, at least 1.
         randomness: As in torch.func.vmap.
         look: Called with every op of the function and its arguments.
+        settle: What may be made of a factor before the pass is over; None to leave all as they are found.
 
     Returns:
         The outputs and the factors.
@@ -118,7 +126,7 @@ def capture(
     first: RuntimeError | None = None
     while True:
         try:
-            return _one_pass(function, tensors, in_dims, params, n, randomness, look, habits)
+            return _one_pass(function, tensors, in_dims, params, n, randomness, look, settle, habits)
         except WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
@@ -158,6 +166,7 @@ def _one_pass(
     n: int,
     randomness: str,
     look: Callable[[Any, Any], None],
+    settle: Callable[[Factor], Factor] | None,
     habits: _Habits,
 ) -> Captured:
     tensors, dims = list(tensors), list(in_dims)
@@ -166,7 +175,7 @@ def _one_pass(
     for position, value in zip(params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = _Mode(n, lifted, inputs, look, habits)
+    mode = _Mode(n, lifted, inputs, look, settle, habits)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start([samples[position] for position in params])
@@ -182,7 +191,7 @@ def _one_pass(
     mode.backward(outputs[0])
     pull_back(mode.values, lifted, n)
     factors = [value.factor(n) for value in lifted]
-    return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted])
+    return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted], mode.nbytes)
 
 
 class _Tap(NamedTuple):
@@ -193,17 +202,25 @@ class _Tap(NamedTuple):
     shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
     builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
     inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
+    nbytes: int  # of the outputs, and so of the cotangents
 
 
 class _Mode(TorchFunctionMode):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
     def __init__(
-        self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], look: Callable[[Any, Any], None], habits: _Habits
+        self,
+        n: int,
+        params: Sequence[Lifted],
+        inputs: Sequence[Tensor],
+        look: Callable[[Any, Any], None],
+        settle: Callable[[Factor], Factor] | None,
+        habits: _Habits,
     ) -> None:
         super().__init__()
         self.n = n
         self.look = look
+        self.settle = settle
         self.habits = habits
         self.inputs = inputs
         self.level = -1
@@ -212,6 +229,7 @@ class _Mode(TorchFunctionMode):
         self.values = list(params)  # and, as they appear, the derived ones
         self.by_handle: dict[int, Lifted] = {}
         self.taps: list[_Tap] = []
+        self.nbytes = 0
         self.failure: Exception | None = None
 
     def start(self, handles: Sequence[Tensor]) -> None:
@@ -423,7 +441,8 @@ class _Mode(TorchFunctionMode):
             raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
         outputs, edges = zip(*map(anchor, outputs), strict=True)
         shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
-        self.taps.append(_Tap(op, edges, shapes, builders, [(tensor, tensor._version) for tensor in inputs]))
+        size = sum(output.nbytes for output in outputs)
+        self.taps.append(_Tap(op, edges, shapes, builders, [(tensor, tensor._version) for tensor in inputs], size))
         return outputs
 
     # The backward pass
@@ -432,18 +451,52 @@ class _Mode(TorchFunctionMode):
         """One backward for all taps and leaves; what arrives is added to the terms of the lifted values."""
         if not losses.requires_grad:
             return  # no parameter was used
-        targets: Any = [edge for tap in self.taps for edge in tap.edges] + [value.leaf for value in self.values]
+        taps = self._hook_taps()
+        targets: Any = [edge for tap in taps for edge in tap.edges] + [value.leaf for value in self.values]
         cotangents = iter(_functorch.gradients(losses, targets))
         with torch.no_grad():
-            for tap in self.taps:
+            for tap in taps:
                 self._collect(tap, [next(cotangents) for _ in tap.edges])
             for value in self.values:
                 cotangent = next(cotangents)
                 if cotangent is not None:
-                    value.terms.append(Dense(cotangent))
-        self.taps.clear()
+                    self._add(value, Dense(cotangent))
 
-    def _collect(self, tap: _Tap, arrived: list[Tensor | None]) -> None:
+    def _hook_taps(self) -> list[_Tap]:
+        """Arrange that large cotangents are taken as they arrive; returns the taps whose cotangents must be asked for."""
+        taps, self.taps = self.taps, []
+        if self.settle is None or _functorch.is_traced() or not any(map(self._is_worth_a_hook, taps)):
+            return taps
+        tapped = Counter(id(value) for tap in taps for _, value, _ in tap.builders)
+        asked: list[_Tap] = []
+        reached: set[Any] = set()
+        # In the order of the forward pass. Autograd stops at a node that is asked for, and runs one from which it goes on to such.
+        while taps:
+            tap = taps.pop(0)
+            if self._is_worth_a_hook(tap) and _leads_to(tap.edges[0].node, reached):
+                self._hook(tap, [value.derived is None and tapped[id(value)] == 1 for _, value, _ in tap.builders])
+            else:
+                asked.append(tap)
+            reached.update(edge.node for edge in tap.edges)
+        return asked
+
+    def _is_worth_a_hook(self, tap: _Tap) -> bool:
+        # Where the gradients of all samples take less than the cotangent: what is made of them never takes more.
+        formed = sum(value.leaf.nbytes for _, value, _ in tap.builders)
+        return tap.shapes is None and tap.nbytes >= max(LARGE, formed)
+
+    def _hook(self, tap: _Tap, alone: list[bool]) -> None:
+        waiting = [tap]  # let go of with the cotangent
+        node, index = tap.edges[0].node, tap.edges[0].output_nr
+
+        def take(cotangents: tuple[Tensor | None, ...]) -> None:
+            with torch.no_grad():
+                self._collect(waiting.pop(), [cotangents[index]], alone)
+
+        node.register_prehook(take)
+
+    def _collect(self, tap: _Tap, arrived: list[Tensor | None], alone: Sequence[bool] = ()) -> None:
+        """Build the factors; those that are alone in what becomes of their parameter are settled."""
         if all(cotangent is None for cotangent in arrived):
             return
         if any(tensor._version != version for tensor, version in tap.inputs):
@@ -452,5 +505,23 @@ class _Mode(TorchFunctionMode):
             cotangent: Any = arrived[0]
         else:
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
-        for name, value, build in tap.builders:
-            value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", self.n))
+        for i, (name, value, build) in enumerate(tap.builders):
+            self._add(value, value.accept(build(cotangent), f"{name} of {tap.op}", self.n), i < len(alone) and alone[i])
+
+    def _add(self, value: Lifted, factor: Factor, alone: bool = False) -> None:
+        self.nbytes += factor.nbytes
+        value.terms.append(self.settle(factor) if self.settle is not None and alone else factor)
+
+
+def _leads_to(node: Any, reached: set[Any]) -> bool:
+    """Whether the backward pass goes from this node to one of those."""
+    seen: set[Any] = set()
+    ahead = [node]
+    while ahead:
+        for following, _ in ahead.pop().next_functions:
+            if following in reached:
+                return True
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+    return False

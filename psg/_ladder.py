@@ -32,6 +32,7 @@ class Result(NamedTuple):
         rung: Which rung gave it.
         reasons: Why each rung above did not, as (rung, reason).
         uses: Of each leaf to differentiate the ops that met it; empty lists below capture.
+        nbytes: What the factors took when they were found, where that is known to be more than what they take now.
     """
 
     values: Tensor
@@ -40,6 +41,7 @@ class Result(NamedTuple):
     rung: str
     reasons: tuple[tuple[str, str], ...]
     uses: list[list[str]]
+    nbytes: int = 0
 
 
 def run(call: Call, method: str) -> Result:
@@ -147,6 +149,7 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
         rung=results[0].rung,
         reasons=(),
         uses=results[0].uses,
+        nbytes=sum(result.nbytes for result in results),
     )
 
 
@@ -165,9 +168,10 @@ def _capture_together(call: Call) -> Result:
         call.n,
         call.randomness,
         call.outside.look,
+        call.settle,
     )
     values, *extra = captured.outputs
-    return Result(values, aux.join(extra), captured.factors, "capture", (), captured.uses)
+    return Result(values, aux.join(extra), captured.factors, "capture", (), captured.uses, captured.nbytes)
 
 
 def _run_vmap(call: Call) -> Result:

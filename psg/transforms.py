@@ -47,7 +47,7 @@ from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clip
 from psg._call import Call, Options, prepare
 from psg._errors import InputError
 from psg._ladder import Result
-from psg.factors import Joint, norm_of
+from psg.factors import Factor, Joint, norm_of
 from psg.tree import concat
 
 
@@ -345,7 +345,7 @@ def clipped_grad(
                 got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
 
-        run = _over_batches("clipped_grad", fn, options, reduce, _ClippedSums, check=check)
+        run = _over_batches("clipped_grad", fn, options, reduce, _ClippedSums, check=check, settle=lambda factor: factor.settle())
         call, (reduced, _, aux) = run(args, kwargs)
         coefs = {leaf: coef for group, coef in zip(groups, reduced.coefs, strict=True) for leaf in group.leaves}
         grads, coefs = call.gradient_tree(reduced.sums), call.gradient_tree([coefs[i] for i in range(len(reduced.sums))])
@@ -429,6 +429,7 @@ def _over_batches(
     check: Callable[[Call], None] = lambda call: None,
     factored: bool = False,
     materializes: bool = False,
+    settle: Callable[[Factor], Factor] | None = None,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, _Reduced]]:
     """Prepare a call, run it chunk by chunk, reduce each chunk and collect what is left."""
     label, sizes = _label(name, fn), _Sizes(options.chunk_size, materializes)
@@ -448,7 +449,7 @@ def _over_batches(
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Reduced]:
         kept = _ambient.keep(fn)
         with _ambient.off():
-            call = prepare(label, kept, options, args, kwargs)
+            call = prepare(label, kept, options, args, kwargs, settle)
             check(call)
             return call, _primitive.differentiable(compute, call, options.method, attach=not factored)
 
@@ -496,8 +497,7 @@ class _Sizes:
         if not isinstance(self.chunk_size, str) or self._shapes(call) in self.bytes:
             return
         # Factors hold what the layers have read and what came back to them. The graph holds as much again, in the ops between them.
-        tensors = [leaf for factor in result.factors for leaf in _trees.flatten(factor)[0]]
-        held = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        held = 2 * max(result.nbytes, sum(factor.nbytes for factor in result.factors))
         formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
         self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
 

@@ -10,7 +10,8 @@ from cases import N, each_case, score
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
-from psg import _functorch
+from psg import _capture, _functorch, _ladder
+from psg._call import Options, prepare
 from psg.testing import assert_trees_close, loop_grad
 
 
@@ -202,3 +203,104 @@ def test_threads_do_not_share_a_pass(device):
         results = list(pool.map(lambda batch: psg.per_sample_grad(fn)(w, batch), x))
     for result, batch in zip(results, x, strict=True):
         assert_trees_close(result, loop_grad(fn)(w, batch))
+
+
+# --- large cotangents, which are taken as they arrive ----------------------------------------------------------
+
+
+@each_case(lambda case: not case.not_capture)
+def test_cotangents_taken_as_they_arrive_give_the_same(case, device, monkeypatch):
+    problem = case.build(device)
+    clipped = psg.clipped_grad(problem.fn, 0.5, **problem.options, method="capture")
+    late = clipped(*problem.args, **problem.shared)
+    monkeypatch.setattr(_capture._Mode, "_is_worth_a_hook", lambda self, tap: tap.shapes is None)
+    assert_trees_close(clipped(*problem.args, **problem.shared), late, rtol=1e-9)
+
+
+def test_factors_are_settled_while_the_pass_goes_on(device, monkeypatch):
+    monkeypatch.setattr(_capture._Mode, "_is_worth_a_hook", lambda self, tap: tap.shapes is None)
+    params = [torch.randn(3, 3, device=device) for _ in range(4)]
+    taken = []
+
+    def fn(p, x):
+        for i, w in enumerate(p):
+            x = Spy.apply(F.linear(x, w).tanh(), i, taken.append)
+        return x.sum()
+
+    def settle(factor):
+        taken.append("settled")
+        return factor
+
+    options = Options(0, None, False, "different", None, "auto")
+    call = prepare("test", fn, options, (params, torch.randn(N, 3, device=device)), {}, settle)
+    _ladder.run(call, "capture")
+    # Layer 3's factor is settled before the pass reaches layer 2, and so on; the first layer's cotangent is asked for.
+    assert taken == [3, "settled", 2, "settled", 1, "settled", 0]
+
+
+class Spy(torch.autograd.Function):
+    """The identity, which notes when the backward pass comes by."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, label, note):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.label, ctx.note = inputs[1:]
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        ctx.note(ctx.label)
+        return cotangent, None, None
+
+
+class Foreign(torch.autograd.Function):
+    """x w, for a w that no function mode sees."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, w = ctx.saved_tensors
+        return cotangent * w, cotangent * x
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("multiply", [Foreign.apply, torch.mul], ids=["unseen", "seen"])
+def test_a_history_of_others_does_not_hide_a_tap(grad_mode, multiply, device, monkeypatch):
+    # The layer's input has a history in which nothing is asked for: autograd would not run the layer's node.
+    monkeypatch.setattr(_capture._Mode, "_is_worth_a_hook", lambda self, tap: tap.shapes is None)
+    outside = torch.randn(3, device=device, requires_grad=True)
+
+    def fn(w, x):
+        return score(F.linear(multiply(x, outside).tanh(), w))
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    with grad_mode():
+        total = psg.clipped_grad(fn, torch.inf, method="capture")(w, x).grads
+    assert_trees_close(total.detach(), loop_grad(fn)(w, x).detach().sum(0), per_sample=False)
+
+
+def test_an_input_changed_after_it_was_read_is_found_in_time(device, monkeypatch):
+    monkeypatch.setattr(_capture._Mode, "_is_worth_a_hook", lambda self, tap: tap.shapes is None)
+
+    def fn(p, x):
+        hidden = F.linear(x, p[0]).tanh()
+        y = F.linear(hidden, p[1])
+        hidden.detach().mul_(2)
+        return y.sum()
+
+    params, x = [torch.randn(3, 3, device=device), torch.randn(2, 3, device=device)], torch.randn(N, 3, device=device)
+    with pytest.raises(Exception, match="changed in place|inplace"):
+        psg.clipped_grad(fn, 1.0, method="capture")(params, x)

@@ -106,6 +106,11 @@ class Factor(ABC):
         """Where the tensors are."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it is held as."""
+        return sum(getattr(self, name).nbytes for name in self.fields)
+
+    @property
     def is_differentiated(self) -> bool:
         """Whether a derivative of what is computed from it may be asked for."""
         return _functorch.transform_active() or any(getattr(self, name).requires_grad for name in self.fields)

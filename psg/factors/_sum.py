@@ -44,6 +44,10 @@ class Sum(Factor):
         return self.like.device
 
     @property
+    def nbytes(self) -> int:
+        return sum(term.nbytes for term in self.terms)
+
+    @property
     def is_differentiated(self) -> bool:
         return any(term.is_differentiated for term in self.terms)
 
