@@ -269,14 +269,15 @@ def test_convs_of_other_geometry_meet(n, make):
 
 
 @each_count
-@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("gram", ["pixels", "patches", None])
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("convolve", [True, False])
 @pytest.mark.parametrize("size", CONVS)
 def test_conv_by_every_algorithm(size, convolve, keep, gram, n, make, monkeypatch):
     # Patches are an algorithm of one group; more groups always convolve.
     monkeypatch.setattr(Conv, "_convolves", lambda self: convolve or self.geometry.groups > 1)
-    monkeypatch.setattr(Conv, "_prefers_gram", lambda self: gram)
+    monkeypatch.setattr(Conv, "_prefers_gram", lambda self: gram is not None)
+    monkeypatch.setattr(Conv, "_by_pixels", lambda self: gram == "pixels")
     monkeypatch.setattr(Conv, "_keeps", lambda self: keep)
     factor, tensor = make(conv, n, size)
     holds_all_operations(factor, tensor)

@@ -1,7 +1,7 @@
 """Conv: an Outer over unfolded patches, unfolded only where that is cheapest."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +157,8 @@ class Conv(Factor):
         if self.n == 0 or self.positions == 0:
             return widen(self.cotangent).new_zeros(self.n)
         if self._prefers_gram():
+            if self._by_pixels():
+                return self._by_chunks(self.geometry.groups * self._pixels() ** 2 * self.cotangent.element_size(), Conv._pixel_gram_norm)
             return self._by_chunks(self._patch_bytes(), Conv._gram_norm)
         return self._by_chunks(self._bytes(), lambda chunk: Dense(chunk.materialize()).squared_norm())
 
@@ -168,6 +170,19 @@ class Conv(Factor):
 
     def _gram_norm(self) -> Tensor:
         return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
+
+    def _pixel_gram_norm(self) -> Tensor:
+        # Patches overlap, so the products of all of them are sums of few: <patch_t, patch_s> = sum_k <x[t + k], x[s + k]> over the taps k
+        # of the kernel. These run along diagonals of the pixels' Gram matrix, and one spatial dimension can be summed after the other.
+        kernel, stride, padding, dilation, groups = self.geometry
+        images, _, *size = self.input.shape[1:]
+        patches, cotangents = _gram_of(self.input, groups), _gram_of(self.cotangent, groups)
+        patches = patches.unflatten(2, (images, *size)).unflatten(1, (images, *size))
+        for i, options in enumerate(zip(self.cotangent.shape[3:], kernel, stride, padding, dilation, strict=True)):
+            patches = _sum_diagonals(patches, 2 + i, 3 + len(size) + i, *options)
+        product = patches.reshape(cotangents.shape) * cotangents
+        # Rounding may leave a tiny negative sum of a true zero.
+        return product.sum((1, 2)).reshape(self.n, groups).sum(1).clamp(min=0)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.geometry.groups == 1 and 0 < self.n * self.positions <= 128:
@@ -218,12 +233,55 @@ class Conv(Factor):
         return self.shape.numel() * self.cotangent.element_size()
 
     def _gram_flops(self) -> int:
+        return min(self._patch_gram_flops(), self._pixel_gram_flops())
+
+    def _by_pixels(self) -> bool:
+        return self._pixel_gram_flops() < self._patch_gram_flops()
+
+    def _patch_gram_flops(self) -> int:
         t, groups, size = self.positions, self.geometry.groups, self.cotangent.element_size()
         patch = groups * self.shape[1:].numel()
         return t * t * (2 * (self.shape[0] + patch) + 3 * USED * groups * size) + USED * self._patch_bytes()
+
+    def _pixel_gram_flops(self) -> int:
+        t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
+        # A sum over the taps of a dimension clears its result, and for each tap reads it, reads on and writes it.
+        passes = 4 + sum(1 + 3 * taps for taps in self.geometry.kernel)
+        return 2 * (t * t * self.shape[0] + pixels * pixels * self.input.shape[2]) + passes * USED * groups * size * max(t, pixels) ** 2
+
+    def _pixels(self) -> int:
+        return self.input.shape[1] * self.input.shape[3:].numel()
 
     def _patch_bytes(self) -> int:
         return self.positions * self.geometry.groups * self.shape[1:].numel() * self.cotangent.element_size()
 
     def _materialize_flops(self) -> int:
         return 2 * self.positions * self.shape.numel()
+
+
+def _gram_of(tensor: Tensor, groups: int) -> Tensor:
+    """[n, images, g c, *spatial] -> the inner products over c of every two pixels, [n g, t, t] with t = images times pixels."""
+    n, images, channels = tensor.shape[:3]
+    columns = widen(tensor).reshape(n, images, groups, channels // groups, tensor.shape[3:].numel()).permute(0, 2, 3, 1, 4)
+    columns = columns.reshape(n * groups, channels // groups, images * tensor.shape[3:].numel())
+    return torch.bmm(columns.transpose(1, 2), columns)
+
+
+def _sum_diagonals(gram: Tensor, first: int, second: int, count: int, taps: int, stride: int, padding: int, dilation: int) -> Tensor:
+    """sum_k gram[.., stride t + dilation k - padding, .., stride s + dilation k - padding, ..] -> [.., t, .., s, ..] for t, s < count.
+
+    `first` and `second` are the two dimensions; what lies outside of `gram` counts as zero.
+    """
+    size = gram.shape[first]
+    shape = list(gram.shape)
+    shape[first] = shape[second] = count
+    total = gram.new_zeros(shape)
+    for offset in range(-padding, taps * dilation - padding, dilation):
+        start = max(0, -(offset // stride))  # the first t for which stride t + offset >= 0
+        stop = min(count, (size - 1 - offset) // stride + 1)
+        if start < stop:
+            there: list[Any] = [slice(None)] * gram.ndim
+            there[first] = there[second] = slice(start * stride + offset, (stop - 1) * stride + offset + 1, stride)
+            here = [slice(start, stop) if dim in (first, second) else slice(None) for dim in range(gram.ndim)]
+            total[tuple(here)] += gram[tuple(there)]
+    return total
