@@ -1,6 +1,6 @@
 """psg: per-sample gradients for PyTorch, the way JAX would do them."""
 
-from psg import clipping, factors, rules, testing, tree
+from psg import clipping, factors, plans, rules, testing, tree
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
 from psg.explain import explain
 from psg.jit import jit
@@ -34,6 +34,7 @@ __all__ = [
     "per_sample_grad",
     "per_sample_norm",
     "per_sample_value_and_grad",
+    "plans",
     "primitive",
     "rule",
     "rules",

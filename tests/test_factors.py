@@ -8,6 +8,7 @@ import torch.utils._pytree as torch_pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
+import psg
 from psg.factors import Conv, Dense, Geometry, Outer, Rows, Sum, merge
 from psg.testing import (
     assert_trees_close,
@@ -269,31 +270,27 @@ def test_convs_of_other_geometry_meet(n, make):
 
 
 @each_count
-@pytest.mark.parametrize("gram", ["pixels", "patches", None])
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("convolve", [True, False])
+@pytest.mark.parametrize("gram", ["pixels", "patches"])
+@pytest.mark.parametrize("norm", ["keep", "gram", "chunks"])
+@pytest.mark.parametrize("materialize", ["convolution", "patches"])
 @pytest.mark.parametrize("size", CONVS)
-def test_conv_by_every_algorithm(size, convolve, keep, gram, n, make, monkeypatch):
-    # Patches are an algorithm of one group; more groups always convolve.
-    monkeypatch.setattr(Conv, "_convolves", lambda self: convolve or self.geometry.groups > 1)
-    monkeypatch.setattr(Conv, "_prefers_gram", lambda self: gram is not None)
-    monkeypatch.setattr(Conv, "_by_pixels", lambda self: gram == "pixels")
-    monkeypatch.setattr(Conv, "_keeps", lambda self: keep)
+def test_conv_by_every_plan(size, materialize, norm, gram, n, make):
     factor, tensor = make(conv, n, size)
-    holds_all_operations(factor, tensor)
-    holds_all_operations(factor.settle(), tensor)
+    with psg.plans.using(norm=norm, gram=gram, materialize=materialize):
+        assert isinstance(factor.settle(), Dense if norm == "keep" else Conv)
+        holds_all_operations(factor, tensor)
+        holds_all_operations(factor.settle(), tensor)
 
 
 @each_count
-@pytest.mark.parametrize("gram", [True, False])
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("norm", ["keep", "gram", "chunks"])
 @pytest.mark.parametrize("size", SIZES)
-def test_outer_by_every_algorithm(size, keep, gram, n, make, monkeypatch):
-    monkeypatch.setattr(Outer, "_prefers_gram", lambda self: gram)
-    monkeypatch.setattr(Outer, "_keeps", lambda self: keep)
+def test_outer_by_every_plan(size, norm, n, make):
     factor, tensor = make(outer, n, size)
-    holds_all_operations(factor, tensor)
-    holds_all_operations(factor.settle(), tensor)
+    with psg.plans.using(norm=norm):
+        assert isinstance(factor.settle(), Dense if norm == "keep" and factor.positions != 1 else Outer)
+        holds_all_operations(factor, tensor)
+        holds_all_operations(factor.settle(), tensor)
 
 
 def holds_all_operations(factor, tensor):
@@ -341,15 +338,15 @@ def test_norms_of_rows_with_few_and_many_repeats(n, t, rows, seed, device):
     torch.testing.assert_close(factor.squared_norm(), factor.materialize().square().sum((1, 2)), rtol=1e-9, atol=1e-12)
 
 
-def test_a_true_zero_is_never_negative(device, monkeypatch):
+def test_a_true_zero_is_never_negative(device):
     # The terms of these sums cancel; what rounding leaves must not become the root of a negative number.
-    monkeypatch.setattr(Outer, "_prefers_gram", lambda self: True)
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(64, 2, 30, generator=generator).to(device, torch.float32)
     left = torch.cat([left, -left.sum(1, keepdim=True)], 1)
     right = torch.randn(64, 1, 20, generator=generator).to(device, torch.float32)
     factor = Outer(left, right.expand(64, 3, 20))
-    assert (factor.squared_norm() >= 0).all()
+    with psg.plans.using(norm="gram"):
+        assert (factor.squared_norm() >= 0).all()
     single = Outer(left[:, :2], right.expand(64, 2, 20))
     both = Sum([single, Dense(-single.materialize())], torch.zeros(64, 0, device=device), single.shape)
     assert (both.squared_norm() >= 0).all()

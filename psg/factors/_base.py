@@ -11,23 +11,6 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.memory import pages_are_kept
-
-# How costs are compared, in arithmetic operations that one byte is worth: read or written in memory that is in use, and written into
-# memory that the process has not used yet, whose pages the kernel must first clear. And the most memory kept for one parameter's
-# materialised gradients. Measured on CPUs (benchmarks/micro.py); they decide only speed, never a result.
-USED, FRESH = 13, 60
-KEEP_BYTES = 512 << 20
-
-
-def written(device: torch.device) -> int:
-    """What a byte written into newly allocated memory is worth."""
-    return FRESH if device.type == "cpu" and not pages_are_kept() else USED
-
-
-def kept(device: torch.device) -> int:
-    """What a byte is worth that is written once, read for a norm, and read again for a weighted sum."""
-    return written(device) + 2 * USED
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

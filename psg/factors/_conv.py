@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors._base import KEEP_BYTES, USED, Factor, gather_groups, kept, scale_rows, widen
+from psg import plans
+from psg.factors._base import Factor, gather_groups, scale_rows, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
+from psg.factors._planned import Planned
 
 
 class Geometry(NamedTuple):
@@ -22,7 +24,7 @@ class Geometry(NamedTuple):
     groups: int
 
 
-class Conv(Factor):
+class Conv(Planned):
     """gradient[n, o, i, k] = sum over images and output positions t of cotangent[n, o, t] input[n, i, stride t + dilation k - padding].
 
     With groups g, output channel o reads the i / g input channels of its group alone, so no two groups ever mix.
@@ -68,19 +70,10 @@ class Conv(Factor):
     def materialize(self) -> Tensor:
         if self.n == 0 or self.positions == 0:
             return self.cotangent.new_zeros(self.n, *self.shape)
-        if self._convolves():
-            return self._grouped_convolution()
-        return self._patch_products()
+        return self._materialize_by(plans.choose("materialize", self._materialize_costs(), self, self._materialize_by))
 
-    def _convolves(self) -> bool:
-        """Whether a grouped convolution beats patches and matrix products. Measured: benchmarks/micro.py, conv shapes."""
-        entries, patches = self.shape.numel(), self.positions * self.shape[1:].numel()
-        if self.geometry.groups > 1:
-            return True
-        if self.shape[1] < 4 or patches == self.positions * self.shape[1]:
-            return False  # few channels in, or 1 x 1: patches cost little or nothing
-        # The convolution writes each entry with a stride; once a sample's gradient outgrows the cache that costs five times as much.
-        return entries * (1 if entries < 100_000 else 5) < patches + 0.4 * entries
+    def _materialize_by(self, plan: str) -> Tensor:
+        return self._grouped_convolution() if plan == "convolution" else self._patch_products()
 
     def _patch_products(self) -> Tensor:
         """gradient[n] = left[n]^T patches[n], a few samples at a time so that the patches stay in cache. One group only."""
@@ -156,11 +149,17 @@ class Conv(Factor):
     def squared_norm(self) -> Tensor:
         if self.n == 0 or self.positions == 0:
             return widen(self.cotangent).new_zeros(self.n)
-        if self._prefers_gram():
-            if self._by_pixels():
-                return self._by_chunks(self.geometry.groups * self._pixels() ** 2 * self.cotangent.element_size(), Conv._pixel_gram_norm)
-            return self._by_chunks(self._patch_bytes(), Conv._gram_norm)
-        return self._by_chunks(self._bytes(), lambda chunk: Dense(chunk.materialize()).squared_norm())
+        return self._planned_norm()
+
+    def _norm_by(self, plan: str) -> Tensor:
+        if plan == "chunks":
+            return self._by_chunks(self._bytes(), lambda chunk: Dense(chunk.materialize()).squared_norm())
+        return self._gram_norm_by(plans.choose("gram", self._gram_costs(), self, self._gram_norm_by))
+
+    def _gram_norm_by(self, plan: str) -> Tensor:
+        if plan == "patches":
+            return self._by_chunks(self._patch_bytes(), Conv._patch_gram_norm)
+        return self._by_chunks(self.geometry.groups * self._pixels() ** 2 * self.cotangent.element_size(), Conv._pixel_gram_norm)
 
     def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
         """A function of a few samples at a time, so that what it forms of `size` bytes a sample is read from cache."""
@@ -168,7 +167,7 @@ class Conv(Factor):
         chunks = zip(self.cotangent.split(count), self.input.split(count), strict=True)
         return torch.cat([function(Conv(c, x, self.geometry)) for c, x in chunks])
 
-    def _gram_norm(self) -> Tensor:
+    def _patch_gram_norm(self) -> Tensor:
         return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
 
     def _pixel_gram_norm(self) -> Tensor:
@@ -211,52 +210,57 @@ class Conv(Factor):
     def regroup(self, table: Tensor) -> Factor:
         return Conv(gather_groups(self.cotangent, table), gather_groups(self.input, table), self.geometry)
 
-    def settle(self) -> Factor:
-        return Dense(self.materialize()) if self._keeps() else self
-
     def plan(self) -> str:
-        if self._keeps():
+        plan = self._plan()
+        if plan == "keep":
             return "materialised and kept"
-        return f"{'Gram' if self._prefers_gram() else 'materialised in chunks'}, native weight gradient"
+        if plan == "gram":
+            plan = f"Gram of {plans.choose('gram', self._gram_costs(), self, self._gram_norm_by)}"
+        else:
+            plan = "materialised in chunks"
+        return f"{plan}, native weight gradient"
 
-    def _keeps(self) -> bool:
-        return self.n * self._bytes() <= KEEP_BYTES and kept(self.device) * self._bytes() < min(
-            self._gram_flops(), self._materialize_flops()
-        )
+    # Costs, in operations for one sample.
 
-    def _prefers_gram(self) -> bool:
-        return self._gram_flops() < self._materialize_flops()
+    def _norm_costs(self) -> dict[str, float]:
+        return {"gram": min(self._gram_costs().values()), "chunks": self._materialize_cost()}
 
-    # Cost of one sample.
-
-    def _bytes(self) -> int:
-        return self.shape.numel() * self.cotangent.element_size()
-
-    def _gram_flops(self) -> int:
-        return min(self._patch_gram_flops(), self._pixel_gram_flops())
-
-    def _by_pixels(self) -> bool:
-        return self._pixel_gram_flops() < self._patch_gram_flops()
-
-    def _patch_gram_flops(self) -> int:
-        t, groups, size = self.positions, self.geometry.groups, self.cotangent.element_size()
-        patch = groups * self.shape[1:].numel()
-        return t * t * (2 * (self.shape[0] + patch) + 3 * USED * groups * size) + USED * self._patch_bytes()
-
-    def _pixel_gram_flops(self) -> int:
+    def _gram_costs(self) -> dict[str, float]:
         t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
+        byte, out, patch = plans.used(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
         # A sum over the taps of a dimension clears its result, and for each tap reads it, reads on and writes it.
         passes = 4 + sum(1 + 3 * taps for taps in self.geometry.kernel)
-        return 2 * (t * t * self.shape[0] + pixels * pixels * self.input.shape[2]) + passes * USED * groups * size * max(t, pixels) ** 2
+        return {
+            "patches": t * t * (2 * (out + patch) + 3 * byte * groups * size) + 2 * byte * self._patch_bytes(),
+            "pixels": 2 * (t * t * out + pixels * pixels * self.input.shape[2]) + passes * byte * groups * size * max(t, pixels) ** 2,
+        }
 
-    def _pixels(self) -> int:
-        return self.input.shape[1] * self.input.shape[3:].numel()
+    def _materialize_costs(self) -> dict[str, float]:
+        # Measured: benchmarks/micro.py, conv shapes. Not operations, but what decides between the two.
+        entries, patches = self.shape.numel(), self.positions * self.shape[1:].numel()
+        # The convolution writes each entry with a stride; once a sample's gradient outgrows the cache that costs five times as much.
+        convolution = entries * (1 if entries < 100_000 else 5)
+        if self.geometry.groups > 1:
+            return {"convolution": convolution}
+        if self.shape[1] < 4 or patches == self.positions * self.shape[1]:
+            return {"patches": 0, "convolution": convolution}  # few channels in, or 1 x 1: patches cost little or nothing
+        return {"patches": patches + 0.4 * entries, "convolution": convolution}
+
+    def _materialize_cost(self) -> float:
+        if self.geometry.groups > 1:
+            return self._sum_cost()
+        return 2 * self.positions * self.shape.numel() + 2 * plans.used(self.device, self.dtype) * self._patch_bytes()
+
+    def _sum_cost(self) -> float:
+        # The native kernels lay out anew what they read.
+        read = (self.positions * self.shape[0] + self._pixels() * self.input.shape[2]) * self.dtype.itemsize
+        return 2 * self.positions * self.shape.numel() + 2 * plans.used(self.device, self.dtype) * read
 
     def _patch_bytes(self) -> int:
         return self.positions * self.geometry.groups * self.shape[1:].numel() * self.cotangent.element_size()
 
-    def _materialize_flops(self) -> int:
-        return 2 * self.positions * self.shape.numel()
+    def _pixels(self) -> int:
+        return self.input.shape[1] * self.input.shape[3:].numel()
 
 
 def _gram_of(tensor: Tensor, groups: int) -> Tensor:

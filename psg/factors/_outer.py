@@ -6,12 +6,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import KEEP_BYTES, USED, Factor, gather_groups, kept, scale_rows, widen
+from psg import plans
+from psg.factors._base import Factor, gather_groups, scale_rows, widen
 from psg.factors._dense import Dense
+from psg.factors._planned import Planned
 from psg.memory import pages_are_kept
 
 
-class Outer(Factor):
+class Outer(Planned):
     """gradient[n, a, b] = sum_t left[n, t, a] right[n, t, b].
 
     Of y = x W^T the gradient for W is `Outer(cotangent, input)`; of y = x W it is `Outer(input, cotangent)`.
@@ -65,9 +67,10 @@ class Outer(Factor):
     def squared_norm(self) -> Tensor:
         if self.positions == 1:
             return Dense(self.left[:, 0]).squared_norm() * Dense(self.right[:, 0]).squared_norm()
-        if self._prefers_gram():
-            return self._gram_norm()
-        return self._chunked_norm()
+        return self._planned_norm()
+
+    def _norm_by(self, plan: str) -> Tensor:
+        return self._gram_norm() if plan == "gram" else self._chunked_norm()
 
     def _gram_norm(self) -> Tensor:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>; rounding may leave a tiny negative sum of a true zero.
@@ -107,34 +110,31 @@ class Outer(Factor):
         """The gradient of the transposed parameter: [n, b, a]."""
         return Outer(self.right, self.left)
 
-    def settle(self) -> Factor:
-        return Dense(self.materialize()) if self._keeps() else self
-
     def plan(self) -> str:
-        if self.positions == 1:
-            return "product of norms, one matrix product"
-        if self._keeps():
-            return "materialised and kept"
-        return "Gram, one matrix product" if self._prefers_gram() else "materialised in chunks, one matrix product"
+        return _PLANS[self._plan()]
 
-    def _keeps(self) -> bool:
-        # Kept: written once, read for the norm and for the weighted sum, which then needs no matrix product of its own (materialising
-        # takes as many operations). Not kept: the Gram norm, and one matrix product for the sum.
-        if self.positions == 1 or self.n * self._bytes() > KEEP_BYTES:
-            return False
-        return kept(self.device) * self._bytes() < min(self._gram_flops(), self._materialize_flops() + USED * self._bytes())
+    def _plan(self) -> str:
+        return "product" if self.positions == 1 else super()._plan()
 
-    def _prefers_gram(self) -> bool:
-        return self._gram_flops() <= self._materialize_flops() + USED * self._bytes()
+    # Costs, in operations for one sample.
 
-    # Cost of one sample.
+    def _norm_costs(self) -> dict[str, float]:
+        t, byte = self.positions, plans.used(self.device, self.dtype)
+        return {
+            "gram": t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size()),
+            "chunks": self._materialize_cost() + byte * self._bytes(),
+        }
 
-    def _bytes(self) -> int:
-        return self.shape.numel() * self.left.element_size()
-
-    def _gram_flops(self) -> int:
-        t = self.positions
-        return t * t * (2 * sum(self.shape) + 3 * USED * self.left.element_size())
-
-    def _materialize_flops(self) -> int:
+    def _materialize_cost(self) -> float:
         return 2 * self.positions * self.shape.numel()
+
+    def _sum_cost(self) -> float:
+        return self._materialize_cost()
+
+
+_PLANS = {
+    "product": "product of norms, one matrix product",
+    "keep": "materialised and kept",
+    "gram": "Gram, one matrix product",
+    "chunks": "materialised in chunks, one matrix product",
+}

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from psg.factors._base import USED, Factor, widen, written
+from psg import plans
+from psg.factors._base import Factor, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
 from psg.factors._outer import Outer
@@ -94,9 +95,10 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 
 @_pair(_gram, Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
-    (n, t, _), (m, s, _), fresh = x.left.shape, y.left.shape, written(x.device)
+    (n, t, _), (m, s, _) = x.left.shape, y.left.shape
+    fresh, used = plans.written(x.device, x.dtype), plans.used(x.device, x.dtype)
     factored = n * m * t * s * (2 * sum(x.shape) + 3 * fresh * x.left.element_size())
-    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + USED) * x.left.element_size())
+    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + used) * x.left.element_size())
     if factored > dense or n * m * t * s > 1 << 28:
         return None
     left = widen(x.left).flatten(0, 1) @ widen(y.left).flatten(0, 1).T

@@ -1,0 +1,56 @@
+"""What factors have in common whose norms and sums can be computed in several ways; `psg.plans` chooses."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg import plans
+from psg.factors._base import Factor
+from psg.factors._dense import Dense
+
+
+class Planned(Factor):
+    """A factor of which a norm, and a norm and a weighted sum together, have several plans. See `psg.plans`, the question "norm"."""
+
+    @abstractmethod
+    def _norm_by(self, plan: str) -> Tensor:
+        """The squared norm by "gram" or "chunks"."""
+
+    @abstractmethod
+    def _norm_costs(self) -> dict[str, float]:
+        """What "gram" and "chunks" cost, in operations for one sample."""
+
+    @abstractmethod
+    def _materialize_cost(self) -> float:
+        """What materialising costs, in operations for one sample."""
+
+    @abstractmethod
+    def _sum_cost(self) -> float:
+        """What a weighted sum costs, in operations for one sample."""
+
+    def _bytes(self) -> int:
+        """What one sample's gradient takes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def _planned_norm(self) -> Tensor:
+        """The squared norm, when no sum follows or what it takes is decided."""
+        return self._norm_by(plans.choose("norm", self._norm_costs(), self, self._norm_by))
+
+    def _plan(self) -> str:
+        """How norm and sum are computed together."""
+        costs = {plan: cost + self._sum_cost() for plan, cost in self._norm_costs().items()}
+        if plans.may_keep(self.n * self._bytes()):
+            costs["keep"] = self._materialize_cost() + plans.kept(self.device, self.dtype) * self._bytes()
+        return plans.choose("norm", costs, self, self._norm_and_sum_by)
+
+    def _norm_and_sum_by(self, plan: str) -> tuple[Any, ...]:
+        weights = torch.ones(self.n, device=self.device)
+        if plan == "keep":
+            dense = Dense(self.materialize())
+            return dense, dense.norm(), dense.weighted_sum(weights)
+        return self._norm_by(plan), self.weighted_sum(weights)
+
+    def settle(self) -> Factor:
+        return Dense(self.materialize()) if self._plan() == "keep" else self

@@ -1,0 +1,166 @@
+"""How norms and sums of per-sample gradients are computed where there is a choice, and who chooses.
+
+Three questions have several answers:
+
+    norm:        Of layers whose weight meets several positions of a sample. "keep": the gradients are materialised once, for the norm and
+                 for the sum. "gram": the norm from the inner products of positions. "chunks": the norm from gradients that are
+                 materialised a few samples at a time. After the last two the sum is one weighted product.
+    gram:        Of convolutions: from the inner products of all "pixels", or of all "patches".
+    materialize: Of convolutions: by one grouped "convolution", or by products of "patches".
+
+All answers give one result, up to rounding. A model of costs chooses, from operations, bytes, and what a byte is worth on the device;
+`using` asks for something else, and `psg.explain` tells what runs.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from psg import _functorch
+from psg._errors import InputError
+from psg.memory import pages_are_kept
+
+Choice = str | Callable[[Any, Mapping[str, float]], str]
+"""An answer, or a function that gives one for a factor and the costs of all answers."""
+
+_ANSWERS = {"norm": ("keep", "gram", "chunks"), "gram": ("pixels", "patches"), "materialize": ("convolution", "patches")}
+
+
+class _Settings(NamedTuple):
+    choices: Mapping[str, Choice]
+    keep_bytes: int
+    measure: bool
+
+
+_settings = _Settings({}, 512 << 20, False)
+_measured: dict[Any, str] = {}
+
+
+@contextlib.contextmanager
+def using(
+    *,
+    norm: Choice | None = None,
+    gram: Choice | None = None,
+    materialize: Choice | None = None,
+    keep_bytes: int | None = None,
+    measure: bool | None = None,
+) -> Iterator[None]:
+    """A context in which norms and sums are computed so. It changes time and memory, and no result beyond rounding.
+
+    It holds for all threads of the process, and nests: what is None stays as it is. An answer that a parameter does not have (a "gram" of
+    one position) is passed over, and the cost model chooses.
+
+    Args:
+        norm: "keep", "gram" or "chunks", or a function of the factor and a mapping from possible answers to costs in operations a sample.
+        gram: "pixels" or "patches", or such a function.
+        materialize: "convolution" or "patches", or such a function.
+        keep_bytes: The most that is kept for one parameter between the norm and the sum, in bytes; 512 MiB by default.
+        measure: Whether to time all answers, once for every shape, dtype, device and number of threads, and take the fastest from then on.
+
+    Raises:
+        InputError: There is no such answer, or `keep_bytes` is negative.
+
+    Example:
+        >>> import torch, psg
+        >>> loss, params = psg.stateless(torch.nn.Conv2d(3, 8, 3), lambda output, y: (output.mean((2, 3)) * y).sum())
+        >>> x, y = torch.randn(4, 3, 8, 8), torch.randn(4, 8)
+        >>> with psg.plans.using(norm="gram"):
+        ...     psg.explain(loss)(params, x, y).leaves[1].plan
+        'Gram of patches, native weight gradient'
+    """
+    global _settings
+    asked = {"norm": norm, "gram": gram, "materialize": materialize}
+    for question, answer in asked.items():
+        if answer is not None and not callable(answer) and answer not in _ANSWERS[question]:
+            raise InputError(f"psg.plans.using({question}={answer!r}): expected one of {_ANSWERS[question]}, or a function.")
+    if keep_bytes is not None and keep_bytes < 0:
+        raise InputError(f"psg.plans.using(keep_bytes={keep_bytes}): expected a number of bytes that is at least 0.")
+    before = _settings
+    _settings = _Settings(
+        {**before.choices, **{question: answer for question, answer in asked.items() if answer is not None}},
+        before.keep_bytes if keep_bytes is None else keep_bytes,
+        before.measure if measure is None else measure,
+    )
+    try:
+        yield
+    finally:
+        _settings = before
+
+
+def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
+    """The answer to a question.
+
+    Args:
+        question: A key of the questions above.
+        costs: The possible answers, with their costs in operations.
+        factor: Whom it is about.
+        run: Does what an answer says, to be timed, and returns what it has made.
+
+    Returns:
+        One of the keys of `costs`.
+    """
+    if len(costs) == 1:
+        return next(iter(costs))
+    asked = _settings.choices.get(question)
+    if asked is not None:
+        answer = asked(factor, costs) if callable(asked) else asked
+        if answer in costs:
+            return answer
+    if _settings.measure and factor.n and not factor.is_differentiated and not _functorch.is_traced():
+        return _fastest(question, costs, factor, run)
+    return min(costs, key=lambda answer: costs[answer])
+
+
+def may_keep(count: int) -> bool:
+    """Whether so many bytes may be kept for one parameter."""
+    return count <= _settings.keep_bytes
+
+
+def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
+    held = [getattr(factor, name) for name in factor.fields]
+    layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in held)
+    key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, torch.get_num_threads(), pages_are_kept()
+    if key not in _measured:
+        seconds = {answer: _time(run, answer, factor.device) for answer in costs}
+        _measured[key] = min(seconds, key=lambda answer: seconds[answer])
+    return _measured[key]
+
+
+def _time(run: Callable[[str], Any], answer: str, device: torch.device) -> float:
+    """The best of three, after one to warm up."""
+    best, held = float("inf"), []
+    for turn in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        held.append(run(answer))  # as in a step, which holds what is kept: the next turn does not find it in cache
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start) if turn else best
+    return best
+
+
+# What a byte is worth, in arithmetic operations.
+
+
+def used(device: torch.device, dtype: torch.dtype) -> int:
+    """A byte read, or written into memory that is in use."""
+    if device.type != "cuda":
+        return 13  # measured on CPUs: benchmarks/micro.py
+    # Published operations by bytes a second of an H100: half precision, TF32, float32.
+    if dtype in (torch.float16, torch.bfloat16):
+        return 295
+    return 148 if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else 20
+
+
+def written(device: torch.device, dtype: torch.dtype) -> int:
+    """A byte written into newly allocated memory: on a CPU the kernel must first clear its page, unless pages are kept."""
+    return 60 if device.type == "cpu" and not pages_are_kept() else used(device, dtype)
+
+
+def kept(device: torch.device, dtype: torch.dtype) -> int:
+    """A byte of a materialised gradient that is read for a norm, and again for a weighted sum; and what it costs to have memory for it."""
+    return written(device, dtype) + used(device, dtype)

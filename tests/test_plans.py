@@ -1,0 +1,155 @@
+"""Who chooses how norms and sums are computed, and that no choice changes a result."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import N
+from torch import nn
+
+import psg
+from psg import plans
+from psg.factors import Dense, Outer
+from psg.testing import assert_trees_close
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 3, padding=1)
+        self.second = nn.Conv2d(5, 4, 3, stride=2, groups=1)
+        self.mix = nn.Linear(9, 6)
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x):
+        x = self.second(self.first(x).tanh()).tanh().flatten(2)
+        return self.head(self.mix(x).tanh().flatten(1))
+
+
+@pytest.fixture
+def problem(device):
+    torch.manual_seed(0)
+    loss, params = psg.stateless(Net().to(device), F.cross_entropy)
+    return loss, params, torch.randn(N, 3, 8, 8, device=device), torch.randint(3, (N,), device=device)
+
+
+def outer(device, n=3):
+    return Outer(torch.randn(n, 4, 5, device=device), torch.randn(n, 4, 6, device=device))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"norm": norm, "gram": gram} for norm in ("keep", "gram", "chunks") for gram in ("pixels", "patches")),
+        *({"materialize": materialize} for materialize in ("convolution", "patches")),
+        {"keep_bytes": 0},
+        {"measure": True},
+        {"norm": lambda factor, costs: max(costs, key=costs.get)},
+    ],
+)
+def test_no_choice_changes_a_result(settings, problem):
+    loss, params, x, y = problem
+    calls = (psg.clipped_grad(loss, 0.5), psg.per_sample_norm(loss), psg.per_sample_grad(loss))
+    expected = [call(params, x, y) for call in calls]
+    with plans.using(**settings):
+        found = [call(params, x, y) for call in calls]
+    for own, other in zip(found, expected, strict=True):
+        assert_trees_close(own, other, rtol=1e-9)
+
+
+def test_what_is_asked_for_is_what_runs(problem):
+    loss, params, x, y = problem
+
+    def plan(path):
+        report = psg.explain(loss)(params, x, y)
+        return next(leaf.plan for leaf in report.leaves if path in leaf.path)
+
+    with plans.using(norm="gram", gram="pixels"):
+        assert plan("first.weight") == "Gram of pixels, native weight gradient"
+        assert plan("mix.weight") == "Gram, one matrix product"
+        with plans.using(gram="patches"):  # the rest stays as it is
+            assert plan("first.weight") == "Gram of patches, native weight gradient"
+        assert plan("first.weight") == "Gram of pixels, native weight gradient"
+    with plans.using(norm="keep"):
+        assert plan("first.weight") == plan("mix.weight") == "materialised and kept"
+        assert plan("head.weight") == "product of norms, one matrix product"  # one position: it has no such plan
+    with plans.using(norm="chunks"):
+        assert plan("second.weight") == "materialised in chunks, native weight gradient"
+
+
+def test_settings_are_put_back_after_an_error(device):
+    before = plans._settings
+    with pytest.raises(ZeroDivisionError), plans.using(norm="gram", keep_bytes=3, measure=True):
+        raise ZeroDivisionError
+    assert plans._settings == before
+
+
+def test_a_function_may_choose_for_one_parameter(device):
+    seen = []
+
+    def choice(factor, costs):
+        seen.append((tuple(factor.shape), set(costs)))
+        return "keep" if factor.shape == (5, 6) else "none of them"
+
+    with plans.using(norm=choice):
+        assert isinstance(outer(device).settle(), Dense)
+        other = Outer(torch.randn(3, 400, 2, device=device), torch.randn(3, 400, 2, device=device))
+        settled = other.settle()
+    assert isinstance(settled, type(other.settle()))  # as without a choice
+    assert seen == [((5, 6), {"keep", "gram", "chunks"}), ((2, 2), {"keep", "gram", "chunks"})]
+
+
+def test_nothing_is_kept_beyond_the_budget(device):
+    factor = outer(device)
+    with plans.using(norm="keep"):
+        with plans.using(keep_bytes=3 * 30 * 8):
+            assert isinstance(factor.settle(), Dense)
+        with plans.using(keep_bytes=3 * 30 * 8 - 1):
+            assert isinstance(factor.settle(), Outer)
+
+
+@pytest.mark.parametrize("fastest", ["keep", "gram", "chunks"])
+def test_measuring_takes_the_fastest_and_measures_once(fastest, device, monkeypatch):
+    timed = []
+
+    def time(run, answer, where):
+        timed.append(answer)
+        run(answer)  # what is timed can be done
+        return 1.0 if answer == fastest else 2.0
+
+    monkeypatch.setattr(plans, "_time", time)
+    monkeypatch.setattr(plans, "_measured", {})
+    with plans.using(measure=True):
+        kinds = [type(outer(device).settle()) for _ in range(3)]
+        assert kinds == [Dense if fastest == "keep" else Outer] * 3
+        assert sorted(timed) == ["chunks", "gram", "keep"]
+        outer(device, n=4).settle()  # another shape
+        assert len(timed) == 6
+        outer(device, n=0).settle()  # nothing to time
+        assert len(timed) == 6
+        with plans.using(norm="gram"):  # what is asked for comes first
+            assert isinstance(outer(device, n=5).settle(), Outer)
+        assert len(timed) == 6
+
+
+def test_a_trace_is_not_measured(problem, monkeypatch):
+    monkeypatch.setattr(plans, "_measured", {})
+    loss, params, x, y = problem
+    clipped = psg.clipped_grad(loss, 0.5)
+    traced = psg.jit(clipped, backend="eager")
+    expected = clipped(params, x, y)
+    with plans.using(measure=True):
+        assert_trees_close(traced(params, x, y), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"norm": "grams"}, r"psg\.plans\.using\(norm='grams'\): expected one of \('keep', 'gram', 'chunks'\)"),
+        ({"gram": "keep"}, r"psg\.plans\.using\(gram='keep'\): expected one of \('pixels', 'patches'\)"),
+        ({"materialize": 3}, r"psg\.plans\.using\(materialize=3\)"),
+        ({"keep_bytes": -1}, r"psg\.plans\.using\(keep_bytes=-1\): expected .* at least 0"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(psg.InputError, match=message), plans.using(**settings):
+        pass
