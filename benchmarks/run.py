@@ -7,8 +7,9 @@ dtype of the run on all of them. One that disagrees is reported as wrong and not
 one that is not installed as missing, per-sample gradients above --limit as too large.
 Then every repeat calls each method once, in an order drawn anew, and the medians are reported with their ratio to
 `plain`: eager forward and backward of the same model on the same batch. A timed call starts with the batch and ends
-with the result (on a GPU, after synchronising); the result is freed before the next call. With --memory each method
-also runs in a process of its own, which reports the highest memory in use, model and batch included.
+with the result (on a GPU, after synchronising), which is held until the method's next call; per-sample gradients alone
+are freed at once. With --memory each method also runs in a process of its own, which reports the highest memory in use,
+model and batch included.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def per_sample_norm(
         tensor([5., 0.])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_norm", fn, options, _norm, _Rows)
+    run = _over_batches("per_sample_norm", fn, options, _norm, _Rows, settle=_settled)
 
     def finish(call: Call, result: _Reduced) -> Any:
         (norms,) = result.reduced
@@ -345,7 +345,7 @@ def clipped_grad(
                 got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
 
-        run = _over_batches("clipped_grad", fn, options, reduce, _ClippedSums, check=check, settle=lambda factor: factor.settle())
+        run = _over_batches("clipped_grad", fn, options, reduce, _ClippedSums, check=check, settle=_settled)
         call, (reduced, _, aux) = run(args, kwargs)
         coefs = {leaf: coef for group, coef in zip(groups, reduced.coefs, strict=True) for leaf in group.leaves}
         grads, coefs = call.gradient_tree(reduced.sums), call.gradient_tree([coefs[i] for i in range(len(reduced.sums))])
@@ -573,6 +573,10 @@ def _has_history(tensor: Tensor) -> bool:
 
 
 # One reduction a transform
+
+
+def _settled(factor: Factor) -> Factor:
+    return factor.settle()
 
 
 def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:

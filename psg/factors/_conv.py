@@ -164,6 +164,8 @@ class Conv(Planned):
     def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
         """A function of a few samples at a time, so that what it forms of `size` bytes a sample is read from cache."""
         count = max(1, (16 << 20) // max(1, size))
+        if count >= self.n:
+            return function(self)
         chunks = zip(self.cotangent.split(count), self.input.split(count), strict=True)
         return torch.cat([function(Conv(c, x, self.geometry)) for c, x in chunks])
 

@@ -1,0 +1,107 @@
+"""Says where `clipped_grad` spends what plain training does not.
+
+    python benchmarks/floor.py --workloads all --threads 4 --keep-pages --out results/floor_cpu_4threads.json
+
+Three ratios to plain training, each a floor of the next:
+
+    operations  of matrix products, convolutions and attention, as torch's FlopCounterMode counts them. Kernels of whole layers, such
+                as the CPU's LSTM, count nothing, and such workloads have no figure.
+    ops         time inside of torch's ops: what its profiler sums up. Above operations it is memory traffic (sums over positions,
+                scaled factors, norms) and shapes that a library serves less well.
+    wall        the clock. Above ops it is Python and what calls the ops.
+
+And the ops that take more than in plain training, in milliseconds a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from methods import METHODS, Call
+from run import describe
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+from torch.utils.flop_counter import FlopCounterMode
+from workloads import WORKLOADS, build
+
+import psg
+
+PAIR = ("plain", "psg_clip")
+WARM_UP, REPEATS = 20, 15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="all")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--keep-pages", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.device, args.dtype, args.tf32, args.repeats = "cpu", "float32", False, REPEATS
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads)
+    if args.keep_pages and not psg.keep_pages():
+        raise SystemExit("--keep-pages: this C library cannot")
+    rows = []
+    for name in WORKLOADS if args.workloads == "all" else args.workloads.split(","):
+        rows.append({"workload": name, **measure(name)})
+        ratios = "  ".join(f"{key} {rows[-1][key]:.2f}" for key in ("operations", "ops", "wall") if rows[-1][key] is not None)
+        print(f"{name:>14}  {ratios}   {rows[-1]['more_ms']}")
+    if args.out:
+        args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
+
+
+def measure(workload: str) -> dict[str, Any]:
+    calls = {name: METHODS[name].prepare(build(workload, "cpu"), 1.0) for name in PAIR}
+    flops = {name: count(call) for name, call in calls.items()}
+    for _ in range(WARM_UP):
+        for call in calls.values():
+            call()
+    seconds: dict[str, list[float]] = {name: [] for name in PAIR}
+    inside: dict[str, Counter[str]] = {name: Counter() for name in PAIR}
+    for _ in range(REPEATS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - start)
+        for name, call in calls.items():
+            inside[name].update(profile(call))
+    plain, clip = (sum(inside[name].values()) for name in PAIR)
+    more = {op: (inside["psg_clip"][op] - inside["plain"][op]) / REPEATS / 1e3 for op in inside["psg_clip"]}
+    return {
+        "operations": flops["psg_clip"] / flops["plain"] if flops["plain"] and "lstm" not in workload else None,
+        "ops": clip / plain,
+        "wall": statistics.median(seconds["psg_clip"]) / statistics.median(seconds["plain"]),
+        "plain_ms": 1e3 * statistics.median(seconds["plain"]),
+        "more_ms": {op: round(ms, 2) for op, ms in sorted(more.items(), key=lambda item: -item[1])[:6] if ms >= 0.05},
+    }
+
+
+def count(call: Call) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def profile(call: Call) -> Counter[str]:
+    """Microseconds in each op itself."""
+    with torch_profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+    times: Counter[str] = Counter()
+    for event in profiler.events():
+        # Nodes of autograd hold the Python of hooks, which is no op.
+        if event.name.startswith(("aten::", "psg::")):
+            times[event.name] += event.self_cpu_time_total
+    return times
+
+
+if __name__ == "__main__":
+    main()
