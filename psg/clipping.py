@@ -42,7 +42,8 @@ def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         >>> clip(torch.tensor([0.0, 1.0, 4.0]), 2.0)
         tensor([1.0000, 1.0000, 0.5000])
     """
-    return torch.where(norms > clip_norm, clip_norm / torch.where(norms > 0, norms, 1), 1)
+    over = norms > clip_norm
+    return torch.where(over, clip_norm / torch.where(over, norms, 1), 1)
 
 
 def automatic(gamma: float = 0.01) -> Policy:
