@@ -42,7 +42,7 @@ def main() -> None:
         for row in measure(name, *models[name](), args.repeats):
             rows.append(row | {"ratio": row["ms"] / plain[name]} if name in plain else row)
             print(f"{name:>12} {row['method']:<10} {row['ms']:10.2f} ms  x{rows[-1].get('ratio', math.nan):.2f}")
-    report = {key: torch_run[key] for key in ("device", "threads", "dtype")}
+    report = {key: torch_run[key] for key in ("device", "threads", "dtype", "pages")}
     report |= {"date": datetime.date.today().isoformat(), "repeats": args.repeats}
     report |= {"versions": {"jax": jax.__version__}, "results": rows}
     if args.out:

@@ -129,13 +129,13 @@ def per_sample_grad(
                 [4., 4.]])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_grad", fn, options, _materialize, _Rows, materializes=True)
+    run = _over_batches("per_sample_grad", fn, options, _Rows, materializes=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         grads = call.gradient_tree(result.reduced)
         return (grads, result.aux) if has_aux else grads
 
-    return _wrap("per_sample_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
+    return _wrap("per_sample_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _materialize)), _first)
 
 
 @_ambient.untraced
@@ -174,12 +174,12 @@ def per_sample_value_and_grad(
                 [4., 4.]]))
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_value_and_grad", fn, options, _materialize, _Rows, materializes=True)
+    run = _over_batches("per_sample_value_and_grad", fn, options, _Rows, materializes=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         return ((result.values, result.aux) if has_aux else result.values), call.gradient_tree(result.reduced)
 
-    return _wrap("per_sample_value_and_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
+    return _wrap("per_sample_value_and_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _materialize)), _first)
 
 
 @_ambient.untraced
@@ -218,13 +218,13 @@ def per_sample_norm(
         tensor([5., 0.])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_norm", fn, options, _norm, _Rows, settle=_settled)
+    run = _over_batches("per_sample_norm", fn, options, _Rows, settle=_settled)
 
     def finish(call: Call, result: _Reduced) -> Any:
         (norms,) = result.reduced
         return (norms, result.aux) if has_aux else norms
 
-    return _wrap("per_sample_norm", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
+    return _wrap("per_sample_norm", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _norm)), _first)
 
 
 @_ambient.untraced
@@ -270,13 +270,13 @@ def factored_grad(
         torch.Size([5, 5])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("factored_grad", fn, options, lambda call, result, start: result.factors, _Factors, factored=True)
+    run = _over_batches("factored_grad", fn, options, _Factors, factored=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         grads = call.gradient_tree(result.reduced)
         return (grads, result.aux) if has_aux else grads
 
-    return _wrap("factored_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs)), _first)
+    return _wrap("factored_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _factors)), _first)
 
 
 @_ambient.untraced
@@ -331,6 +331,7 @@ def clipped_grad(
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
+    run = _over_batches("clipped_grad", fn, options, _ClippedSums, settle=_settled)
 
     def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
         mask = kwargs.pop("mask", None)
@@ -345,8 +346,7 @@ def clipped_grad(
                 got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
 
-        run = _over_batches("clipped_grad", fn, options, reduce, _ClippedSums, check=check, settle=_settled)
-        call, (reduced, _, aux) = run(args, kwargs)
+        call, (reduced, _, aux) = run(args, kwargs, reduce, check)
         coefs = {leaf: coef for group, coef in zip(groups, reduced.coefs, strict=True) for leaf in group.leaves}
         grads, coefs = call.gradient_tree(reduced.sums), call.gradient_tree([coefs[i] for i in range(len(reduced.sums))])
         bound = clipping.sensitivity(groups, scale)
@@ -424,17 +424,15 @@ def _over_batches(
     name: str,
     fn: Callable[..., Any],
     options: Options,
-    reduce: Callable[[Call, Result, int], Any],
     collector: Callable[[int], Any],
-    check: Callable[[Call], None] = lambda call: None,
     factored: bool = False,
     materializes: bool = False,
     settle: Callable[[Factor], Factor] | None = None,
-) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, _Reduced]]:
+) -> Callable[..., tuple[Call, _Reduced]]:
     """Prepare a call, run it chunk by chunk, reduce each chunk and collect what is left."""
     label, sizes = _label(name, fn), _Sizes(options.chunk_size, materializes)
 
-    def compute(call: Call, method: str) -> _Reduced:
+    def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
         reduced, values, aux = collector(call.n), _Rows(call.n), _Rows(call.n)
         rest: Any = None
         for start, result in _chunks(call, method, sizes):
@@ -446,12 +444,17 @@ def _over_batches(
         leaves, spec = rest
         return _Reduced(reduced.result(), values.result()[0], _trees.unflatten(spec, _trees.fill(leaves, aux.result())))
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Reduced]:
+    def run(
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reduce: Callable[[Call, Result, int], Any],
+        check: Callable[[Call], None] = lambda call: None,
+    ) -> tuple[Call, _Reduced]:
         kept = _ambient.keep(fn)
         with _ambient.off():
             call = prepare(label, kept, options, args, kwargs, settle)
             check(call)
-            return call, _primitive.differentiable(compute, call, options.method, attach=not factored)
+            return call, _primitive.differentiable(functools.partial(compute, reduce), call, options.method, attach=not factored)
 
     return run
 
@@ -581,6 +584,10 @@ def _settled(factor: Factor) -> Factor:
 
 def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
     return [factor.materialize() for factor in result.factors]
+
+
+def _factors(call: Call, result: Result, start: int) -> list[Factor]:
+    return result.factors
 
 
 def _norm(call: Call, result: Result, start: int) -> list[Tensor]:

@@ -45,6 +45,26 @@ def test_a_budget_changes_no_result(chunk_size, problem):
     assert_trees_close(psg.tree.materialize(factored), psg.per_sample_grad(loss)(params, *batch))
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        psg.per_sample_grad,
+        psg.per_sample_value_and_grad,
+        psg.per_sample_norm,
+        psg.factored_grad,
+        lambda fn, **o: psg.clipped_grad(fn, 1.0, **o),
+    ],
+    ids=["grad", "value_and_grad", "norm", "factored", "clipped"],
+)
+def test_a_sample_is_measured_once(transform, problem, monkeypatch):
+    loss, params, batch = problem
+    sizes = chunks_of(monkeypatch)
+    fn = transform(loss, chunk_size="1 GiB")
+    fn(params, *batch)
+    fn(params, *batch)
+    assert sizes == [1, 19, 20]
+
+
 def test_chunks_follow_the_budget(problem, monkeypatch):
     loss, params, batch = problem
     sizes = chunks_of(monkeypatch)
