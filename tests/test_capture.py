@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
+from cases.derived import Scaled
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
@@ -257,27 +258,8 @@ class Spy(torch.autograd.Function):
         return cotangent, None, None
 
 
-class Foreign(torch.autograd.Function):
-    """x w, for a w that no function mode sees."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, w):
-        return x * w
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        x, w = ctx.saved_tensors
-        return cotangent * w, cotangent * x
-
-
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("multiply", [Foreign.apply, torch.mul], ids=["unseen", "seen"])
+@pytest.mark.parametrize("multiply", [Scaled.apply, torch.mul], ids=["unseen", "seen"])
 def test_a_history_of_others_does_not_hide_a_tap(grad_mode, multiply, device, monkeypatch):
     # The layer's input has a history in which nothing is asked for: autograd would not run the layer's node.
     monkeypatch.setattr(_capture._Mode, "_is_worth_a_hook", lambda self, tap: tap.shapes is None)

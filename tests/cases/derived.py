@@ -134,24 +134,27 @@ def parameter_by_keyword_and_position():
     return Problem(fn, ({"w": normal(4, 3), "b": normal(4), "c": normal(4), "v": normal(4, 2)}, normal(N, 5, 3)))
 
 
+class Scaled(torch.autograd.Function):
+    """x w, with a rule of its own for w, which no function mode sees."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, w = ctx.saved_tensors
+        return cotangent * w, 3 * cotangent * x  # not the derivative: the function's own rule counts
+
+
 @case
 def custom_autograd_function_with_a_vmap_rule():
-    class Scaled(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x, w):
-            return x * w
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx, cotangent):
-            x, w = ctx.saved_tensors
-            return cotangent * w, 3 * cotangent * x  # not the derivative: the function's own rule counts
-
     return Problem(
         lambda p, x: score(Scaled.apply(F.linear(x, p["a"]), p["w"])), ({"a": normal(4, 3), "w": normal(4)}, normal(N, 4, 3)[:, 0])
     )
