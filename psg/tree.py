@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _trees
+from psg import _functorch, _trees
 from psg._ambient import never
 from psg._errors import InputError
 from psg.factors import Dense, Factor, Joint, Rows
@@ -48,6 +48,12 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total = total + term
     return total
+
+
+def _add(tensors: list[Tensor], others: list[Tensor]) -> Sequence[Tensor]:
+    if _functorch.transform_active():  # vmap has no rule for ops on lists
+        return [tensor + other for tensor, other in zip(tensors, others, strict=True)]
+    return torch._foreach_add(tensors, others)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @never
@@ -257,7 +263,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         shapes = [parts[i].shape for i in alike]
         drawn = torch.randn(builtins.sum(map(torch.Size.numel, shapes)), dtype=wide(kind[0]), device=kind[1], generator=generator) * std
         pieces = [piece.view(shape) for piece, shape in zip(drawn.split([shape.numel() for shape in shapes]), shapes, strict=True)]
-        sums = torch._foreach_add([widen(parts[i]) for i in alike], pieces)  # pyright: ignore[reportPrivateImportUsage]
+        sums = _add([widen(parts[i]) for i in alike], pieces)
         noisy |= zip(alike, sums, strict=True)
     results = [torch.view_as_complex(noisy[i]) if leaf.is_complex() else noisy[i].to(leaf.dtype) for i, leaf in enumerate(leaves)]
     return _trees.unflatten(spec, results)

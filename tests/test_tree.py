@@ -267,6 +267,14 @@ def test_noise_has_the_derivatives_of_a_sum(device):
     assert_trees_close(by_std, ((noisy - 1) / 0.5).sum().detach())
 
 
+def test_noise_under_vmap_is_drawn_as_its_randomness_says(device):
+    sums = {"a": torch.zeros(2, 300, device=device), "b": torch.ones(2, device=device)}
+    noisy = torch.func.vmap(lambda tree: psg.tree.add_noise(tree, 1.0), randomness="different")(sums)
+    assert noisy["a"].shape == (2, 300) and not torch.equal(noisy["a"][0], noisy["a"][1])
+    noisy = torch.func.vmap(lambda tree: psg.tree.add_noise(tree, 1.0), randomness="same")(sums)
+    assert torch.equal(noisy["a"][0], noisy["a"][1]) and noisy["b"][0] == noisy["b"][1] != 1
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 VALUES = torch.ones(3, 2, dtype=torch.float32)
