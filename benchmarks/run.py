@@ -8,8 +8,8 @@ one that is not installed as missing, per-sample gradients above --limit as too 
 Then every repeat calls each method once, in an order drawn anew, and the medians are reported with their ratio to
 `plain`: eager forward and backward of the same model on the same batch. A timed call starts with the batch and ends
 with the result (on a GPU, after synchronising), which is held until the method's next call; per-sample gradients alone
-are freed at once. With --memory each method also runs in a process of its own, which reports the highest memory in use,
-model and batch included.
+are freed at once. With --memory each method also runs in processes of its own, which report the highest memory in use,
+model and batch included: the median of three.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -144,7 +145,8 @@ def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     gc.collect()
     if args.memory:
         for name in times:
-            rows[name]["peak_bytes"] = peak_in_fresh_process(workload, name, args)
+            peaks = [peak_in_fresh_process(workload, name, args) for _ in range(3)]
+            rows[name]["peak_bytes"] = None if None in peaks else sorted(peaks)[1]
     return list(rows.values())
 
 
@@ -223,6 +225,7 @@ def peak_memory(workload: str, method: Method, args: argparse.Namespace) -> int:
 
     On a CPU above what the process holds after one call on a tiny workload, which loads whatever code is loaded late.
     """
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # some models' ops load it, with all of sympy, and some do not
     method.prepare(build("tiny", args.device, DTYPES[args.dtype]), 1.0)()
     synchronize(args.device)
     cuda, base = args.device.startswith("cuda"), resident_bytes("VmRSS")
