@@ -23,12 +23,13 @@ def sum_positions(cotangent: Tensor) -> Dense:
     return Dense(flat[:, 0] if flat.shape[1] == 1 else flat.sum(1))
 
 
-@rule(F.linear)
+@rule(F.linear, frozen=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x W^T + b: ([n,*,i], [o,i], [o]) -> [n,*,o]."""
     if weight.is_complex() or weight.ndim != 2:
         return NotImplemented
-    # One flat product: on [n, 1, i] the native op would copy the bias n times.
+    # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
+    # frozen layers run here too.
     output = reshape(F.linear(input.reshape(-1, input.shape[-1]), weight, bias), (*input.shape[:-1], weight.shape[0]))
     return output, {
         "weight": lambda cotangent: Outer(positions(cotangent), positions(input)),
