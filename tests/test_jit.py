@@ -54,11 +54,10 @@ def test_a_recurrent_layer_is_not_unrolled(kind, device):
 
     loss, params = psg.stateless(layer, lambda output, y: (output[0] * y).sum())
     fast = psg.jit(psg.clipped_grad(loss, 1.0), backend=counting)
-    for steps in (2, 9):
+    for steps in (9, 40):
         x, y = torch.randn(N, steps, 3, device=device), torch.randn(N, steps, 8, device=device)
         same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
-    # Seven more steps each way, unrolled, are four ops each at the least; norms and sums may go another way, a few ops for each parameter.
-    assert nodes[1] - nodes[0] < 7 * 2 * 4
+    assert nodes[1] - nodes[0] < 20  # thirty-one more steps unrolled are more ops than that; norms may take another way
 
 
 # --- every case of the table --------------------------------------------------------------------------------

@@ -46,6 +46,18 @@ def test_conv(dims, data, rules, device):
     assert_agrees(on(data.draw(conv_problems(dims)), device), rules=rules)
 
 
+@pytest.mark.parametrize("dims", OPS)
+@given(
+    data=st.data(),
+    norm=st.sampled_from(["keep", "gram", "chunks"]),
+    gram=st.sampled_from(["pixels", "patches"]),
+    materialize=st.sampled_from(["convolution", "patches"]),
+)
+def test_conv_by_every_plan(dims, data, norm, gram, materialize, device):
+    with psg.plans.using(norm=norm, gram=gram, materialize=materialize):
+        assert_agrees(on(data.draw(conv_problems(dims)), device))
+
+
 @given(
     groups=st.integers(1, 3),
     same=st.booleans(),

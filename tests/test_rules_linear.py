@@ -1,5 +1,7 @@
 """Linear maps over drawn shapes and options: F.linear, matmul, addmm."""
 
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
+from psg import _capture
 from psg.testing import layouts, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
@@ -16,7 +19,7 @@ each_rule = st.sampled_from([True, False])
 @st.composite
 def linear_problems(draw):
     """A linear layer on a sample of one to four dimensions, with drawn memory layouts."""
-    n, i, o = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    n, i, o = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.integers(1, 4))
     positions = draw(shapes(min_dims=0, max_dims=3, max_side=3))
     x = draw(layouts(draw(tensors((n, *positions, i)))))
     params = {"weight": draw(layouts(draw(tensors((o, i)))))}
@@ -30,14 +33,15 @@ def stacked_problems(draw):
     """Several linear layers, some frozen, some used twice, with a nonlinearity between them."""
     n, width = draw(st.integers(0, 3)), draw(st.integers(1, 4))
     t = draw(st.integers(1, 3))
-    layers = draw(st.lists(st.sampled_from(["a", "b", "frozen"]), min_size=1, max_size=4))
-    frozen = draw(tensors((width, width)))
+    layers = draw(st.lists(st.sampled_from(["a", "b", "frozen weight", "frozen"]), min_size=1, max_size=5))
+    frozen, constant = draw(tensors((width, width))), draw(st.sampled_from([None, draw(tensors((width,)))]))
     params = {"a": draw(tensors((width, width))), "b": draw(tensors((width, width))), "bias": draw(tensors((width,)))}
 
     def fn(p, x):
         for layer in layers:
-            weight = frozen.to(x.device) if layer == "frozen" else p[layer]
-            x = F.linear(x, weight, p["bias"]).tanh()
+            weight = p[layer] if layer in p else frozen.to(x.device)
+            bias = p["bias"] if layer != "frozen" else None if constant is None else constant.to(x.device)
+            x = F.linear(x, weight, bias).tanh()
         return score(x)
 
     return Problem(fn, (params, draw(tensors((n, t, width)))))
@@ -81,6 +85,13 @@ def test_linear(problem, rules, device):
 @given(problem=stacked_problems(), rules=each_rule)
 def test_stacks_of_linear_layers(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=stacked_problems(), norm=st.sampled_from(["keep", "gram", "chunks"]))
+def test_stacks_whose_cotangents_are_taken_as_they_arrive(problem, norm, device):
+    early = mock.patch.object(_capture._Mode, "_is_worth_a_hook", lambda self, tap: tap.shapes is None)
+    with early, psg.plans.using(norm=norm):
+        assert_agrees(on(problem, device))
 
 
 @given(problem=product_problems(), rules=each_rule)

@@ -30,7 +30,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return NotImplemented
     # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
     # frozen layers run here too.
-    output = reshape(F.linear(input.reshape(-1, input.shape[-1]), weight, bias), (*input.shape[:-1], weight.shape[0]))
+    output = reshape(F.linear(input.flatten(0, -2), weight, bias), (*input.shape[:-1], weight.shape[0]))
     return output, {
         "weight": lambda cotangent: Outer(positions(cotangent), positions(input)),
         "bias": sum_positions,
