@@ -200,7 +200,7 @@ def interleave(calls: dict[str, Any], repeats: int, device: str) -> dict[str, li
             result = calls[name]()
             synchronize(device)
             seconds = time.perf_counter() - start
-            if METHODS[name].kind != "grad":
+            if name not in METHODS or METHODS[name].kind != "grad":
                 held[name] = result
             del result
             if repeat >= 0:
