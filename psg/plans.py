@@ -148,8 +148,8 @@ def _time(run: Callable[[str], Any], answer: str, device: torch.device) -> float
 
 def used(device: torch.device, dtype: torch.dtype) -> int:
     """A byte read, or written into memory that is in use."""
-    if device.type != "cuda":
-        return 13  # measured on CPUs: benchmarks/micro.py
+    if device.type == "cpu":
+        return 13  # measured: benchmarks/micro.py
     # Published operations by bytes a second of an H100: half precision, TF32, float32.
     if dtype in (torch.float16, torch.bfloat16):
         return 295
@@ -164,3 +164,13 @@ def written(device: torch.device, dtype: torch.dtype) -> int:
 def kept(device: torch.device, dtype: torch.dtype) -> int:
     """A byte of a materialised gradient that is read for a norm, and again for a weighted sum; and what it costs to have memory for it."""
     return written(device, dtype) + used(device, dtype)
+
+
+def taken_out(device: torch.device, dtype: torch.dtype) -> int:
+    """A byte of what samples are taken out of before a sum: read and written, but on a CPU, where it is known first if any is to go."""
+    return 0 if device.type == "cpu" else 2 * used(device, dtype)
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """How much to form at a time of what is read once and dropped: a cache full on a CPU, elsewhere enough to keep a device busy."""
+    return (4 if device.type == "cpu" else 256) << 20

@@ -606,7 +606,7 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipp
         if mask is not None:
             norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
         # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
-        joints = [Joint([factors[leaf].zero(keep) for leaf in group.leaves]) for group in groups]
+        joints = [joint.zero(keep) for joint in joints]
 
     coefs = []
     sums: dict[int, Tensor] = {}

@@ -11,7 +11,12 @@ import psg
 from psg.testing import assert_trees_close, loop_value_and_grad, tensors
 
 each_rule = st.sampled_from([True, False])
-REDUCTIONS = st.sampled_from(["mean", "sum"])
+REDUCTIONS = st.sampled_from(["mean", "sum", "none"])
+
+
+def weighted(losses: torch.Tensor) -> torch.Tensor:
+    """A scalar in which every entry counts differently."""
+    return losses.flatten() @ torch.arange(1.0, losses.numel() + 1, dtype=losses.dtype, device=losses.device)
 
 
 @st.composite
@@ -29,7 +34,7 @@ def problems(draw):
     elif options["reduction"] == "mean":
         options["ignore_index"] = -100
     batch = draw(tensors((n, *rows, width))), target
-    return Problem(lambda w, x, y: F.cross_entropy(F.linear(x, w), y, **options), (draw(tensors((classes, width))), *batch))
+    return Problem(lambda w, x, y: weighted(F.cross_entropy(F.linear(x, w), y, **options)), (draw(tensors((classes, width))), *batch))
 
 
 @given(problem=problems(), rules=each_rule)
@@ -45,7 +50,7 @@ def test_ignored_positions(seed, reduction, device):
     y[0, 1:] = y[1, ::2] = -100
 
     def fn(w, x, y):
-        return F.cross_entropy(F.linear(x, w), y, reduction=reduction)
+        return weighted(F.cross_entropy(F.linear(x, w), y, reduction=reduction))
 
     values, grads = loop_value_and_grad(fn)(w, x, y)
     found_values, found = psg.per_sample_value_and_grad(fn, method="capture")(w, x, y)

@@ -86,7 +86,7 @@ class Conv(Planned):
         channels_last = in_channels >= 16 and any(size > 1 for size in kernel)
         order = (0, 1, *out, *taps, 2) if channels_last else (0, 2, *taps, 1, *out)
         windows = windows.permute(order)
-        size = max(1, (4 << 20) // (self.positions * self.shape[1:].numel() * windows.element_size()))
+        size = max(1, plans.chunk_bytes(self.device) // (self.positions * self.shape[1:].numel() * windows.element_size()))
         gradient = left.new_empty(self.n, out_channels, self.shape[1:].numel())
         for start in range(0, self.n, size):
             chunk = windows[start : start + size]
@@ -163,7 +163,7 @@ class Conv(Planned):
 
     def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
         """A function of a few samples at a time, so that what it forms of `size` bytes a sample is read from cache."""
-        count = max(1, (16 << 20) // max(1, size))
+        count = max(1, 4 * plans.chunk_bytes(self.device) // max(1, size))
         if count >= self.n:
             return function(self)
         chunks = zip(self.cotangent.split(count), self.input.split(count), strict=True)
@@ -246,6 +246,9 @@ class Conv(Planned):
             return {"convolution": convolution}
         if self.shape[1] < 4 or patches == self.positions * self.shape[1]:
             return {"patches": 0, "convolution": convolution}  # few channels in, or 1 x 1: patches cost little or nothing
+        if self.device.type != "cpu":
+            # Many groups are slow on GPUs: from how many on is what torch.nn.utils._expanded_weights goes by.
+            return {"patches": 32, "convolution": self.n}
         return {"patches": patches + 0.4 * entries, "convolution": convolution}
 
     def _materialize_cost(self) -> float:

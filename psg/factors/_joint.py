@@ -51,16 +51,24 @@ class Joint:
             return root(self.squared_norm)
         return norm_of_norms([norms for part in self._parts for norms in part.partial_norms()])
 
+    def zero(self, keep: Tensor) -> "Joint":
+        """The same with exactly zero for the samples where keep[n] is False; see `Factor.zero`."""
+        other = Joint(self._factors)
+        other._parts = [part.zero(keep) for part in self._parts]
+        return other
+
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """sum_n weights[n] gradient[n] of each of them."""
         sums = [part.weighted_sum(weights) for part in self._parts]
         if not self._small:
             return sums
         shapes = [self._factors[i].shape for i in self._small]
-        pieces = sums.pop().split([shape.numel() for shape in shapes])
-        found = dict(zip(self._rest, sums, strict=True))
+        joined = sums.pop()
+        pieces = joined.split([shape.numel() for shape in shapes])
         # Copies: results share no memory.
-        found |= {i: piece.clone().reshape(shape) for i, piece, shape in zip(self._small, pieces, shapes, strict=True)}
+        copies = [joined.new_empty(shape) for shape in shapes]
+        torch._foreach_copy_([copy.view(-1) for copy in copies], pieces)  # pyright: ignore[reportPrivateImportUsage]
+        found = dict(zip([*self._rest, *self._small], [*sums, *copies], strict=True))
         return [found[i] for i in range(len(self._factors))]
 
 

@@ -79,8 +79,8 @@ class Outer(Planned):
         return product.sum((1, 2)).clamp(min=0)
 
     def _chunked_norm(self) -> Tensor:
-        # Materialised a few samples at a time, so that the norm reads them from cache and the memory is used again.
-        size = max(1, (4 << 20) // max(1, self._bytes()))
+        # Materialised a few samples at a time, so that the memory is used again and, on a CPU, the norm reads it from cache.
+        size = max(1, plans.chunk_bytes(self.device) // max(1, self._bytes()))
         return torch.cat(
             [
                 Dense(Outer(left, right).materialize()).squared_norm()

@@ -40,9 +40,11 @@ class Planned(Factor):
 
     def _plan(self) -> str:
         """How norm and sum are computed together."""
-        costs = {plan: cost + self._sum_cost() for plan, cost in self._norm_costs().items()}
+        byte = plans.taken_out(self.device, self.dtype)
+        more = self._sum_cost() + byte * (self.nbytes // max(1, self.n))
+        costs = {plan: cost + more for plan, cost in self._norm_costs().items()}
         if plans.may_keep(self.n * self._bytes()):
-            costs["keep"] = self._materialize_cost() + plans.kept(self.device, self.dtype) * self._bytes()
+            costs["keep"] = self._materialize_cost() + (plans.kept(self.device, self.dtype) + byte) * self._bytes()
         return plans.choose("norm", costs, self, self._norm_and_sum_by)
 
     def _norm_and_sum_by(self, plan: str) -> tuple[Any, ...]:

@@ -24,15 +24,17 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """-log softmax(x)[y], summed or averaged over the positions of a sample: ([n,*rows,classes], [n,*rows]) -> [n].
+    """-log softmax(x)[y], and its sum or mean over the positions of a sample: ([n,*rows,classes], [n,*rows]) -> [n,*rows] or [n].
 
     Takes class indices with classes last, as in [rows, classes]; weights, smoothing and other layouts take the lifted path.
     """
-    if weight is not None or label_smoothing or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+    if weight is not None or label_smoothing or size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return NotImplemented
     if target.is_floating_point() or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
         return NotImplemented
     losses = F.cross_entropy(input.reshape(-1, input.shape[-1]), target.reshape(-1), reduction="none", ignore_index=ignore_index)
+    if reduction == "none":
+        return losses.reshape(target.shape), {}
     counted = target.reshape(-1) != ignore_index
     if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
         return losses if reduction == "sum" else torch.where(counted, losses, math.nan), {}

@@ -1,0 +1,171 @@
+"""Counts what each method asks of an accelerator that is not there: kernels, operations, bytes, and how long these take at the least.
+
+    python benchmarks/roofline.py --workloads resnet18,vit_b16,gpt2 --precision tf32 --out results/roofline_h100_tf32.json
+
+The model runs on a pretended device, on tensors that have shapes and no values. Every op is counted as one kernel that takes as long as the
+slowest of its arithmetic, its bytes (inputs read once, outputs written once) and its launch, at the published figures of one H100 (SXM):
+no method can be faster with these ops, and what a better plan would save can be read off before anyone has measured it. It does not know
+how well a kernel is written, nor fused attention (written out here, for all methods alike), nor what a compiler would fuse.
+
+Like a real device, this one fails on tensors of another device, and on a question to the host: a tensor's value in Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from methods import METHODS
+from run import describe
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from workloads import Workload, build
+
+from psg import _functorch
+
+aten = torch.ops.aten
+
+PEAK = {"float32": 67e12, "tf32": 495e12, "bfloat16": 989e12}  # operations a second
+BANDWIDTH = 3.35e12  # bytes a second
+LAUNCH = 2e-6  # seconds
+SAMPLES = {"resnet18": 256, "vit_b16": 64, "gpt2": 32, "gpt2_tied": 32, "embedding_million": 256}
+
+# No kernel runs for these.
+FREE = {aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="resnet18,vit_b16,gpt2,gpt2_tied,embedding_million")
+    parser.add_argument(
+        "--methods", default="plain,psg_clip,psg_norm", help="those of methods.py; the first is what the others are a ratio of"
+    )
+    parser.add_argument("--precision", default="tf32", choices=PEAK)
+    parser.add_argument("--ops", type=int, default=0, help="list so many ops that take longer than in the first method")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.device, args.repeats, args.threads, args.tf32 = "cpu", 1, 1, args.precision == "tf32"
+    args.dtype = "bfloat16" if args.precision == "bfloat16" else "float32"
+    warnings.simplefilter("ignore")
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32  # psg's cost model asks
+    _functorch.is_traced = lambda: False  # a mode that counts is no tracer: take the way of an ordinary call
+    device = pretend()
+    rows = []
+    for name in args.workloads.split(","):
+        counts: dict[str, Count] = {}
+        for method in args.methods.split(","):
+            found = counts[method] = count(name, method, device, getattr(torch, args.dtype), PEAK[args.precision])
+            first = next(iter(counts.values()))
+            row = found.summary(first)
+            rows.append({"workload": name, "method": method, **row})
+            sizes = "{kernels:6d} kernels {gflop:9.0f} GFLOP {gbytes:8.1f} GB".format(**row)
+            print(f"{name:>18} {method:<12} {sizes}  at least {row['ms']:8.2f} ms  x{row['ratio']:.2f}")
+            for op, seconds in (found.seconds - first.seconds).most_common(args.ops):
+                more = (found.bytes - first.bytes)[op] / 1e9
+                print(f"{op:>36} {found.kernels[op]:6d} kernels  +{more:.1f} GB  +{1e3 * seconds:.2f} ms")
+    if args.out:
+        about = {**describe(args), "device": "H100 (SXM), by published figures, counted not measured", "dtype": args.precision}
+        args.out.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+
+
+def pretend() -> torch.device:
+    """A device that holds nothing, for tensors without values."""
+    backend_registration._setup_privateuseone_for_python_backend("pretended")
+    return torch.device("pretended:0")
+
+
+def count(workload: str, method: str, device: torch.device, dtype: torch.dtype, peak: float) -> Count:
+    """What one call of a method asks for, model and batch being there."""
+    real = build(workload, "cpu", dtype, max_samples=2)
+    with FakeTensorMode():
+        call = METHODS[method].prepare(moved(real, device, SAMPLES.get(workload)), 1.0)
+        with Count(peak) as counted:
+            call()
+    return counted
+
+
+def moved(workload: Workload, device: torch.device, samples: int | None) -> Workload:
+    """The workload on a device, without its values, and with so many samples."""
+    made: dict[Tensor, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            other = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made[tensor] = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+        return made[tensor]
+
+    for module in workload.model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: move(tensor) for name, tensor in held.items() if tensor is not None})
+    batch = tuple(torch.empty((samples or len(x), *x.shape[1:]), dtype=x.dtype, device=device) for x in workload.batch)
+    return Workload(workload.model, workload.criterion, batch)
+
+
+class Count(TorchDispatchMode):
+    """Counts by op: kernels, operations, bytes, and the least seconds."""
+
+    def __init__(self, peak: float) -> None:
+        super().__init__()
+        self.peak = peak
+        self.kernels: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.namespace == "prim" or func.is_view or func.overloadpacket in FREE:
+            return output
+        flops = operations(func, args, kwargs or {}, output)
+        count = distinct(tree_leaves((args, kwargs))) + distinct(tree_leaves(output))
+        name = func.overloadpacket.__name__
+        self.kernels[name] += 1
+        self.flops[name] += flops
+        self.bytes[name] += count
+        self.seconds[name] += max(flops / self.peak, count / BANDWIDTH, LAUNCH)
+        return output
+
+    def summary(self, first: Count) -> dict[str, Any]:
+        """One row of the results."""
+        return {
+            "kernels": self.kernels.total(),
+            "gflop": self.flops.total() / 1e9,
+            "gbytes": self.bytes.total() / 1e9,
+            "ms": 1e3 * self.seconds.total(),
+            "ratio": self.seconds.total() / first.seconds.total(),
+        }
+
+
+def distinct(leaves: list[Any]) -> int:
+    """Bytes of different memory."""
+    sizes: dict[int, int] = {}
+    for tensor in leaves:
+        if isinstance(tensor, Tensor):
+            entries = math.prod(length if stride else 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            memory = tensor.untyped_storage()._cdata
+            sizes[memory] = max(sizes.get(memory, 0), entries * tensor.element_size())
+    return sum(sizes.values())
+
+
+def operations(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Floating-point operations of matrix products and convolutions."""
+    if func is aten.convolution.default:
+        return 2 * output.numel() * args[1].shape[1:].numel()
+    if func is aten.convolution_backward.default:
+        return 2 * args[0].numel() * args[2].shape[1:].numel() * sum(args[10][:2])
+    formula = flop_registry.get(func.overloadpacket)
+    return formula(*args, **kwargs, out_val=output) if formula else 0
+
+
+if __name__ == "__main__":
+    main()

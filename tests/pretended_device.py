@@ -1,0 +1,97 @@
+"""Runs psg on a device that is not there, as tests/test_pretended_device.py asks; prints JSON.
+
+Tensors have shapes, dtypes and a device, and no values. An op that mixes devices raises, and so does any question whose answer a real
+device would have to compute before the host could go on. torch registers such a device for a whole process, so this is one of its own.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import psg
+from psg import _functorch
+from psg._trees import flatten
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import roofline
+
+N = 4
+
+
+class Net(nn.Module):
+    """Every kind of factor: convolution, embedding, matrix products with positions and without, small dense ones, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.LayerNorm(8)
+        self.group = nn.GroupNorm(2, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, ids):
+        x = self.norm(self.tokens(ids))
+        x = self.group(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        x = self.lstm(x)[0]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x).mean(1) @ self.tokens.weight.T
+
+
+def transforms(device: torch.device) -> dict[str, list[str]]:
+    """The devices of what every transform returns."""
+    workload = roofline.moved(roofline.Workload(Net(), F.cross_entropy, (torch.zeros(N, 5).long(), torch.zeros(N).long())), device, N)
+    loss, params = psg.stateless(workload.model, workload.criterion)
+    mask, each = torch.empty(N, dtype=torch.bool, device=device), psg.clipping.PerLeaf(1.0)
+    found = {}
+    for method in ("capture", "vmap", "loop"):
+        options = {"method": method}
+        found |= {
+            f"per_sample_grad {method}": psg.per_sample_grad(loss, **options)(params, *workload.batch),
+            f"per_sample_norm {method}": psg.per_sample_norm(loss, **options)(params, *workload.batch),
+            f"clipped_grad {method}": psg.clipped_grad(loss, 1.0, **options)(params, *workload.batch, mask=mask),
+            f"clipped_grad per leaf, in chunks {method}": psg.clipped_grad(loss, each, chunk_size=3, **options)(params, *workload.batch),
+        }
+    g = psg.factored_grad(loss, method="capture")(params, *workload.batch)
+    found["gram"], found["dot"] = psg.tree.gram(g), psg.tree.dot(g, params)
+    return {name: sorted({str(leaf.device) for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)}) for name, tree in found.items()}
+
+
+def asks(device: torch.device) -> bool:
+    """Whether a question to the host raises, on which all of this rests."""
+    try:
+        torch.empty(2, device=device).sum().item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def kernels(device: torch.device) -> dict[str, list[int]]:
+    """How many kernels each tree function starts for gradients of ten leaves, and of a hundred."""
+    counts: dict[str, list[int]] = {}
+    for leaves in (10, 100):
+        tree = [psg.factors.Dense(torch.empty(N, 16, device=device)) for _ in range(leaves)]
+        summed, weights = [torch.empty(16, device=device) for _ in range(leaves)], torch.empty(N, device=device)
+        calls = {
+            "norm": lambda tree=tree: psg.tree.norm(tree),
+            "weighted_sum": lambda tree=tree, weights=weights: psg.tree.weighted_sum(tree, weights),
+            "add_noise": lambda summed=summed: psg.tree.add_noise(summed, 1.0),
+        }
+        for name, call in calls.items():
+            with roofline.Count(1.0) as count:
+                call()
+            counts.setdefault(name, []).append(count.kernels.total())
+    return counts
+
+
+if __name__ == "__main__":
+    _functorch.is_traced = lambda: False  # as in an ordinary call: modes that pretend and count are no tracers
+    pretended = roofline.pretend()
+    with FakeTensorMode():
+        print(json.dumps({"asks": asks(pretended), "transforms": transforms(pretended), "kernels": kernels(pretended)}))
