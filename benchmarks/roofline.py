@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry
 from workloads import Workload, build
 
 from psg import _functorch
+from psg.factors._base import WIDENING
 
 aten = torch.ops.aten
 
@@ -81,6 +82,7 @@ def main() -> None:
 def pretend() -> torch.device:
     """A device that holds nothing, for tensors without values."""
     backend_registration._setup_privateuseone_for_python_backend("pretended")
+    WIDENING.add("pretended")
     return torch.device("pretended:0")
 
 
@@ -163,6 +165,8 @@ def operations(func: Any, args: Any, kwargs: Any, output: Any) -> int:
         return 2 * output.numel() * args[1].shape[1:].numel()
     if func is aten.convolution_backward.default:
         return 2 * args[0].numel() * args[2].shape[1:].numel() * sum(args[10][:2])
+    if func is aten.bmm.dtype:
+        args = args[:2]  # the formula does not know the third, the dtype of the result
     formula = flop_registry.get(func.overloadpacket)
     return formula(*args, **kwargs, out_val=output) if formula else 0
 

@@ -405,7 +405,8 @@ def test_activation_checkpointing_falls_and_says_why(args):
     def fn(w, x):
         return torch.utils.checkpoint.checkpoint(lambda x: F.linear(F.linear(x, w).sin(), w.T), x, use_reentrant=False).square().sum()
 
-    with pytest.warns(psg.FallbackWarning, match="saves tensors through hooks, as activation checkpointing does"):
+    # Up to torch 2.12 vmap is the first to refuse.
+    with pytest.warns(psg.FallbackWarning, match="saves tensors through hooks, as activation checkpointing does|_NoopSaveInputs"):
         grads = psg.per_sample_grad(fn)(*args)
     assert_trees_close(grads, loop_grad(fn)(*args))
 

@@ -232,7 +232,7 @@ def test_parametrised_modules(device):
     assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted modules stay in use, and psg takes them
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # scripted modules stay in use, and psg takes them
 @pytest.mark.parametrize("compile", ["script", "trace"])
 def test_scripted_and_traced_modules(compile, device):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)

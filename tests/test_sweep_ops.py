@@ -91,7 +91,8 @@ def _op(label: str) -> str:
 
 @pytest.mark.parametrize("label", ONCE_WRONG)
 def test_once_wrong(label):
-    _names()
+    if _op(label) not in _names():
+        pytest.skip("torch's own list has this op from 2.13 on")
     (trial,) = (trial for trial in ops.trials(_op(label), torch.float64) if trial.label == label)
     outcome = trial.settle()
     assert outcome.status in ((REFUSED,) if _op(label) in UPDATING else ("capture", "vmap", "loop")), outcome

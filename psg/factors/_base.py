@@ -23,13 +23,30 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+# Devices whose products of 16 bits can be had in float32, in which they are added up anyway.
+WIDENING = {"cuda", "xpu"}
+
+
+def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
+    """left[n] @ right[n] -> [n, a, b], added up and returned in the `wide` dtype."""
+    if left.dtype == wide(left.dtype):
+        return torch.bmm(left, right)
+    if left.device.type in WIDENING and not (_functorch.transform_active() or left.requires_grad or right.requires_grad):
+        return torch.bmm(left, right, out_dtype=torch.float32)  # which has no derivative
+    return torch.bmm(widen(left), widen(right))
+
+
 def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
     """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
     dtype = wide(tensor.dtype)
     if weights.dtype != dtype:
         weights = weights.to(dtype)
-    scaled = tensor * weights.reshape(-1, *(1,) * (tensor.ndim - 1))
-    return scaled if scaled.dtype == tensor.dtype else scaled.to(tensor.dtype)
+    weights = weights.reshape(-1, *(1,) * (tensor.ndim - 1))
+    if dtype == tensor.dtype:
+        return tensor * weights
+    if _functorch.transform_active() or _functorch.is_traced() or tensor.requires_grad or weights.requires_grad:
+        return (tensor * weights).to(tensor.dtype)
+    return torch.mul(tensor, weights, out=torch.empty_like(tensor))  # rounds as it writes
 
 
 def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:

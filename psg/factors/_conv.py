@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, gather_groups, scale_rows, widen
+from psg.factors._base import Factor, gather_groups, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._planned import Planned
@@ -271,9 +271,9 @@ class Conv(Planned):
 def _gram_of(tensor: Tensor, groups: int) -> Tensor:
     """[n, images, g c, *spatial] -> the inner products over c of every two pixels, [n g, t, t] with t = images times pixels."""
     n, images, channels = tensor.shape[:3]
-    columns = widen(tensor).reshape(n, images, groups, channels // groups, tensor.shape[3:].numel()).permute(0, 2, 3, 1, 4)
+    columns = tensor.reshape(n, images, groups, channels // groups, tensor.shape[3:].numel()).permute(0, 2, 3, 1, 4)
     columns = columns.reshape(n * groups, channels // groups, images * tensor.shape[3:].numel())
-    return torch.bmm(columns.transpose(1, 2), columns)
+    return wide_bmm(columns.transpose(1, 2), columns)
 
 
 def _sum_diagonals(gram: Tensor, first: int, second: int, count: int, taps: int, stride: int, padding: int, dilation: int) -> Tensor:

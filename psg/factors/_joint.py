@@ -63,12 +63,11 @@ class Joint:
         if not self._small:
             return sums
         shapes = [self._factors[i].shape for i in self._small]
-        joined = sums.pop()
-        pieces = joined.split([shape.numel() for shape in shapes])
-        # Copies: results share no memory.
-        copies = [joined.new_empty(shape) for shape in shapes]
-        torch._foreach_copy_([copy.view(-1) for copy in copies], pieces)  # pyright: ignore[reportPrivateImportUsage]
-        found = dict(zip([*self._rest, *self._small], [*sums, *copies], strict=True))
+        pieces = sums.pop().split([shape.numel() for shape in shapes])
+        # Multiplied by 1 into memory of their own: a copy that takes one kernel for all of them.
+        copies = torch._foreach_mul(pieces, 1)  # pyright: ignore[reportPrivateImportUsage]
+        sums += [copy.reshape(shape) for copy, shape in zip(copies, shapes, strict=True)]
+        found = dict(zip([*self._rest, *self._small], sums, strict=True))
         return [found[i] for i in range(len(self._factors))]
 
 

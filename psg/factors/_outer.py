@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, gather_groups, scale_rows, widen
+from psg.factors._base import Factor, gather_groups, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
 from psg.memory import pages_are_kept
@@ -74,19 +74,14 @@ class Outer(Planned):
 
     def _gram_norm(self) -> Tensor:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>; rounding may leave a tiny negative sum of a true zero.
-        left, right = widen(self.left), widen(self.right)
-        product = torch.bmm(left, left.transpose(1, 2)) * torch.bmm(right, right.transpose(1, 2))
-        return product.sum((1, 2)).clamp(min=0)
+        left, right = (wide_bmm(side, side.transpose(1, 2)) for side in (self.left, self.right))
+        return (left * right).sum((1, 2)).clamp(min=0)
 
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time, so that the memory is used again and, on a CPU, the norm reads it from cache.
         size = max(1, plans.chunk_bytes(self.device) // max(1, self._bytes()))
-        return torch.cat(
-            [
-                Dense(Outer(left, right).materialize()).squared_norm()
-                for left, right in zip(widen(self.left).split(size), widen(self.right).split(size), strict=True)
-            ]
-        )
+        chunks = zip(self.left.transpose(1, 2).split(size), self.right.split(size), strict=True)
+        return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         left, right = self.left, self.right

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, widen
+from psg.factors._base import Factor, wide_bmm, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
 from psg.factors._outer import Outer
@@ -69,8 +69,7 @@ def _gram_dense_dense(x: Dense, y: Dense) -> Tensor:
 @_pair(_inner, Outer, Dense)
 def _(x: Outer, y: Dense) -> Tensor:
     # sum_t left_t^T Y right_t
-    left, right = widen(x.left), widen(x.right)
-    return (torch.bmm(left, widen(y.values)) * right).sum((1, 2))
+    return (wide_bmm(x.left, y.values) * widen(x.right)).sum((1, 2))
 
 
 @_pair(_inner, Rows, Dense)
@@ -88,8 +87,7 @@ def _(x: Outer, y: Outer) -> Tensor | None:
     t, s = x.positions, y.positions
     if t * s * sum(x.shape) > (t + s) * x.shape.numel():
         return None
-    left = torch.bmm(widen(x.left), widen(y.left).transpose(1, 2))
-    right = torch.bmm(widen(x.right), widen(y.right).transpose(1, 2))
+    left, right = wide_bmm(x.left, y.left.transpose(1, 2)), wide_bmm(x.right, y.right.transpose(1, 2))
     return (left * right).sum((1, 2))
 
 
@@ -112,7 +110,7 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 @_pair(_inner, Rows, Rows)
 def _(x: Rows, y: Rows) -> Tensor:
     same = x.index[:, :, None] == y.index[:, None, :]
-    return (torch.bmm(widen(x.cotangent), widen(y.cotangent).transpose(1, 2)) * same).sum((1, 2))
+    return (wide_bmm(x.cotangent, y.cotangent.transpose(1, 2)) * same).sum((1, 2))
 
 
 @_pair(_gram, Rows, Rows)
@@ -134,7 +132,7 @@ def _(x: Rows, y: Rows) -> Tensor:
 def _(x: Rows, y: Outer) -> Tensor:
     s, t = y.positions, x.index.shape[1]
     left = widen(y.left).gather(2, x.index[:, None, :].expand(x.n, s, t))
-    return (left * torch.bmm(widen(y.right), widen(x.cotangent).transpose(1, 2))).sum((1, 2))
+    return (left * wide_bmm(y.right, x.cotangent.transpose(1, 2))).sum((1, 2))
 
 
 @_pair(_gram, Rows, Outer)
