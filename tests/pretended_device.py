@@ -90,8 +90,23 @@ def kernels(device: torch.device) -> dict[str, list[int]]:
     return counts
 
 
+def halves(device: torch.device) -> dict[str, dict[str, int]]:
+    """By plan the kernels that a norm of a gradient in 16 bits starts, by op."""
+    factor = psg.factors.Outer(*(torch.empty(3, 5, size, device=device, dtype=torch.bfloat16) for size in (7, 4)))
+    found = {}
+    for plan in ("gram", "chunks"):
+        with psg.plans.using(norm=plan), roofline.Count(1.0) as count:
+            assert factor.norm().dtype == torch.float32
+        found[plan] = dict(count.kernels)
+    return found
+
+
 if __name__ == "__main__":
     _functorch.is_traced = lambda: False  # as in an ordinary call: modes that pretend and count are no tracers
     pretended = roofline.pretend()
     with FakeTensorMode():
-        print(json.dumps({"asks": asks(pretended), "transforms": transforms(pretended), "kernels": kernels(pretended)}))
+        print(
+            json.dumps(
+                {"asks": asks(pretended), "transforms": transforms(pretended), "kernels": kernels(pretended), "halves": halves(pretended)}
+            )
+        )

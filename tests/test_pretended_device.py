@@ -25,3 +25,8 @@ def test_transforms_stay_on_the_device(found):
 def test_kernels_do_not_grow_with_the_leaves(found, function):
     ten, hundred = found["kernels"][function]
     assert ten == hundred <= 4
+
+
+@pytest.mark.parametrize("plan", ["gram", "chunks"])
+def test_products_of_16_bits_are_added_up_in_32_without_widened_copies(found, plan):
+    assert found["halves"][plan]["bmm"] and "_to_copy" not in found["halves"][plan]
