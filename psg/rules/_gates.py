@@ -142,8 +142,8 @@ class Recurrence(ABC):
         }
 
     def room(self, first: Tensor) -> Tensor:
-        """Room for a state at every step and one more, the first of them `first`: [m, t + 1, *], a step's in one piece of memory."""
-        room = self.input.new_empty(len(self.steps) + 1, *first.shape).transpose(0, 1)
+        """Room for a state at every step and one more, the first of them `first`: [m, t + 1, *]."""
+        room = self.input.new_empty(len(first), len(self.steps) + 1, first.shape[1])
         self.split(room)[0][:, self.steps[0]] = first
         return room
 
@@ -172,13 +172,6 @@ class Recurrence(ABC):
 
 def _add(b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor | None:
     return None if b_ih is None or b_hh is None else b_ih + b_hh
-
-
-def _tanh_to(out: Tensor) -> Tensor:
-    """tanh in place and as memory of its own: on rows that lie apart MKL's tanh costs more than 1 us a row as soon as it has threads."""
-    result = out.contiguous().tanh_()
-    out.copy_(result)
-    return result
 
 
 def _copy(cotangent: Tensor | None, like: Tensor) -> Tensor:
@@ -253,7 +246,7 @@ class Lstm(Recurrence):
         w_hh, w_hr, width = self.columns(), self.weights.w_hr, state[1].shape[1]
         gates = self.project(_add(self.weights.b_ih, self.weights.b_hh))
         rooms = [self.room(own) for own in state]
-        saved = [*rooms, gates, self.split(torch.empty_like(rooms[1]))[1]]  # tanh(c) last
+        saved = [*rooms, gates, gates.new_empty(*gates.shape[:2], width)]  # tanh(c) last
         if w_hr is not None:
             saved.append(torch.empty_like(saved[-1]))  # o tanh(c), which is else h
         (before, after), (cells, after_c) = ([part.unbind(1) for part in self.split(room)] for room in rooms)
@@ -263,9 +256,9 @@ class Lstm(Recurrence):
         for t in self.steps:
             z[t].addmm_(before[t], w_hh)
             i_f[t].sigmoid_()
+            g[t].tanh_()
             o[t].sigmoid_()
-            g_t = _tanh_to(g[t])
-            c = torch.mul(i[t], g_t, out=after_c[t]).addcmul_(f[t], cells[t])
+            c = torch.mul(i[t], g[t], out=after_c[t]).addcmul_(f[t], cells[t])
             torch.mul(o[t], torch.tanh(c, out=squashed[t]), out=hidden[t])
             if w_hr is not None:
                 torch.mm(hidden[t], w_hr.T, out=after[t])
@@ -345,7 +338,8 @@ class Gru(Recurrence):
                 torch.mm(before[t], w_n, out=hidden_n[t])
             else:
                 torch.addmm(b_n, before[t], w_n, out=hidden_n[t])
-            torch.lerp(_tanh_to(n[t].addcmul_(r[t], hidden_n[t])), before[t], u[t], out=after[t])
+            n[t].addcmul_(r[t], hidden_n[t]).tanh_()
+            torch.lerp(n[t], before[t], u[t], out=after[t])
         return saved
 
     def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
