@@ -4,12 +4,14 @@ Tensors have shapes, dtypes and a device, and no values. An op that mixes device
 device would have to compute before the host could go on. torch registers such a device for a whole process, so this is one of its own.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from cases import CASES
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -63,6 +65,28 @@ def transforms(device: torch.device) -> dict[str, list[str]]:
     return {name: sorted({str(leaf.device) for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)}) for name, tree in found.items()}
 
 
+def cases(device: torch.device) -> dict[str, str]:
+    """What goes wrong when the table's cases run by capture, by name."""
+    errors = {}
+    for case in CASES:
+        if case.not_capture:
+            continue
+        try:
+            problem = case.build(device)
+            for transform in (psg.per_sample_grad, functools.partial(psg.clipped_grad, clip_norm=1.0)):
+                transform(problem.fn, method="capture", **problem.options)(*problem.args, **problem.shared)
+        except Exception as error:  # of whatever kind: the test knows those that do not matter
+            errors[case.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return errors
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """As `_functorch.memory_of`, of tensors that have no address."""
+    while _functorch.is_wrapped(tensor):
+        tensor = _functorch.value_of(tensor)
+    return tensor.untyped_storage()._cdata
+
+
 def asks(device: torch.device) -> bool:
     """Whether a question to the host raises, on which all of this rests."""
     try:
@@ -103,10 +127,7 @@ def halves(device: torch.device) -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     _functorch.is_traced = lambda: False  # as in an ordinary call: modes that pretend and count are no tracers
+    _functorch.memory_of = memory_of
     pretended = roofline.pretend()
     with FakeTensorMode():
-        print(
-            json.dumps(
-                {"asks": asks(pretended), "transforms": transforms(pretended), "kernels": kernels(pretended), "halves": halves(pretended)}
-            )
-        )
+        print(json.dumps({ask.__name__: ask(pretended) for ask in (asks, transforms, cases, kernels, halves)}))
