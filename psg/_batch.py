@@ -244,7 +244,7 @@ class _BatchMode(TorchFunctionMode):
         output = self._run_rule(func, args, kwargs, choice)
         if output is not NotImplemented:
             return output
-        decompose = WRITTEN_OUT.get(func) or _registry.find_decomposition(func)
+        decompose = WRITTEN_OUT.get(func) or _registry.find_decomposition(func, differentiated=False)
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)

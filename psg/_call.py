@@ -102,9 +102,8 @@ class Call:
 
     @property
     def has_tangent(self) -> bool:
-        """Whether an input carries a tangent of torch.autograd.forward_ad."""
-        level = forward_ad._current_level
-        return level >= 0 and any(forward_ad.unpack_dual(self.leaves[i], level=level).tangent is not None for i in self.tensors)
+        """Whether tensors may carry tangents of torch.autograd.forward_ad: inputs, what fn closes over, clip norms."""
+        return forward_ad._current_level >= 0
 
     def gradient_tree(self, leaves: Sequence[Any]) -> Any:
         """The tree that is differentiated, or the tuple of them, with these leaves."""

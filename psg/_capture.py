@@ -266,7 +266,8 @@ class _Mode(TorchFunctionMode):
             output = self._run_rule(name_of(func), rule, args, kwargs)
             if output is not NotImplemented:
                 return output
-        decompose = _registry.find_decomposition(func)
+        # The gradient of a transform of the function's own is differentiated by this pass.
+        decompose = _registry.find_decomposition(func, differentiated=not here)
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)

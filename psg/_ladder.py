@@ -175,10 +175,10 @@ def _capture_together(call: Call) -> Result:
 
 
 def _run_vmap(call: Call) -> Result:
-    aux, order = _Aux(), call.tensors
+    aux, order, differentiated = _Aux(), call.tensors, call.needs_derivative
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with _Guard("vmap", call) as guard:
+        with _Guard("vmap", call, differentiated=differentiated) as guard:
             loss, extra = call.evaluate(call.filled(tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}") from guard.failure
@@ -277,9 +277,9 @@ _RUNGS: dict[str, Callable[[Call], Result]] = {
 class _Guard(TorchFunctionMode):
     """Refuses what a rung would run wrongly or should not: updates of running statistics, and under vmap the ops that it gets wrong."""
 
-    def __init__(self, rung: str, call: Call, own: Sequence[Any] = ()) -> None:
+    def __init__(self, rung: str, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
         super().__init__()
-        self.rung = rung
+        self.rung, self.differentiated = rung, differentiated
         self.outside, self.own = call.outside, frozenset(id(leaf) for leaf in own)
         self.failure: Exception | None = None
 
@@ -296,7 +296,7 @@ class _Guard(TorchFunctionMode):
         reason = find_leak(func, args, kwargs, self.rung)
         if reason is not None:
             raise PsgError(reason)
-        decompose = find_decomposition(func) if self.rung == "vmap" else None
+        decompose = find_decomposition(func, self.differentiated) if self.rung == "vmap" else None
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)

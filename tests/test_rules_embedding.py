@@ -1,5 +1,6 @@
 """Lookups over drawn shapes and options."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.testing import shapes, tensors
+from psg.testing import assert_trees_close, loop_grad, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
 
@@ -109,3 +110,23 @@ def test_embedding_bag_without_a_rule(mode, n, t, weighted, seed, device):
         return score(F.embedding_bag(ids[None], w, mode=mode, per_sample_weights=weights if weighted and mode == "sum" else None))
 
     assert_agrees(Problem(fn, (table, ids, weights)))
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+@pytest.mark.parametrize("padding", [1, -4])
+@pytest.mark.parametrize("scale_grad_by_freq", [False, True])
+def test_padding_of_a_weight_that_depends_on_the_sample(method, padding, scale_grad_by_freq, device):
+    # vmap's own rule for such a weight forgets the padding.
+    torch.manual_seed(0)
+    options = {"padding_idx": padding, "scale_grad_by_freq": scale_grad_by_freq}
+
+    def scaled(w, i, x):
+        return F.embedding(i, w * x, **options).sin().sum()
+
+    def adapted(w, i, x):
+        inner = torch.func.grad(lambda w: F.embedding(i, w, **options).sin().sum())
+        return (F.embedding(i, w - 0.1 * inner(w), **options).sin() * x).sum()
+
+    args = torch.randn(5, 2, device=device), torch.tensor([[1, 0, 1], [1, 2, 2]], device=device), torch.randn(2, 2, device=device)
+    for fn in (scaled, adapted):
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))

@@ -1,5 +1,6 @@
 """Normalisation layers over drawn shapes and options."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
@@ -112,3 +113,30 @@ def test_the_rules_give_dense_factors(device):
     for fn in fns:
         factors = psg.factored_grad(lambda p, x: score(fn(p, x)))(params, torch.randn(2, 4, 4, device=device))  # noqa: B023
         assert all(isinstance(factor, psg.factors.Dense) for factor in factors.values())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_group_norm_with_cotangents_of_any_layout(n, chunk_size, device):
+    # The native kernel takes them as contiguous; those of one sample alone keep their strides.
+    torch.manual_seed(0)
+    params = {"weight": torch.randn(4, device=device), "bias": torch.randn(4, device=device)}
+
+    def normalize(p, x):
+        return F.group_norm(x, 2, p["weight"], p["bias"])
+
+    def expanded(p, x):
+        return normalize(p, x[None]).sum()
+
+    def transposed(p, x):
+        return (x + normalize(p, x.T[None])[0].T).logsumexp((0, 1))
+
+    def transposed_batch(p, x):
+        return (x + normalize(p, x.transpose(1, 2)).transpose(1, 2)).logsumexp((1, 2))
+
+    x, rows = torch.randn(n, 4, 3, 3, device=device), torch.randn(n, 3, 4, device=device)
+    options = {"chunk_size": chunk_size}
+    assert_trees_close(psg.per_sample_grad(expanded, method="capture", **options)(params, x), loop_grad(expanded)(params, x))
+    expected = loop_grad(transposed)(params, rows)
+    assert_trees_close(psg.per_sample_grad(transposed, method="capture", **options)(params, rows), expected)
+    assert_trees_close(psg.per_sample_grad(transposed_batch, method="batch", **options)(params, rows), expected)

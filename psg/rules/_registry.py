@@ -88,6 +88,7 @@ class Rule(NamedTuple):
 
 _rules: dict[Any, Rule] = {}
 _decompositions: dict[Any, Callable[..., Any]] = {}
+_derivable: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
@@ -191,11 +192,14 @@ def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
     return op
 
 
-def decomposition(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how to write an op with other ops, for which there are rules; NotImplemented from it declines the call."""
+def decomposition(op: Any, differentiated: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register how to write an op with other ops, for which there are rules; NotImplemented from it declines the call.
+
+    With `differentiated` only for passes in which what vmap makes of the op's backward is differentiated in turn.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _decompositions[op] = function
+        (_derivable if differentiated else _decompositions)[op] = function
         return function
 
     return register
@@ -233,9 +237,9 @@ def find_rule(op: Any) -> Rule | None:
     return _rules.get(op)
 
 
-def find_decomposition(op: Any) -> Callable[..., Any] | None:
-    """The decomposition of an op, if there is one."""
-    return _decompositions.get(op)
+def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:
+    """The decomposition of an op, if there is one; also one for passes that are differentiated, if this one is."""
+    return _decompositions.get(op) or (_derivable.get(op) if differentiated else None)
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, rung: str) -> str | None:

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _functorch
 from psg.factors import Rows
-from psg.rules._registry import reshape, rule
+from psg.rules._registry import decomposition, reshape, rule
 
 
 @rule(F.embedding, params=("weight",))
@@ -45,6 +46,23 @@ def embedding(
         return Rows(index, cotangent, rows)
 
     return output, {"weight": factor}
+
+
+@decomposition(F.embedding)
+def embedding_with_padding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """vmap's own rule for a weight of each sample forgets padding_idx, which says that a row gets no gradient."""
+    if padding_idx is None or max_norm is not None or not _functorch.is_sampled(weight) or not -len(weight) <= padding_idx < len(weight):
+        return NotImplemented
+    output = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), output.detach(), output)
 
 
 _MODES = {"sum": 0, "mean": 1, "max": 2}

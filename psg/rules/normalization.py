@@ -5,6 +5,7 @@ computed again when the factor is built: one fused pass, and nothing more is hel
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from psg.factors import Dense
 from psg.factors._base import wide, widen
-from psg.rules._registry import reshape, rule
+from psg.rules._registry import decomposition, reshape, rule
 
 
 def _sum_leading(tensor: Tensor, dims: int) -> Dense:
@@ -76,7 +77,9 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         mean, rstd = native(images.detach(), None, None)[1:] if moments is None else moments
         if wide(cotangent.dtype) == cotangent.dtype == input.dtype == mean.dtype:
             # As one image with n b c channels the native kernel keeps them apart.
-            one = cotangent.reshape(1, n * b * c, size), images.reshape(1, n * b * c, size), mean.reshape(1, -1), rstd.reshape(1, -1)
+            # The kernel takes memory as contiguous, whether it is or not.
+            one = (cotangent.reshape(1, n * b * c, size).contiguous(), images.reshape(1, n * b * c, size))
+            one += (mean.reshape(1, -1), rstd.reshape(1, -1))
             weights, groups = cotangent.new_empty(1).expand(n * b * c), n * b * num_groups
             gradient = torch.ops.aten.native_group_norm_backward(*one, weights, 1, n * b * c, size, groups, [False, True, False])[1]
             return Dense(gradient.reshape(n, b, c).sum(1))
@@ -154,3 +157,67 @@ def _by_statistics(input: Tensor, mean: Tensor | None, var: Tensor | None, weigh
 
 def _any_complex(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.is_complex() for tensor in tensors)
+
+
+# Written out, for passes whose gradients are differentiated in turn: in vmap's own rules for the backward of these ops the moments are
+# constants.
+
+
+@decomposition(F.layer_norm, differentiated=True)
+def written_out_layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Any:
+    """Over the last dimensions."""
+    shape = tuple(normalized_shape)
+    if input.shape[input.ndim - len(shape) :] != shape:
+        return NotImplemented  # torch says what it expects
+    return _written_out(input, range(-len(shape), 0), weight, bias, shape, eps)
+
+
+@decomposition(F.instance_norm, differentiated=True)
+def written_out_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Over each channel of each image."""
+    if not use_input_stats or running_mean is not None or running_var is not None or input.ndim < 3 or input.shape[2:].numel() < 2:
+        return NotImplemented
+    return _written_out(input, range(2, input.ndim), weight, bias, (-1, *(1,) * (input.ndim - 2)), eps)
+
+
+@decomposition(F.batch_norm, differentiated=True)
+def written_out_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Over each channel of the images of one sample."""
+    if not training or running_mean is not None or running_var is not None or input.ndim < 2 or input[:, 0].numel() < 2:
+        return NotImplemented
+    dims = [dim for dim in range(input.ndim) if dim != 1]
+    return _written_out(input, dims, weight, bias, (-1, *(1,) * (input.ndim - 2)), eps)
+
+
+def _written_out(input: Tensor, dims: Iterable[int], weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Any:
+    """Over `dims`, for a weight and a bias that `shape` lays along the other dimensions."""
+    if input.numel() == 0 or torch.is_autocast_enabled(input.device.type) or _any_complex(input, weight, bias):
+        return NotImplemented
+    wide_input, dims = widen(input), tuple(dims)
+    centred = wide_input - wide_input.mean(dims, keepdim=True)
+    output = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        output = output * weight.reshape(shape)
+    if bias is not None:
+        output = output + bias.reshape(shape)
+    return output.to(input.dtype)

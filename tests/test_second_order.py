@@ -1,0 +1,93 @@
+"""Derivatives of per-sample gradients against those of the loop: vmap(grad), which other tests compare with, is wrong for some itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+import psg
+from psg.testing import assert_trees_close, loop_grad
+
+N = 3
+
+NORMS = {
+    "layer_norm": lambda z, p: F.layer_norm(z, (4,), p["w"], p["b"]),
+    "layer_norm without affine": lambda z, p: F.layer_norm(z, (4,)) * p["w"] + p["b"],
+    "layer_norm over two dimensions": lambda z, p: F.layer_norm(z[:, None], (1, 4), p["w"][None], p["b"][None]),
+    "rms_norm": lambda z, p: F.rms_norm(z, (4,), p["w"]) + p["b"],
+    "group_norm": lambda z, p: F.group_norm(z.T[None], 2, p["w"], p["b"]),
+    "instance_norm": lambda z, p: F.instance_norm(z.T[None], weight=p["w"], bias=p["b"]),
+    "batch_norm": lambda z, p: F.batch_norm(z, None, None, p["w"], p["b"], training=True),
+}
+
+
+@pytest.fixture
+def setting(device):
+    torch.manual_seed(0)
+    params = {"W": torch.randn(4, 4, device=device), "w": torch.randn(4, device=device), "b": torch.randn(4, device=device)}
+    return params, torch.randn(N, 5, 4, device=device)
+
+
+@pytest.fixture(params=NORMS)
+def fn(request):
+    return lambda p, x: NORMS[request.param](F.linear(x, p["W"]), p).sin().sum()
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_a_gradient_inside_fn(fn, setting, method):
+    params, x = setting
+
+    def adapted(p, x):
+        return fn({name: p[name] - 0.1 * g for name, g in torch.func.grad(fn)(p, x).items()}, x)
+
+    assert_trees_close(psg.per_sample_grad(adapted, method=method)(params, x), loop_grad(adapted)(params, x))
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+def test_backward_through_norms(fn, setting, method):
+    params, x = setting
+
+    def penalty(method):
+        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+        psg.per_sample_norm(fn, method=method)(leaves, x).square().sum().backward()
+        return {name: leaf.grad for name, leaf in leaves.items()}
+
+    assert_trees_close(penalty(method), penalty("loop"))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev])
+def test_transforms_of_norms(fn, setting, transform):
+    params, x = setting
+
+    def penalty(method):
+        return transform(lambda p: psg.per_sample_norm(fn, method=method)(p, x).square().sum())(params)
+
+    assert_trees_close(penalty("auto"), penalty("loop"))
+
+
+# Tangents of tensors that are no argument of fn
+
+
+def loss(w, x, scale):
+    return ((w * x).sum() * scale).sin()
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("place", ["closed over", "keyword", "clip norm"])
+def test_forward_mode_of_what_is_no_parameter(place, method, device):
+    torch.manual_seed(0)
+    w, x, value = torch.randn(3, device=device), torch.randn(4, 3, device=device), torch.tensor(0.8, device=device)
+
+    def results(value):
+        if place == "closed over":
+            out = psg.clipped_grad(lambda w, x: loss(w, x, value), 0.5, method=method)(w, x)
+        elif place == "keyword":
+            out = psg.clipped_grad(loss, 0.5, method=method)(w, x, scale=value)
+        else:
+            out = psg.clipped_grad(loss, value, method=method)(w, x, scale=2.0)
+        return out.grads, out.clip_coef
+
+    _, expected = torch.func.jvp(results, (value,), (torch.ones_like(value),))
+    with forward_ad.dual_level():
+        found = tuple(forward_ad.unpack_dual(result).tangent for result in results(forward_ad.make_dual(value, torch.ones_like(value))))
+    assert_trees_close(tuple(tangent.detach() for tangent in found), expected)
