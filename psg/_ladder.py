@@ -294,6 +294,8 @@ class _Guard(TorchFunctionMode):
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)
         reason = find_leak(func, args, kwargs, self.rung)
+        if reason is None and self.differentiated:
+            reason = find_leak(func, args, kwargs, "capture")  # here too autograd is beneath vmap
         if reason is not None:
             raise PsgError(reason)
         decompose = find_decomposition(func, self.differentiated) if self.rung == "vmap" else None

@@ -65,6 +65,36 @@ def test_transforms_of_norms(fn, setting, transform):
     assert_trees_close(penalty("auto"), penalty("loop"))
 
 
+def adds_up(p, x):
+    return (F.embedding(x, p["W"], scale_grad_by_freq=True).sin() * p["w"]).sum()
+
+
+def pads(p, x):
+    return (F.embedding(x, p["W"], padding_idx=-3, scale_grad_by_freq=True).sin() * p["w"]).sum()
+
+
+def selects(p, x):
+    return F.linear(torch.select_scatter(p["W"], p["w"], 0, 1), p["b"]).sin().sum() * x.sum()
+
+
+def freezes(p, x):
+    return (F.linear(p["b"], p["W"].data) * p["W"].sin()).square().sum() * x.sum()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # some go to the loop, which is right
+@pytest.mark.parametrize("fn", [adds_up, pads, selects, freezes])
+def test_backward_through_other_ops(fn, setting):
+    params, _ = setting
+    x = torch.tensor([[1, 0, 1], [1, 2, 2], [3, 3, 0]], device=params["w"].device)
+
+    def penalty(method):
+        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+        psg.per_sample_norm(fn, method=method)(leaves, x).square().sum().backward()
+        return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    assert_trees_close(penalty("auto"), penalty("loop"))
+
+
 # Tangents of tensors that are no argument of fn
 
 

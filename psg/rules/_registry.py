@@ -239,7 +239,7 @@ def find_rule(op: Any) -> Rule | None:
 
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:
     """The decomposition of an op, if there is one; also one for passes that are differentiated, if this one is."""
-    return _decompositions.get(op) or (_derivable.get(op) if differentiated else None)
+    return (_derivable.get(op) if differentiated else None) or _decompositions.get(op)
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, rung: str) -> str | None:

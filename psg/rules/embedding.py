@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch
+from psg._errors import PsgError
 from psg.factors import Rows
 from psg.rules._registry import decomposition, reshape, rule
 
@@ -63,6 +64,14 @@ def embedding_with_padding(
         return NotImplemented
     output = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), output.detach(), output)
+
+
+@decomposition(F.embedding, differentiated=True)
+def refuse_frequencies(*args: Any, scale_grad_by_freq: bool = False, **kwargs: Any) -> Any:
+    """What vmap makes of the derivative of this gradient, which is none of a function, is not what torch makes of it in a loop."""
+    if scale_grad_by_freq or any(argument is True for argument in args[5:6]):
+        raise PsgError("the derivative of a gradient that scale_grad_by_freq scales is another one under vmap")
+    return embedding_with_padding(*args, **kwargs)
 
 
 _MODES = {"sum": 0, "mean": 1, "max": 2}

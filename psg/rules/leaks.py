@@ -89,6 +89,12 @@ def contains(self: Tensor, element: Any) -> Any:
     return bool((self == element).any())
 
 
+@decomposition(vars(torch._C.TensorBase)["data"].__get__, differentiated=True)
+def data(self: Tensor) -> Tensor:
+    """A constant for every derivative; under vmap torch's own is one for the innermost alone."""
+    return self.detach()
+
+
 _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
