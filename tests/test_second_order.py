@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import each_case
 from torch.autograd import forward_ad
 
 import psg
+from psg._trees import flatten
 from psg.testing import assert_trees_close, loop_grad
+from psg.testing._loop import tree_map
 
 N = 3
 
@@ -93,6 +96,40 @@ def test_backward_through_other_ops(fn, setting):
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
     assert_trees_close(penalty("auto"), penalty("loop"))
+
+
+NOT_COMPARED = {
+    "gradient hook on an output": "torch calls the hook for the derivative too, once more under vmap",
+    "layer_norm without weight": "torch's own derivative, which the loop takes, leaves the bias out",
+    "instance_norm without weight": "torch's own derivative, which the loop takes, leaves the bias out",
+    "embedding_bag": "torch has no second derivative",
+    "embedding of no ids": "torch has no second derivative",
+    "scaled dot product attention": "torch 2.15 has no second derivative",
+    "transformer encoder layer": "torch has no second derivative",
+    "transformer encoder layer in evaluation mode": "torch has no second derivative",
+    "parameter by keyword and position": "torch has no second derivative",
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@each_case(lambda case: not case.not_vmap and not case.vmap_wrong and case.name not in NOT_COMPARED)
+def test_backward_through_norms_of_the_cases(case, device):
+    problem = case.build(device)
+
+    def penalty(method):
+        args = tree_map(lambda leaf: leaf.detach().clone().requires_grad_() if _is_real(leaf) else leaf, problem.args)
+        norms = psg.per_sample_norm(problem.fn, method=method, **problem.options)(*args, **problem.shared)
+        norms = norms[0] if problem.options.get("has_aux") else norms
+        if norms.requires_grad:
+            norms.square().sum().backward()
+        leaves = [leaf for leaf in flatten(args)[0] if _is_real(leaf)]
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+    assert_trees_close(penalty("auto"), penalty("loop"))
+
+
+def _is_real(leaf):
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 # Tangents of tensors that are no argument of fn
