@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import each_case
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import psg
@@ -64,6 +66,33 @@ def test_transforms_of_norms(fn, setting, transform):
 
     def penalty(method):
         return transform(lambda p: psg.per_sample_norm(fn, method=method)(p, x).square().sum())(params)
+
+    assert_trees_close(penalty("auto"), penalty("loop"))
+
+
+@given(data=st.data())
+def test_backward_through_norms_over_drawn_shapes(data, device):
+    # Of two values nothing but their sign is left after normalising, and the derivatives are rounding errors.
+    n, images, channels, size = (data.draw(st.integers(low, low + 2)) for low in (0, 1, 1, 3))
+    kind, affine = data.draw(st.sampled_from(["layer", "instance", "batch"])), data.draw(st.sampled_from(["w", "wb"]))
+    eps = data.draw(st.sampled_from([1e-3, 0.1]))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    shape = (channels, size) if kind == "layer" else (channels,)
+    params = {name: torch.randn(shape, device=device) for name in affine}
+    x = torch.randn(n, images, channels, size, device=device)
+
+    def fn(p, x):
+        w, b = p["w"], p.get("b")
+        if kind == "layer":
+            return F.layer_norm(x, shape, w, b, eps).exp().sum()
+        if kind == "instance":
+            return F.instance_norm(x, weight=w, bias=b, eps=eps).exp().sum()
+        return F.batch_norm(x, None, None, w, b, training=True, eps=eps).exp().sum()
+
+    def penalty(method):
+        leaves, inputs = {name: value.clone().requires_grad_() for name, value in params.items()}, x.clone().requires_grad_()
+        loss = psg.per_sample_norm(fn, method=method)(leaves, inputs).square().sum()
+        return torch.autograd.grad(loss, [*leaves.values(), inputs], allow_unused=True, materialize_grads=True) if n else loss
 
     assert_trees_close(penalty("auto"), penalty("loop"))
 

@@ -77,9 +77,9 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         mean, rstd = native(images.detach(), None, None)[1:] if moments is None else moments
         if wide(cotangent.dtype) == cotangent.dtype == input.dtype == mean.dtype:
             # As one image with n b c channels the native kernel keeps them apart.
-            # The kernel takes memory as contiguous, whether it is or not.
-            one = (cotangent.reshape(1, n * b * c, size).contiguous(), images.reshape(1, n * b * c, size))
-            one += (mean.reshape(1, -1), rstd.reshape(1, -1))
+            # It takes memory as contiguous, whether it is or not.
+            rows = (tensor.reshape(1, n * b * c, size).contiguous() for tensor in (cotangent, images))
+            one = *rows, mean.reshape(1, -1), rstd.reshape(1, -1)
             weights, groups = cotangent.new_empty(1).expand(n * b * c), n * b * num_groups
             gradient = torch.ops.aten.native_group_norm_backward(*one, weights, 1, n * b * c, size, groups, [False, True, False])[1]
             return Dense(gradient.reshape(n, b, c).sum(1))
