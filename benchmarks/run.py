@@ -42,6 +42,7 @@ from psg.memory import pages_are_kept
 GROUPS = {
     "default": ["plain", "loop", "vmap_grad", "vmap_norm", "vmap_clip", "psg_grad", "psg_norm", "psg_clip"],
     "eager": [name for name in METHODS if not name.endswith("_compiled")],
+    "compiled": [name for name in METHODS if name == "plain" or name.endswith(("_compiled", "_jit"))],
     "all": list(METHODS),
 }
 DOUBLE_SAMPLES = 16  # the batch of the check in float64
@@ -126,6 +127,7 @@ def device_name(device: str) -> str:
 
 def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a method: its status, errors, times, ratio to plain, and peak memory if asked for."""
+    torch.compiler.reset()  # a function is compiled a limited number of times, and these serve all workloads
     reference = Reference(build(workload, args.device, DTYPES[args.dtype]))
     double = None if args.no_double else Reference(build(workload, args.device, torch.float64, DOUBLE_SAMPLES))
     rows, calls = {}, {}

@@ -5,6 +5,7 @@ Complex leaves count as pairs of real numbers. Reductions accumulate in float32 
 """
 
 import builtins
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -234,7 +235,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         The same tree, in its dtypes. Drawn and added in at least float32; a complex entry takes noise on both its parts.
 
     Raises:
-        InputError: The tree has no leaves, or one that is no floating or complex tensor; `std` is no such number.
+        InputError: The tree has no leaves, or one that is no floating or complex tensor, or sparse; `std` is no such number.
 
     Example:
         >>> import torch
@@ -251,6 +252,8 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             got = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise InputError(f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients, got {got}.")
+        if leaf.layout != torch.strided:
+            raise InputError("psg.tree.add_noise: got a sparse sum, but noise goes on every entry, stored or not: give its to_dense().")
     if isinstance(std, Tensor):
         if std.ndim != 0:
             raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
@@ -396,7 +399,8 @@ def unflatten(flat: Tensor, like: Any) -> Any:
         like: The tree of the parameters, with tensors [*shape].
 
     Returns:
-        The tree of `like` with a tensor [..., *shape] at every leaf.
+        The tree of `like` with a tensor [..., *shape] at every leaf, in the dtype of `flat`; in the leaf's own where `flat` has the common
+        dtype of leaves that differ, as `flatten` gives it. What belongs to a real leaf has no imaginary part then: it is left out.
 
     Raises:
         InputError: P is not the number of entries of `like`.
@@ -411,8 +415,16 @@ def unflatten(flat: Tensor, like: Any) -> Any:
     total = builtins.sum(sizes)
     if flat.shape[-1] != total:
         raise InputError(f"psg.tree.unflatten: expected {total} entries along the last dimension, got {flat.shape[-1]}.")
-    parts = flat.split(sizes, dim=-1)
-    return _trees.unflatten(spec, [part.reshape(*flat.shape[:-1], *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+    dtypes = {leaf.dtype for leaf in leaves}
+    mixed = len(dtypes) > 1 and flat.dtype == functools.reduce(torch.promote_types, dtypes)
+
+    def back(part: Tensor, leaf: Tensor) -> Tensor:
+        part = part.reshape(*flat.shape[:-1], *leaf.shape)
+        if not mixed:
+            return part
+        return (part.real if part.is_complex() and not leaf.is_complex() else part).to(leaf.dtype)
+
+    return _trees.unflatten(spec, [back(part, leaf) for part, leaf in zip(flat.split(sizes, dim=-1), leaves, strict=True)])
 
 
 def take(tree: Any, index: Any) -> Any:

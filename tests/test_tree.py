@@ -124,6 +124,17 @@ class TestReductions:
         assert_trees_close(psg.tree.materialize(joined), expected)
 
 
+@pytest.mark.filterwarnings("error")  # torch warns where it discards an imaginary part
+def test_unflatten_gives_every_leaf_its_dtype(device):
+    dtypes = {"half": torch.bfloat16, "real": torch.float32, "complex": torch.complex64}
+    tree = {name: torch.randn(4, 2, 3, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+    like = {name: leaf.new_zeros(2, 3) for name, leaf in tree.items()}
+    back = psg.tree.unflatten(psg.tree.flatten(tree), like)
+    assert all(torch.equal(back[name], leaf) and back[name].dtype == leaf.dtype for name, leaf in tree.items())
+    wider = psg.tree.unflatten(torch.zeros(6, dtype=torch.float64, device=device), {"real": like["real"]})
+    assert wider["real"].dtype == torch.float64
+
+
 def test_take_and_concat_keep_factors(device):
     tree = factored_tree(3, device)
     for kept in (psg.tree.take(tree, slice(1, 3)), psg.tree.concat([tree, tree])):
@@ -300,6 +311,7 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.add_noise([], 1.0), r"psg\.tree\.add_noise: .*no leaves"),
         (lambda: psg.tree.add_noise([torch.ones(2, dtype=torch.int64)], 1.0), r"psg\.tree\.add_noise: .*got dtype torch\.int64"),
         (lambda: psg.tree.add_noise({"w": Dense(VALUES)}, 1.0), r"psg\.tree\.add_noise: .*got Dense"),
+        (lambda: psg.tree.add_noise(VALUES.to_sparse(), 1.0), r"psg\.tree\.add_noise: got a sparse sum.*to_dense"),
         (lambda: psg.tree.add_noise(VALUES, -1.0), r"psg\.tree\.add_noise: std=-1\.0: expected a number that is at least 0"),
         (lambda: psg.tree.add_noise(VALUES, float("inf")), r"psg\.tree\.add_noise: std=inf"),
         (lambda: psg.tree.add_noise(VALUES, float("nan")), r"psg\.tree\.add_noise: std=nan"),
