@@ -7,8 +7,9 @@ Complex leaves count as pairs of real numbers. Reductions accumulate in float32 
 import builtins
 import functools
 import math
+import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -19,7 +20,8 @@ from psg._ambient import never
 from psg._errors import InputError
 from psg.factors import Dense, Factor, Joint, Rows
 from psg.factors import concat as concat_factors
-from psg.factors._base import wide, widen
+from psg.factors._base import square, wide, widen
+from psg.factors._sketch import Sketch
 
 
 def _factors(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
@@ -55,6 +57,12 @@ def _add(tensors: list[Tensor], others: list[Tensor]) -> Sequence[Tensor]:
     if _functorch.transform_active():  # vmap has no rule for ops on lists
         return [tensor + other for tensor, other in zip(tensors, others, strict=True)]
     return torch._foreach_add(tensors, others)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _divide(tensors: list[Tensor], n: int) -> Sequence[Tensor]:
+    if _functorch.transform_active():
+        return [tensor / n for tensor in tensors]
+    return torch._foreach_div(tensors, n)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @never
@@ -215,7 +223,55 @@ def mean(tree: Any) -> Any:
     """
     n = _factors(tree, "mean")[0][0].n
     total, spec = _trees.flatten(sum(tree))
-    return _trees.unflatten(spec, [leaf / n for leaf in total])
+    return _trees.unflatten(spec, _divide(total, n))
+
+
+class Moments(NamedTuple):
+    """What `moments` returns.
+
+    Attributes:
+        mean: 1/n sum_n g_n, the parameters' tree, each leaf [*shape].
+        second: 1/n sum_n |g_n|^2 of every entry, real, the same tree: the diagonal of the empirical Fisher matrix.
+    """
+
+    mean: Any
+    second: Any
+
+    @property
+    def variance(self) -> Any:
+        """second - |mean|^2, never negative: of the n samples, not of what they were drawn from (that is n / (n - 1) times as much)."""
+        means, spec = _trees.flatten(self.mean)
+        seconds, _ = _trees.flatten(self.second)
+        return _trees.unflatten(spec, [(second - square(mean)).clamp(min=0) for mean, second in zip(means, seconds, strict=True)])
+
+
+@never
+def moments(tree: Any) -> Moments:
+    """Mean and mean square of every entry over the samples; embeddings never become dense per sample.
+
+    The moments of several batches average, weighted by their sizes; so do those of the chunks of one.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The two, in at least float32; NaN for n = 0. The gradient noise scale tr(Sigma) / |G|^2 is the sum of `variance` by that of
+        mean^2.
+
+    Example:
+        >>> import torch
+        >>> mean, second = moments({"w": torch.tensor([[1.0, 2.0], [3.0, 2.0]])})
+        >>> mean, second
+        ({'w': tensor([2., 2.])}, {'w': tensor([5., 4.])})
+        >>> moments({"w": torch.tensor([[1.0, 2.0], [3.0, 2.0]])}).variance
+        {'w': tensor([1., 0.])}
+
+    Source: Dangel, Kunstner & Hennig, "BackPACK: Packing more into backprop", 2020; McCandlish et al., "An Empirical Model of Large-Batch
+    Training", 2018 (the noise scale).
+    """
+    factors, spec = _factors(tree, "moments")
+    n = factors[0].n
+    return Moments(*(_trees.unflatten(spec, _divide(sums, n)) for sums in Joint(factors).moment_sums()))
 
 
 @never
@@ -371,6 +427,43 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
     scale = rows[:, None] * columns[None, :]
     zero = scale == 0
     return torch.where(zero, 0, gram(tree, other) / torch.where(zero, 1, scale))
+
+
+@never
+def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
+    """A random projection: each sample's gradient as `dim` numbers with, on average, the same inner products.
+
+    For gradients u and v, E[project(u) . project(v)] = <u, v> over seeds, with a variance of at most 11 / dim |u|^2 |v|^2. Every entry of
+    a leaf goes to one of `dim` buckets, with a sign; the leaves' buckets are added up. So the projection is linear, costs what looking at
+    the gradients once does or, of wide layers, much less (their gradients are not formed), and no matrix [P, dim] is drawn or held.
+
+    Args:
+        tree: Per-sample gradients.
+        dim: How many numbers: an integer that is at least 1. Powers of two are fastest.
+        seed: An integer. The projection depends on it, on `dim`, and on the order and shapes of the leaves alone, and is the same for
+            dense and factored trees, on every machine and device: what is projected today can be compared with what is projected later.
+
+    Returns:
+        [n, dim], real, in at least float32.
+
+    Raises:
+        InputError: `dim` or `seed` is no such integer.
+
+    Example:
+        >>> import torch
+        >>> sketch = project({"w": torch.eye(3)}, 1024)
+        >>> sketch.shape, (sketch @ sketch.T).diagonal()
+        (torch.Size([3, 1024]), tensor([1., 1., 1.]))
+
+    Source: Pham & Pagh, "Fast and Scalable Polynomial Kernels via Explicit Feature Maps", 2013 (TensorSketch); Park et al., "TRAK:
+    Attributing Model Behavior at Scale", 2023 (what projected gradients are for).
+    """
+    factors, _ = _factors(tree, "project")
+    for name, value, least in (("dim", dim, 1), ("seed", seed, None)):
+        if not isinstance(value, int) or isinstance(value, bool) or least is not None and value < least:
+            raise InputError(f"psg.tree.project: {name}={value!r}: expected an integer{'' if least is None else ' that is at least 1'}.")
+    draw = random.Random(seed)
+    return _total([factor.project(Sketch(dim, draw)) for factor in factors])
 
 
 @never

@@ -62,6 +62,7 @@ def transforms(device: torch.device) -> dict[str, list[str]]:
         }
     g = psg.factored_grad(loss, method="capture")(params, *workload.batch)
     found["gram"], found["dot"] = psg.tree.gram(g), psg.tree.dot(g, params)
+    found["moments"], found["project"] = psg.tree.moments(g), psg.tree.project(g, 8)
     return {name: sorted({str(leaf.device) for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)}) for name, tree in found.items()}
 
 
@@ -105,6 +106,8 @@ def kernels(device: torch.device) -> dict[str, list[int]]:
         calls = {
             "norm": lambda tree=tree: psg.tree.norm(tree),
             "weighted_sum": lambda tree=tree, weights=weights: psg.tree.weighted_sum(tree, weights),
+            "mean": lambda tree=tree: psg.tree.mean(tree),
+            "moments": lambda tree=tree: psg.tree.moments(tree),
             "add_noise": lambda summed=summed: psg.tree.add_noise(summed, 1.0),
         }
         for name, call in calls.items():

@@ -14,6 +14,7 @@ CALLS = {
     "recurrent.py": ["--kinds", "tanh", "--methods", "plain,psg_clip", "--samples", "2", "--steps", "3", "--repeats", "1"],
     "lifted.py": ["--repeats", "1"],
     "breakdown.py": ["--workloads", "tiny"],
+    "projections.py": ["--workloads", "tiny", "--dims", "8", "--repeats", "1"],
     "roofline.py": ["--workloads", "tiny,cnn,gpt,embedding", "--ops", "2"],
 }
 

@@ -1,5 +1,7 @@
 """Every factor, every operation and every pair of kinds against the tensors that they stand for."""
 
+import random
+
 import optree
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 import psg
 from psg.factors import Conv, Dense, Geometry, Outer, Rows, Sum, merge
+from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
     loop_grad,
@@ -127,6 +130,24 @@ each_factor = pytest.mark.parametrize("kind, size, recipe", ROWS, ids=[f"{kind},
 each_count = pytest.mark.parametrize("n", [0, 1, 3])
 
 
+def sketch_matrix(shape, dim, draw):
+    """A sketch written out, [P, dim]: the bucket and the sign of every entry, by polynomials in Python's integers."""
+    polynomials = [[draw.randrange(2**31 - 1) for _ in range(4)] for _ in range(4)]
+
+    def value(k, x):
+        a, b, c, d = polynomials[k]
+        return (a * x**3 + b * x**2 + c * x + d) % (2**31 - 1)
+
+    rows = shape[0] if len(shape) else 1
+    columns = shape[1:].numel()
+    matrix = torch.zeros(rows * columns, dim)
+    for a in range(rows):
+        for b in range(columns):
+            bucket = (value(0, a) % dim + value(2, b) % dim) % dim
+            matrix[a * columns + b, bucket] = (-1) ** (value(1, a) % 2 + value(3, b) % 2)
+    return matrix
+
+
 @pytest.fixture
 def make(device):
     generator = torch.Generator().manual_seed(0)
@@ -205,6 +226,23 @@ def test_take(kind, size, recipe, index, make):
     assert_trees_close(factor.take(at).materialize(), tensor[at])
     assert_trees_close(factor.take(slice(1, None)).materialize(), tensor[1:])
     assert_trees_close(factor.take(torch.tensor([True, False, True], device=tensor.device)).materialize(), tensor[[0, 2]])
+
+
+@each_count
+@each_factor
+def test_moment_sums(kind, size, recipe, n, make):
+    factor, tensor = make(recipe, n, size)
+    assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
+
+
+@each_count
+@each_factor
+@pytest.mark.parametrize("dim", [1, 7, 64])
+def test_project(kind, size, recipe, n, dim, make):
+    factor, tensor = make(recipe, n, size)
+    matrix = sketch_matrix(tensor.shape[1:], dim, random.Random(dim)).to(tensor)
+    expected = tensor.reshape(n, len(matrix)) @ matrix
+    assert_trees_close(factor.project(Sketch(dim, random.Random(dim))), expected)
 
 
 @each_count
@@ -312,6 +350,19 @@ def test_products_of_one_position_into_pages_kept_or_fresh(kept, n, device, monk
 
 
 # --- what is easy to get wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda values: Outer(values, values),
+        lambda values: Rows(torch.zeros(2, 3, dtype=torch.int64), values, 4),
+        lambda values: Conv(values[:, None], values[:, None], Geometry((1,), (1,), (0,), (1,), 1)),
+    ],
+)
+def test_products_of_complex_tensors_are_refused(make):
+    with pytest.raises(psg.InputError, match=r"psg\.factors\.(Outer|Rows|Conv): .*only Dense"):
+        make(torch.ones(2, 3, 4, dtype=torch.complex64))
 
 
 def test_groups_never_mix(device):

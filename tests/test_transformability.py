@@ -98,6 +98,10 @@ def of_flat(reduce):
     return lambda fn, p, x, rest: reduce(flat(gradients(fn, p, x)), rest)
 
 
+def mean_square(g):
+    return g.square().mean(0)
+
+
 def reference_cosine(g, rest):
     g = g / g.norm(dim=1, keepdim=True)
     return g @ g.T
@@ -129,6 +133,11 @@ FUNCTIONS = {
     "inner": (of_tree(lambda g, rest: psg.tree.inner(g, psg.tree.take(g, slice(None)))), of_flat(lambda g, rest: g.square().sum(1))),
     "gram": (of_tree(lambda g, rest: psg.tree.gram(g)), of_flat(lambda g, rest: g @ g.T)),
     "cosine": (of_tree(lambda g, rest: psg.tree.cosine(g)), of_flat(reference_cosine)),
+    "moments": (of_tree(lambda g, rest: psg.tree.moments(g).second), lambda fn, p, x, rest: tree_map(mean_square, gradients(fn, p, x))),
+    "project": (
+        of_tree(lambda g, rest: psg.tree.project(g, 5)),
+        lambda fn, p, x, rest: psg.tree.project(gradients(fn, p, x), 5),
+    ),
     "flatten": (of_tree(lambda g, rest: psg.tree.flatten(g)), of_flat(lambda g, rest: g)),
     "concat": (of_tree(lambda g, rest: psg.tree.flatten(psg.tree.concat([g, g]))), of_flat(lambda g, rest: torch.cat([g, g]))),
     "in chunks": (lambda fn: clipped(fn, chunk_size=2), reference_clipped),
@@ -341,6 +350,8 @@ REDUCTIONS = {
     "inner": lambda g, w: psg.tree.inner(g, psg.tree.take(g, [1, 2, 0])),
     "gram": lambda g, w: psg.tree.gram(g),
     "cosine": lambda g, w: psg.tree.cosine(g),
+    "moments": lambda g, w: psg.tree.moments(g).second,
+    "project": lambda g, w: psg.tree.project(g, 2),  # so few that all of a factor's ways are taken
 }
 
 

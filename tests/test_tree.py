@@ -77,6 +77,22 @@ class TestReductions:
         assert_trees_close(psg.tree.sum(kind(tree)), tree_map(lambda leaf: leaf.sum(0), dense), per_sample=False)
         assert_trees_close(psg.tree.mean(kind(tree)), tree_map(lambda leaf: leaf.mean(0), dense), per_sample=False)
 
+    def test_moments(self, kind, n, device):
+        tree = factored_tree(n, device)
+        dense = dense_tree(tree)
+        found = psg.tree.moments(kind(tree))
+        assert_trees_close(found.mean, tree_map(lambda leaf: leaf.mean(0), dense), per_sample=False)
+        assert_trees_close(found.second, tree_map(lambda leaf: leaf.square().mean(0), dense), per_sample=False)
+        if n:
+            expected = tree_map(lambda leaf: leaf.var(0, correction=0), dense)
+            assert_trees_close(found.variance, expected, atol=1e-12, per_sample=False)
+
+    def test_project(self, kind, n, device):
+        tree = factored_tree(n, device)
+        found = psg.tree.project(kind(tree), 16, seed=3)
+        assert found.shape == (n, 16)
+        assert_trees_close(found, psg.tree.project(dense_tree(tree), 16, seed=3))
+
     def test_dot(self, kind, n, device):
         tree = factored_tree(n, device)
         direction = direction_of(dense_tree(tree))
@@ -133,6 +149,48 @@ def test_unflatten_gives_every_leaf_its_dtype(device):
     assert all(torch.equal(back[name], leaf) and back[name].dtype == leaf.dtype for name, leaf in tree.items())
     wider = psg.tree.unflatten(torch.zeros(6, dtype=torch.float64, device=device), {"real": like["real"]})
     assert wider["real"].dtype == torch.float64
+
+
+def test_projections_keep_inner_products(device):
+    # Over seeds: their mean within five standard errors, and their variance below the stated bound.
+    tree = factored_tree(4, device)
+    gram, dim, seeds = psg.tree.gram(tree), 8, 400
+    projected = torch.stack([psg.tree.project(tree, dim, seed=seed) for seed in range(seeds)])
+    products = projected @ projected.transpose(1, 2)
+    bound = 11 / dim * gram.diagonal()[:, None] * gram.diagonal()
+    assert (products.var(0) < bound).all()
+    assert ((products.mean(0) - gram).abs() < 5 * products.std(0) / seeds**0.5).all()
+
+
+def test_a_projection_depends_on_its_seed_alone(device):
+    tree = factored_tree(4, device)
+    first = psg.tree.project(tree, 8)
+    torch.manual_seed(1)
+    assert torch.equal(psg.tree.project(tree, 8), first)
+    assert not torch.equal(psg.tree.project(tree, 8, seed=1), first)
+    assert_trees_close(psg.tree.project(psg.tree.take(tree, [2, 1]), 8), first[[2, 1]])
+    # Leaves of one shape go their own ways: otherwise equal and opposite leaves would vanish for every seed.
+    leaf = torch.randn(3, 5, device=device)
+    assert (psg.tree.project([leaf, -leaf], 64).abs().amax(1) > 0).all()
+
+
+def test_moments_and_projections_of_complex_and_low_precision(device):
+    pairs = torch.randn(4, 3, 2, device=device)
+    tree = torch.view_as_complex(pairs)
+    assert_trees_close(psg.tree.moments(tree).second, pairs.square().sum(2).mean(0), per_sample=False)
+    assert_trees_close(psg.tree.project(tree, 8), psg.tree.project(pairs, 8))
+    low = pairs.bfloat16()
+    for part in (*psg.tree.moments(low), psg.tree.moments(low).variance, psg.tree.project(low, 8)):
+        assert part.dtype == torch.float32
+    assert_trees_close(psg.tree.moments(low).second, low.float().square().mean(0), rtol=1e-6, per_sample=False)
+
+
+def test_moments_of_an_embedding_never_become_dense_per_sample(device):
+    rows = Rows(torch.randint(10**6, (64, 8), device=device), torch.randn(64, 8, 4, device=device), 10**6)  # dense: 2 GB
+    found = psg.tree.moments(rows)
+    assert found.second.count_nonzero() <= 64 * 8 * 4
+    assert_trees_close(found.second.sum() * 64, psg.tree.squared_norm(rows).sum(), rtol=1e-5, per_sample=False)
+    assert psg.tree.project(rows, 16).isfinite().all()
 
 
 def test_take_and_concat_keep_factors(device):
@@ -308,6 +366,11 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: .*integer 1.*slice\(1, 2\)"),
         (lambda: psg.tree.concat([]), r"psg\.tree\.concat: .*at least one tree"),
         (lambda: psg.tree.concat([[VALUES], (VALUES,)]), r"psg\.tree\.concat: .*differ in structure"),
+        (lambda: psg.tree.project(VALUES, 0), r"psg\.tree\.project: dim=0: expected an integer that is at least 1"),
+        (lambda: psg.tree.project(VALUES, 8.0), r"psg\.tree\.project: dim=8\.0"),
+        (lambda: psg.tree.project(VALUES, 8, seed="a"), r"psg\.tree\.project: seed='a': expected an integer\."),
+        (lambda: psg.tree.project([], 8), r"psg\.tree\.project: .*no leaves"),
+        (lambda: psg.tree.moments([]), r"psg\.tree\.moments: .*no leaves"),
         (lambda: psg.tree.add_noise([], 1.0), r"psg\.tree\.add_noise: .*no leaves"),
         (lambda: psg.tree.add_noise([torch.ones(2, dtype=torch.int64)], 1.0), r"psg\.tree\.add_noise: .*got dtype torch\.int64"),
         (lambda: psg.tree.add_noise({"w": Dense(VALUES)}, 1.0), r"psg\.tree\.add_noise: .*got Dense"),

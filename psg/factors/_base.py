@@ -5,12 +5,18 @@ i in, o out; g group; k kernel.
 """
 
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Iterator
+from functools import reduce
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from psg import _functorch
+from psg import _functorch, plans
+from psg._errors import InputError
+
+if TYPE_CHECKING:
+    from psg.factors._sketch import Sketch
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -22,6 +28,8 @@ def widen(tensor: Tensor) -> Tensor:
     """The tensor in its `wide` dtype."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
+
+_FEW = 64
 
 # Devices whose products of 16 bits can be had in float32, in which they are added up anyway.
 WIDENING = {"cuda", "xpu"}
@@ -74,6 +82,25 @@ def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
         return tensor.reshape(table.shape[0], -1, *tensor.shape[2:])  # already side by side
     padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
     return padded[table].flatten(1, 2)
+
+
+def square(values: Tensor) -> Tensor:
+    """|values|^2, real, at least float32."""
+    values = widen(values)
+    return values.real.square() + values.imag.square() if values.is_complex() else values.square()
+
+
+def _matrices(values: Tensor) -> Tensor:
+    """[n, *shape] as matrices [n, shape[0], the rest]; a complex entry is two real ones."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    rows = values.shape[1] if values.ndim > 1 else 1
+    return values.reshape(len(values), rows, values.shape[2:].numel())
+
+
+def expect_real(factor: "Factor") -> None:
+    """Raise InputError for a factor made of complex tensors: sums of their products are not those of pairs of real numbers."""
+    if factor.dtype.is_complex:
+        raise InputError(f"psg.factors.{type(factor).__name__}: of complex gradients only Dense is a factor: give them themselves.")
 
 
 class Factor(ABC):
@@ -134,6 +161,27 @@ class Factor(ABC):
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """sum_n weights[n] gradient[n] -> shape."""
+
+    def moment_sums(self) -> tuple[Tensor, Tensor]:
+        """sum_n gradient[n] and, real, sum_n |gradient[n]|^2 of every entry, both -> shape, in at least float32."""
+        total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
+        squares = torch.zeros(self.shape, dtype=total.dtype.to_real(), device=self.device)
+        for part in map(widen, self.parts()):
+            total = total + part.sum(0)
+            if len(part) <= _FEW and part.device.type == "cpu" and not part.is_complex():  # large ones: one pass over each
+                squares = reduce(lambda sum, gradient: torch.addcmul(sum, gradient, gradient), part, squares)
+            else:
+                squares = squares + square(part).sum(0)
+        return total, squares
+
+    def project(self, sketch: "Sketch") -> Tensor:
+        """What a sketch makes of each sample's gradient -> [n, dim], real, at least float32."""
+        return torch.cat([sketch.matrices(_matrices(part)) for part in self.parts()])
+
+    def parts(self) -> Iterator[Tensor]:
+        """The gradients of a few samples at a time, materialised: all samples in order, and at least one part."""
+        size = max(1, plans.chunk_bytes(self.device) // max(1, self.shape.numel() * self.dtype.itemsize))
+        return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
     @abstractmethod
     def dot(self, direction: Tensor) -> Tensor:

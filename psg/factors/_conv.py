@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, gather_groups, scale_rows, wide_bmm, widen
+from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._planned import Planned
@@ -34,6 +34,9 @@ class Conv(Planned):
         input: [n, images, i, *spatial in].
         geometry: Kernel, stride, padding, dilation, groups.
 
+    Raises:
+        InputError: The tensors are complex.
+
     Source: Rochette, Manoel & Tramel, "Efficient Per-Example Gradient Computations in Convolutional Neural Networks", 2019 (the grouped
     convolution); Bu, Mao & Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy",
     2022 (the Gram form over patches).
@@ -45,6 +48,7 @@ class Conv(Planned):
         self.cotangent = cotangent
         self.input = input
         self.geometry = geometry
+        expect_real(self)
 
     @property
     def n(self) -> int:

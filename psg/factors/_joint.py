@@ -59,7 +59,15 @@ class Joint:
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """sum_n weights[n] gradient[n] of each of them."""
-        sums = [part.weighted_sum(weights) for part in self._parts]
+        return self._apart([part.weighted_sum(weights) for part in self._parts])
+
+    def moment_sums(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The sum over n of gradient[n], and of |gradient[n]|^2, of each of them; see `Factor.moment_sums`."""
+        totals, squares = zip(*(part.moment_sums() for part in self._parts), strict=True)
+        return self._apart(list(totals)), self._apart(list(squares))
+
+    def _apart(self, sums: list[Tensor]) -> list[Tensor]:
+        """From the parts' sums to the factors' own."""
         if not self._small:
             return sums
         shapes = [self._factors[i].shape for i in self._small]

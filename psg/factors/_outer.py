@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, gather_groups, scale_rows, wide_bmm, widen
+from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, square, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
+from psg.factors._sketch import Sketch
 from psg.memory import pages_are_kept
 
 
@@ -22,6 +23,9 @@ class Outer(Planned):
         left: [n, t, a].
         right: [n, t, b], of the same dtype.
 
+    Raises:
+        InputError: They are complex.
+
     Source: Goodfellow, "Efficient Per-Example Gradient Computations", 2015 (one position); Li et al., "Large Language Models Can Be
     Strong Differentially Private Learners", 2022, section 4 (positions, the Gram form of the norm).
     """
@@ -31,6 +35,7 @@ class Outer(Planned):
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left = left
         self.right = right
+        expect_real(self)
 
     @property
     def n(self) -> int:
@@ -90,6 +95,16 @@ class Outer(Planned):
         else:
             right = scale_rows(right, weights)
         return torch.mm(left.flatten(0, 1).T, right.flatten(0, 1))
+
+    def moment_sums(self) -> tuple[Tensor, Tensor]:
+        if self.positions != 1:
+            return super().moment_sums()
+        left, right = widen(self.left[:, 0]), widen(self.right[:, 0])
+        return left.T @ right, square(left).T @ square(right)
+
+    def project(self, sketch: Sketch) -> Tensor:
+        touched = self.positions * (sum(self.shape) + sketch.dim)
+        return sketch.outer(self.left, self.right) if touched < self.shape.numel() else super().project(sketch)
 
     def dot(self, direction: Tensor) -> Tensor:
         left, right = widen(self.left), widen(self.right)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Factor, gather_groups, scale_rows, wide, widen
+from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, square, wide, widen
 from psg.factors._dense import Dense
+from psg.factors._sketch import Sketch
 
 
 class Rows(Factor):
@@ -18,6 +19,9 @@ class Rows(Factor):
         index: Integers in [0, num_rows), [n, t].
         cotangent: [n, t, d].
         num_rows: The rows v of the parameter.
+
+    Raises:
+        InputError: The cotangent is complex.
     """
 
     fields = ("index", "cotangent")
@@ -26,6 +30,7 @@ class Rows(Factor):
         self.index = index
         self.cotangent = cotangent
         self.num_rows = num_rows
+        expect_real(self)
 
     @property
     def n(self) -> int:
@@ -52,20 +57,23 @@ class Rows(Factor):
             return _norm_op(self.index, self.cotangent, self.num_rows)
         # Positions with the same index add up before they are squared. Sorting gives each distinct index of a sample a slot below t,
         # so the work is that of t rows and never that of t x t pairs or of num_rows.
-        _, t, _ = self.cotangent.shape
         ordered, order = self.index.sort(dim=1)
-        differs = ordered[:, 1:] != ordered[:, :-1]
         if self.device.type == "cpu" and not self.is_differentiated:
             repeated = torch.zeros_like(ordered, dtype=torch.bool)  # where a sample has an index twice
-            repeated[:, 1:] |= ~differs
-            repeated[:, :-1] |= ~differs
+            repeats = ordered[:, 1:] == ordered[:, :-1]
+            repeated[:, 1:] |= repeats
+            repeated[:, :-1] |= repeats
             if 4 * int(repeated.count_nonzero()) < repeated.numel():
                 return self._norm_with_few_repeats(ordered, order, repeated)
+        return Dense(self._distinct(ordered, order)[1]).squared_norm()
+
+    def _distinct(self, ordered: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of each sample, those with one index added up: index [n, t], values [n, t, d], zero where there are fewer than t."""
         slot = torch.zeros_like(order)
-        slot[:, 1:] = differs.cumsum(1)
+        slot[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+        index = torch.zeros_like(order).scatter_(1, slot, ordered)
         slots = torch.empty_like(slot).scatter_(1, order, slot)
-        compact = Rows(slots, widen(self.cotangent), max(t, 1))
-        return Dense(compact.materialize()).squared_norm()
+        return index, Rows(slots, widen(self.cotangent), order.shape[1]).materialize()
 
     def _norm_with_few_repeats(self, ordered: Tensor, order: Tensor, repeated: Tensor) -> Tensor:
         # Only those are added up and so read twice; every other row is on its own.
@@ -77,6 +85,13 @@ class Rows(Factor):
         first[1:] = (index[1:] != index[:-1]) | (sample[1:] != sample[:-1])
         sums = scatter_rows(first.cumsum(0) - 1, widen(self.cotangent)[sample, position], int(first.count_nonzero()))
         return squares.sum(1).index_add_(0, sample[first], Dense(sums).squared_norm())
+
+    def moment_sums(self) -> tuple[Tensor, Tensor]:
+        index, values = self._distinct(*self.index.sort(dim=1))
+        return scatter_rows(index, values, self.num_rows), scatter_rows(index, square(values), self.num_rows)
+
+    def project(self, sketch: Sketch) -> Tensor:
+        return sketch.rows(self.index, self.cotangent)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return scatter_rows(self.index, scale_rows(self.cotangent, weights), self.num_rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from psg.factors._base import Factor, wide
 from psg.factors._dense import Dense
+from psg.factors._sketch import Sketch
 
 
 class Sum(Factor):
@@ -70,6 +71,9 @@ class Sum(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._reduce(lambda term: term.weighted_sum(weights), self.like.new_zeros(self.shape))
+
+    def project(self, sketch: Sketch) -> Tensor:
+        return self._reduce(lambda term: term.project(sketch), self._zeros(self.n, sketch.dim))
 
     def dot(self, direction: Tensor) -> Tensor:
         return self._reduce(lambda term: term.dot(direction), self._zeros(self.n))

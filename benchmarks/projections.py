@@ -1,0 +1,98 @@
+"""Measures random projections and moments of per-sample gradients, from the batch to the result, as ratios to plain training.
+
+    python benchmarks/projections.py --threads 4 --dims 512,4096 --out results/projections.json
+
+Beside psg stand the ways that need every sample's gradient: `vmap(grad)`, then a product with a Gaussian matrix that is drawn block by
+block from a fixed seed, as TRAK's BasicProjector does it, or the mean square. psg's results are compared with those of materialised
+gradients before anything is timed; medians of interleaved calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from methods import METHODS
+from run import describe, interleave
+from torch import Tensor
+from workloads import Workload, build
+
+import psg
+
+BLOCK = 1 << 14  # rows of the Gaussian matrix at a time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="mlp,cnn,vit,gpt,embedding")
+    parser.add_argument("--dims", default="512,4096")
+    parser.add_argument("--gaussian", type=int, default=512, help="the most numbers to which the Gaussian matrix projects: it is slow")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--keep-pages", action="store_true", help="memory that is freed stays the process's: psg.keep_pages()")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.dtype, args.tf32 = "float32", False
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads)
+    if args.keep_pages and not psg.keep_pages():
+        raise SystemExit("--keep-pages: this C library cannot")
+    rows = {name: measure(name, [int(dim) for dim in args.dims.split(",")], args) for name in args.workloads.split(",")}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
+
+
+def measure(name: str, dims: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """The ratio to plain training of every way to compute projections and moments."""
+    workload = build(name, args.device)
+    loss, params = psg.stateless(workload.model, workload.criterion)
+    factored = psg.factored_grad(loss)
+    check(factored(params, *workload.batch), dims)
+    gradients = METHODS["vmap_grad"].prepare(workload, 1.0)
+    calls: dict[str, Callable[[], Any]] = {
+        "plain": METHODS["plain"].prepare(build(name, args.device), 1.0),
+        "psg_moments": lambda: psg.tree.moments(factored(params, *workload.batch)),
+        "vmap_moments": lambda: [(g.mean(0), g.square().mean(0)) for g in gradients().values()],
+    }
+    for dim in dims:
+        calls[f"psg_project_{dim}"] = lambda dim=dim: psg.tree.project(factored(params, *workload.batch), dim)
+        if dim <= args.gaussian:
+            calls[f"vmap_gaussian_{dim}"] = lambda dim=dim: gaussian(gradients(), dim, workload)
+    medians = {method: statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
+    base = medians["plain"]
+    ratios = {method: round(seconds / base, 2) for method, seconds in medians.items()}
+    print(f"{name:<12} {base * 1e3:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "plain"), flush=True)
+    return {"ms": round(base * 1e3, 3), "ratios": ratios}
+
+
+def check(factored: Any, dims: list[int]) -> None:
+    """psg's reductions of factors against those of the gradients themselves."""
+    dense = psg.tree.materialize(factored)
+    for dim in dims:
+        torch.testing.assert_close(*(psg.tree.project(tree, dim) for tree in (factored, dense)), rtol=1e-3, atol=1e-4)
+    second = psg.tree.moments(factored).second
+    for leaf, values in dense.items():
+        torch.testing.assert_close(second[leaf], values.square().mean(0), rtol=1e-3, atol=1e-8)
+
+
+def gaussian(grads: dict[str, Tensor], dim: int, workload: Workload) -> Tensor:
+    """Every sample's gradient times one Gaussian matrix [P, dim]."""
+    n, device = workload.num_samples, workload.batch[0].device
+    generator = torch.Generator(device).manual_seed(0)
+    total = torch.zeros(n, dim, device=device)
+    for leaf in grads.values():
+        for block in leaf.reshape(n, -1).split(BLOCK, dim=1):
+            total += block @ torch.randn(block.shape[1], dim, device=device, generator=generator)
+    return total / dim**0.5
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Random projections that know outer products: every entry of a gradient goes to one bucket, with a sign.
+
+Entry (a, b) of a matrix goes to bucket h(a) + k(b), modulo their number, with sign s(a) r(b). So the sketch of an outer product is the
+cyclic convolution of the sketches of its two sides, and the outer product need not be formed. The map depends on the parameter's shape
+alone: all kinds of factors of one gradient have one sketch.
+"""
+
+import random
+
+import torch
+from torch import Tensor
+
+from psg import plans
+from psg.factors._base import widen
+
+_PRIME = (1 << 31) - 1
+
+
+class _Hash:
+    """Independent random buckets and signs for any four different integers below 2^31 - 1: polynomials of degree 3 modulo a prime.
+
+    Source: Wegman & Carter, "New hash functions and their use in authentication and set equality", 1981.
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        self._bucket, self._sign = ([draw.randrange(_PRIME) for _ in range(4)] for _ in range(2))
+
+    def bucket(self, index: Tensor, dim: int) -> Tensor:
+        return _polynomial(self._bucket, index) % dim
+
+    def sign(self, index: Tensor) -> Tensor:
+        return 1 - 2 * (_polynomial(self._sign, index) % 2)
+
+
+def _polynomial(coefficients: list[int], index: Tensor) -> Tensor:
+    value = torch.full_like(index, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = (value * index + coefficient) % _PRIME  # exact: below 2^62
+    return value
+
+
+class Sketch:
+    """The map for one parameter: gradients of its shape, as matrices [shape[0], the rest], to `dim` numbers.
+
+    E[sketch(u) . sketch(v)] = u . v, with a variance of at most 11 / dim |u|^2 |v|^2.
+
+    Args:
+        dim: The number of buckets.
+        draw: What draws the two hashes.
+
+    Source: Pham & Pagh, "Fast and Scalable Polynomial Kernels via Explicit Feature Maps", 2013 (TensorSketch); Avron, Nguyen & Woodruff,
+    "Subspace Embeddings for the Polynomial Kernel", 2014, Lemma 1 (the variance); Charikar, Chen & Farach-Colton, "Finding Frequent Items
+    in Data Streams", 2002 (CountSketch, the case of one side).
+    """
+
+    def __init__(self, dim: int, draw: random.Random) -> None:
+        self.dim = dim
+        self._sides = _Hash(draw), _Hash(draw)
+
+    def matrices(self, values: Tensor) -> Tensor:
+        """[n, a, b] -> [n, dim]."""
+        n, a, b = values.shape
+        total = widen(values).new_zeros(n, self.dim)
+        size = max(1, plans.chunk_bytes(values.device) // max(1, n * b * values.element_size()))
+        rows, columns = torch.arange(a, device=values.device), torch.arange(b, device=values.device)
+        for index in rows.split(size):
+            bucket, sign = self._at(index[:, None], columns)
+            part = widen(values[:, index[0] : index[-1] + 1] if len(index) < a else values) * sign
+            total = total.scatter_add(1, bucket.reshape(1, -1).expand(n, -1), part.flatten(1))
+        return total
+
+    def rows(self, index: Tensor, values: Tensor) -> Tensor:
+        """Rows values [n, t, b] of matrices whose row is index [n, t] -> [n, dim]."""
+        bucket, sign = self._at(index[:, :, None], torch.arange(values.shape[2], device=values.device))
+        return widen(values).new_zeros(len(values), self.dim).scatter_add(1, bucket.flatten(1), (widen(values) * sign).flatten(1))
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """sum_t left[n, t, a] right[n, t, b] -> [n, dim], by the convolution theorem."""
+        n, t = left.shape[:2]
+        if n * t == 0:
+            return widen(left).new_zeros(n, self.dim)  # of nothing there is no Fourier transform
+        size = max(1, plans.chunk_bytes(left.device) // (t * self.dim * widen(left).element_size()))
+        chunks = zip(left.split(size), right.split(size), strict=True)
+        return torch.cat([torch.fft.irfft((self._spectra(x, 0) * self._spectra(y, 1)).sum(1), n=self.dim) for x, y in chunks])
+
+    def _spectra(self, values: Tensor, side: int) -> Tensor:
+        """The Fourier transforms of the sketches of vectors: [n, t, d] -> [n, t, dim / 2 + 1]."""
+        index, hashed = torch.arange(values.shape[2], device=values.device), self._sides[side]
+        signed = widen(values) * hashed.sign(index)
+        bucket = hashed.bucket(index, self.dim).expand(values.shape)
+        return torch.fft.rfft(signed.new_zeros(*values.shape[:2], self.dim).scatter_add(2, bucket, signed))
+
+    def _at(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Bucket and sign of the entries at (a, b)."""
+        left, right = self._sides
+        return (left.bucket(a, self.dim) + right.bucket(b, self.dim)) % self.dim, left.sign(a) * right.sign(b)
