@@ -91,6 +91,68 @@ def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     return torch.where(norms > 0, clip_norm / torch.where(norms > 0, norms, 1), 1)
 
 
+def adapt(
+    clip_norm: float | Tensor,
+    norms: Tensor,
+    expected_batch_size: float,
+    *,
+    quantile: float = 0.5,
+    rate: float = 0.2,
+    std: float = 0.0,
+    mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The clip norm for the next step, which follows a quantile of the norms.
+
+    clip_norm exp(-rate (fraction - quantile)), where fraction is 1/2 + (sum_n ([norms[n] <= clip_norm] - 1/2) + std z) / m, with m the
+    expected batch size and z standard normal. All that is carried from step to step is the clip norm itself; nothing waits for the device.
+
+    Args:
+        clip_norm: The one of this step: a number or a scalar tensor, greater than 0 (from 0 it does not move).
+        norms: `ClippedGrad.norms`, [n]. One that is not finite counts as larger.
+        expected_batch_size: The mean number of samples in a batch, a public number; the size itself where nothing is private.
+        quantile: Which share of the norms is to stay unclipped, in [0, 1].
+        rate: The learning rate, at least 0.
+        std: The standard deviation of the noise on the sum, at least 0. One sample changes the sum by 1/2, so a noise multiplier of
+            2 std is spent; beside one of s on the gradients the step as a whole has (s^-2 + (2 std)^-2)^-1/2.
+        mask: Booleans [n], as given to the clipped gradient: where it is False the sample does not count.
+        generator: What draws z, on the norms' device; None for torch's default.
+
+    Returns:
+        A scalar tensor in the dtype and on the device of `norms`.
+
+    Raises:
+        InputError: `norms` or `mask` is not [n], or an option out of its range.
+
+    Example:
+        >>> import torch
+        >>> clip_norm = torch.tensor(1.0)
+        >>> for _ in range(200):
+        ...     clip_norm = adapt(clip_norm, torch.tensor([1.0, 2.0, 3.0, 4.0]), 4, quantile=0.75)
+        >>> 2.5 < clip_norm < 3.5
+        tensor(True)
+
+    Source: Andrew, Thakkar, McMahan & Ramaswamy, "Differentially Private Learning with Adaptive Clipping", 2021, Algorithm 1, Theorem 1.
+    """
+    check_clip_norm(clip_norm)
+    if norms.ndim != 1 or mask is not None and mask.shape != norms.shape:
+        got = f"norms of shape {tuple(norms.shape)}" + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}")
+        raise InputError(f"psg.clipping.adapt: expected norms [n] and, if any, a mask [n], got {got}.")
+    for name, value, fits, range in (
+        ("expected_batch_size", expected_batch_size, 0 < expected_batch_size < math.inf, "greater than 0 and finite"),
+        ("quantile", quantile, 0 <= quantile <= 1, "in [0, 1]"),
+        ("rate", rate, 0 <= rate < math.inf, "at least 0 and finite"),
+        ("std", std, 0 <= std < math.inf, "at least 0 and finite"),
+    ):
+        if not fits:
+            raise InputError(f"psg.clipping.adapt: {name}={value!r}: expected a number {range}.")
+    counts = (norms <= clip_norm).to(norms.dtype) - 0.5
+    total = (counts if mask is None else torch.where(mask, counts, 0)).sum()
+    if std:
+        total = total + std * torch.randn((), dtype=norms.dtype, device=norms.device, generator=generator)
+    return clip_norm * torch.exp(-rate * (total / expected_batch_size + 0.5 - quantile))
+
+
 POLICIES: dict[str, Policy] = {"clip": clip, "automatic": automatic(), "normalize": normalize}
 
 

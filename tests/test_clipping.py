@@ -295,3 +295,57 @@ def test_gradients_have_the_dtype_of_their_parameters(device):
     out = psg.clipped_grad(lambda p, x: (p["a"] * x + p["b"] * x).sum(), 0.1)(params, x)
     assert {name: leaf.dtype for name, leaf in out.grads.items()} == {"a": torch.bfloat16, "b": torch.float32}
     assert out.norms.dtype == torch.float32
+
+
+# --- adaptive clip norms ---------------------------------------------------------------------------------------
+
+
+def test_adapt_is_the_update_of_the_paper(device):
+    norms = torch.tensor([0.5, 1.0, 2.0, math.nan, math.inf], device=device)
+    # Two of five within the clip norm: as many samples as expected, then half as many.
+    for size, fraction in ((5, 0.4), (10, 0.5 + (2 * 0.5 - 3 * 0.5) / 10)):
+        expected = torch.exp(-0.3 * (norms.new_tensor(fraction) - 0.7))
+        assert_trees_close(psg.clipping.adapt(1.0, norms, size, quantile=0.7, rate=0.3), expected)
+        scaled_up = psg.clipping.adapt(torch.tensor(3.0, device=device), 3 * norms, size, quantile=0.7, rate=0.3)
+        assert_trees_close(scaled_up, 3 * expected)
+
+
+def test_adapt_does_not_count_masked_samples(device):
+    norms = torch.tensor([0.5, 3.0, 0.0, 0.0], device=device)
+    mask = torch.tensor([True, True, False, False], device=device)
+    assert_trees_close(psg.clipping.adapt(1.0, norms, 2, mask=mask), psg.clipping.adapt(1.0, norms[:2], 2))
+    assert psg.clipping.adapt(1.0, norms[:0], 2, quantile=0.5).item() == 1.0
+
+
+def test_adapt_draws_noise_of_the_stated_size(device):
+    generator = torch.Generator(device).manual_seed(0)
+    norms = torch.ones(4, device=device)
+    drawn = torch.stack([psg.clipping.adapt(1.0, norms, 4, rate=1.0, std=2.0, generator=generator) for _ in range(2000)])
+    assert abs(drawn.log().std().item() - 2.0 / 4) < 0.03
+    assert abs(drawn.log().mean().item() + 0.5) < 0.05
+
+
+def test_adapted_clip_norms_clip_their_share(args):
+    params, x = args
+    clip_norm = torch.tensor(10.0, device=x.device)
+    for _ in range(300):
+        out = psg.clipped_grad(loss, clip_norm)(params, x)
+        clip_norm = psg.clipping.adapt(clip_norm, out.norms, N, quantile=0.6)
+    assert (out.norms <= clip_norm).sum() in (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda norms: psg.clipping.adapt(1.0, norms[None], 4), r"adapt: expected norms \[n\].*shape \(1, 4\)"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(3).bool()), r"adapt: .*mask of shape \(3,\)"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 0), r"adapt: expected_batch_size=0: expected a number greater than 0"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=1.5), r"adapt: quantile=1\.5: expected a number in \[0, 1\]"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 4, rate=-1), r"adapt: rate=-1"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 4, std=math.nan), r"adapt: std=nan"),
+        (lambda norms: psg.clipping.adapt(-1.0, norms, 4), r"clip_norm=-1\.0"),
+    ],
+)
+def test_adapt_refuses(call, message):
+    with pytest.raises(psg.InputError, match=message):
+        call(torch.ones(4))
