@@ -247,6 +247,18 @@ def test_project(kind, size, recipe, n, dim, make):
 
 @each_count
 @each_factor
+def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make, monkeypatch):
+    factor, tensor = make(recipe, n, size)
+    sketches = [Sketch(dim, random.Random(dim)) for dim in (5, 64)]
+    whole = [factor.project(sketch) for sketch in sketches]
+    monkeypatch.setattr(psg.plans, "chunk_bytes", lambda device: 100)
+    monkeypatch.setattr(psg.factors._base, "_LARGE", 1)
+    assert_trees_close([factor.project(sketch) for sketch in sketches], whole)
+    assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
+
+
+@each_count
+@each_factor
 def test_regroup(kind, size, recipe, n, make):
     # Groups of samples add up; an index of n stands for no sample, and a sample may be in several groups.
     factor, tensor = make(recipe, n, size)

@@ -29,7 +29,7 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-_FEW = 64
+_LARGE = 1 << 14  # entries of a gradient from which on squaring and adding it in one pass pays, on a CPU
 
 # Devices whose products of 16 bits can be had in float32, in which they are added up anyway.
 WIDENING = {"cuda", "xpu"}
@@ -168,10 +168,10 @@ class Factor(ABC):
         squares = torch.zeros(self.shape, dtype=total.dtype.to_real(), device=self.device)
         for part in map(widen, self.parts()):
             total = total + part.sum(0)
-            if len(part) <= _FEW and part.device.type == "cpu" and not part.is_complex():  # large ones: one pass over each
-                squares = reduce(lambda sum, gradient: torch.addcmul(sum, gradient, gradient), part, squares)
-            else:
+            if self.shape.numel() < _LARGE or part.device.type != "cpu" or part.is_complex():
                 squares = squares + square(part).sum(0)
+            else:
+                squares = reduce(lambda sum, gradient: torch.addcmul(sum, gradient, gradient), part, squares)
         return total, squares
 
     def project(self, sketch: "Sketch") -> Tensor:

@@ -63,10 +63,9 @@ class Sketch:
         total = widen(values).new_zeros(n, self.dim)
         size = max(1, plans.chunk_bytes(values.device) // max(1, n * b * values.element_size()))
         rows, columns = torch.arange(a, device=values.device), torch.arange(b, device=values.device)
-        for index in rows.split(size):
+        for index, part in zip(rows.split(size), values.split(size, dim=1), strict=True):
             bucket, sign = self._at(index[:, None], columns)
-            part = widen(values[:, index[0] : index[-1] + 1] if len(index) < a else values) * sign
-            total = total.scatter_add(1, bucket.reshape(1, -1).expand(n, -1), part.flatten(1))
+            total = total.scatter_add(1, bucket.reshape(1, -1).expand(n, -1), (widen(part) * sign).flatten(1))
         return total
 
     def rows(self, index: Tensor, values: Tensor) -> Tensor:
