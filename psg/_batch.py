@@ -78,14 +78,16 @@ def capture_batch(
         StateError: A row depends on two samples.
         NotFinite: A row's cotangent does not tell its sample.
     """
-    tensors = inputs = [tensor.detach() for tensor in tensors]
-    choices = _Choices({}, set())
+    tensors = [tensor.detach() for tensor in tensors]
+    choices, copied = _Choices({}, set()), False
     while True:
         try:
-            return _one_pass(function, tensors, params, n, inputs, look, choices)
+            # Copies of each pass's own: one that failed may have written into those it had.
+            given = [tensor.clone() if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
+            return _one_pass(function, given, params, n, [] if copied else given, look, choices)
         except WritesInput:
             # An activation in place on the batch itself, say: harmless to the caller on a copy.
-            tensors, inputs = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)], []
+            copied = True
         except _SharedRows as error:
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
         except (InputError, StateError):

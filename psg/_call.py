@@ -140,9 +140,9 @@ class Call:
         return output, aux
 
     def sample(self, i: int) -> list[Any]:
-        """The leaves of sample i, as contiguous copies of their own."""
+        """The leaves of sample i, copies of their own: fn may write into them, and each sample finds them as they were given."""
         return [
-            leaf if dim is None else leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
+            leaf.clone() if dim is None else leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
 

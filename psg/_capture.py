@@ -126,10 +126,11 @@ def capture(
     first: RuntimeError | None = None
     while True:
         try:
-            return _one_pass(function, tensors, in_dims, params, n, randomness, look, settle, habits)
+            # Copies of each pass's own: one that failed may have written into those it had.
+            given = [tensor.clone() if habits.copied and i not in params else tensor for i, tensor in enumerate(tensors)]
+            return _one_pass(function, given, in_dims, params, n, randomness, look, settle, habits)
         except WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
-            tensors = [tensor if position in params else tensor.clone() for position, tensor in enumerate(tensors)]
             habits = habits._replace(copied=True)
         except _WritesDerived:
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.

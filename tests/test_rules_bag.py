@@ -153,3 +153,18 @@ def test_embedding_with_sparse_gradients(n, rows, t, seed, rules, device):
     table, ids = torch.randn(rows, 3, device=device), torch.randint(rows, (n, t), device=device)
     problem = Problem(lambda w, ids: score(F.embedding(ids, w, sparse=True)), (table, ids))
     assert_agrees(problem, rules=rules, may_fall="" if rules else "vmap has no sparse tensors")
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_ids_and_weights_of_any_layout(mode, device):
+    # The kernel takes their memory as contiguous, whether it is or not.
+    table, pairs, scales = torch.randn(7, 2, device=device), torch.randint(7, (4, 5, 2), device=device), torch.randn(4, 5, 2, device=device)
+
+    def fn(table, ids, scales):
+        weights = {"per_sample_weights": scales[None]} if mode == "sum" else {}
+        return F.embedding_bag(ids[None], table, mode=mode, **weights).square().sum()
+
+    args = table, pairs[..., 0], scales[..., 1]
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
+    learned = psg.per_sample_grad(fn, argnums=(0, 2), in_dims=(None, 0, 0))
+    assert_trees_close(learned(*args), loop_grad(fn, argnums=(0, 2), in_dims=(None, 0, 0))(*args))

@@ -140,3 +140,23 @@ def test_group_norm_with_cotangents_of_any_layout(n, chunk_size, device):
     expected = loop_grad(transposed)(params, rows)
     assert_trees_close(psg.per_sample_grad(transposed, method="capture", **options)(params, rows), expected)
     assert_trees_close(psg.per_sample_grad(transposed_batch, method="batch", **options)(params, rows), expected)
+
+
+@pytest.mark.parametrize("layout", [lambda w: w[:, 1], lambda w: w[0, :1].expand(4), lambda w: w.flatten()[::3][:4]])
+def test_group_norm_with_parameters_of_any_layout(layout, device):
+    # The native kernel takes weight and bias as contiguous, whether they are or not.
+    params = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, 3, device=device)}
+    x = torch.randn(3, 4, 3, 2, device=device)
+
+    def fn(p, x):
+        return (F.group_norm(x[None], 2, layout(p["weight"]), layout(p["bias"])) ** 3).sum()
+
+    def strided(p, x):
+        return (F.group_norm(x[None], 2, p["weight"], p["bias"]) ** 3).sum()
+
+    def frozen(p, x):
+        return (F.group_norm(p["bias"].sum() * x[None], 2, layout(params["weight"]), layout(p["bias"])) ** 3).sum()
+
+    own = {name: layout(leaf) for name, leaf in params.items()}
+    for function, p in ((fn, params), (strided, own), (frozen, params)):
+        assert_trees_close(psg.per_sample_grad(function, method="capture")(p, x), loop_grad(function)(p, x))

@@ -98,3 +98,55 @@ def test_writes(write, side, other, device):
         except (psg.PsgError, RuntimeError):
             continue  # refused, not guessed
         assert_trees_close(found, expected)
+
+
+# --- inputs that are written into ------------------------------------------------------------------------------
+
+
+def doubled_then_filled(p, x):
+    x.mul_(2)  # makes psg start again on a copy
+    held = torch.zeros(3, device=x.device)
+    held.copy_(x)  # makes it start again once more
+    return (held * p["w"]).sum()
+
+
+def doubled_then_derived(p, x):
+    x.mul_(2)
+    w = p["w"] * 1
+    w[0] = 0  # what is made of parameters alone is written into: once more too
+    return (w * x).sum()
+
+
+@pytest.mark.parametrize("fn", [doubled_then_filled, doubled_then_derived])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_pass_that_starts_again_starts_from_the_inputs(fn, n, device):
+    params, x = {"w": torch.randn(3, device=device)}, torch.randn(n, 3, device=device)
+    before = x.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", psg.FallbackWarning)
+        found = psg.per_sample_grad(fn)(params, x)
+    assert_trees_close(found, loop_grad(fn)(params, before))
+    assert torch.equal(x, before)
+
+
+def test_a_batch_that_starts_again_starts_from_the_inputs(device):
+    def fn(p, x):  # the rows of the table are first taken for the samples' own
+        x.mul_(2)
+        rows = torch.nn.functional.embedding(torch.arange(x.shape[1], device=x.device), p["table"])
+        return (x + rows).square().flatten(1).sum(1)
+
+    params, x = {"table": torch.randn(5, 2, device=device)}, torch.randn(3, 3, 2, device=device)
+    expected = loop_grad(lambda p, x: fn(p, x[None])[0])(params, x.clone())
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), expected)
+
+
+def test_a_loop_gives_every_sample_the_shared_arguments_as_they_were(device):
+    def fn(p, x, shared):
+        shared.mul_(2)
+        return (p * x * shared).sum()
+
+    p, x, shared = torch.randn(3, device=device), torch.randn(4, 3, device=device), torch.ones(3, device=device)
+    for method in ("loop", "auto"):
+        found = psg.per_sample_grad(fn, in_dims=(None, 0, None), method=method)(p, x, shared)
+        assert_trees_close(found, 2 * x)
+        assert torch.equal(shared, torch.ones_like(shared))

@@ -119,10 +119,11 @@ def embedding_bag(
 
     # The samples' bags, one after the other, are the bags of one call.
     offset = starts + index.shape[1] * torch.arange(n, device=starts.device)[:, None]
-    flat = None if scales is None else scales.reshape(-1)
+    flat = None if scales is None else scales.reshape(-1).contiguous()
     # Not torch.embedding_bag, which may leave out what only a gradient of the weight needs: the rows that a maximum has chosen.
+    # The op inside of it takes the memory of ids and weights as contiguous, whether it is or not.
     output, _, _, chosen = torch.ops.aten._embedding_bag(
-        weight, index.reshape(-1), offset.reshape(-1), False, _MODES[mode], False, flat, False, padding
+        weight, index.reshape(-1).contiguous(), offset.reshape(-1), False, _MODES[mode], False, flat, False, padding
     )
     output = reshape(output, (n, bags, features))
 

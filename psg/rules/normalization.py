@@ -60,6 +60,8 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
     if input[0].numel() == num_groups:
         return NotImplemented  # one value a group: torch refuses it
     images = input.flatten(0, 1).contiguous()
+    # The native kernel takes the memory of all three as contiguous, whether it is or not.
+    weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
 
     def native(x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return torch.native_group_norm(x, w, b, x.shape[0], x.shape[1], math.prod(x.shape[2:]), num_groups, eps)
