@@ -141,10 +141,13 @@ class Call:
 
     def sample(self, i: int) -> list[Any]:
         """The leaves of sample i, copies of their own: fn may write into them, and each sample finds them as they were given."""
-        return [
-            leaf.clone() if dim is None else leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
-            for leaf, dim in zip(self.leaves, self.dims, strict=True)
-        ]
+
+        def own(leaf: Any, dim: int | None) -> Any:
+            if dim is not None:
+                return leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
 
     def single(self) -> "Call":
         """The call of a function of one sample that calls fn, a function of a batch, on a batch of one."""

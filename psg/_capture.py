@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch
+from psg import _functorch, _random
 from psg._errors import PsgError
 from psg._lifted import Lifted, anchor, pull_back, with_history
 from psg._ops import (
     CARRIES,
+    CONSTANTS,
     CONVERSIONS,
     FACTORIES,
     GRAD_FN,
@@ -45,7 +46,7 @@ from psg._ops import (
 )
 from psg.factors import Dense, Factor
 from psg.rules import _registry
-from psg.rules.leaks import refuse_updates
+from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 LARGE = 2 << 20  # bytes; below, what it costs to go from autograd to Python and back is more than the memory is worth
 
@@ -124,7 +125,10 @@ def capture(
     tensors = [tensor.detach() for tensor in tensors]
     habits = _Habits()
     first: RuntimeError | None = None
+    state = _random.get_state(tensors) if randomness == "same" else None
     while True:
+        if state is not None:
+            _random.set_state(state)
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if habits.copied and i not in params else tensor for i, tensor in enumerate(tensors)]
@@ -258,6 +262,8 @@ class _Mode(TorchFunctionMode):
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            raise Unsupported(OWN_GENERATOR)
         if func in PREDICATES:
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
@@ -267,6 +273,8 @@ class _Mode(TorchFunctionMode):
             output = self._run_rule(name_of(func), rule, args, kwargs)
             if output is not NotImplemented:
                 return output
+        if not here:
+            self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
         decompose = _registry.find_decomposition(func, differentiated=not here)
         if decompose is not None:
@@ -278,6 +286,10 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
+        if func in CONSTANTS and not self.habits.fills and args and _functorch.is_batched(args[0], self.level):
+            wrapped = (isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:])
+            if not any(wrapped):
+                return self._make(func, args, kwargs)
         met = [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
         if met:
             return self._run_lifted(func, met, args, kwargs)
@@ -288,6 +300,11 @@ class _Mode(TorchFunctionMode):
                 output = output.expand(self.n, *output.shape).clone()
             return _functorch.wrap(output, self.level)
         return output
+
+    def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor like a sample's own, without its values: one for all samples, and so for those of a later call, should fn keep it."""
+        with _functorch.below():
+            return func(_functorch.physical(args[0], self.level, self.n)[0], *args[1:], **kwargs)
 
     def _ask(self, func: Any, tensor: Tensor) -> Any:
         """What autograd knows of a tensor: a wrapper of vmap does not tell what is differentiated beneath it."""
@@ -329,8 +346,8 @@ class _Mode(TorchFunctionMode):
         if memory in map(_functorch.memory_of, (tensor for tensor in self.inputs if tensor.numel())):
             raise WritesInput(f"{op} writes into an input, or a view of one")
 
-    def _avoid_leak(self, func: Any, args: Any, kwargs: Any) -> None:
-        reason = _registry.find_leak(func, args, kwargs, "capture")
+    def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
+        reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)
         if reason is not None:
             raise Unsupported(reason)
 
@@ -385,9 +402,13 @@ class _Mode(TorchFunctionMode):
         own: dict[Place, Lifted] = {}
         data: dict[Place, Tensor] = {}
         shared: list[Place] = []
+        numbers: dict[Place, Any] = {}
         sampled = varied = False  # whether the samples have data of their own, and whether some of it is no lifted value
         for place, argument in places_of(arguments):
             value = self.by_handle.get(id(argument))
+            if place[0] in rule.numbers:
+                numbers[place] = self._convert(Tensor.item, (argument,), {})
+                continue
             if place[0] in rule.params:
                 if value is not None and value.value is not None:
                     own[place] = value
@@ -405,6 +426,7 @@ class _Mode(TorchFunctionMode):
                 return NotImplemented
         if not (varied if own else sampled and (rule.frozen or not rule.params)):
             return NotImplemented
+        arguments = replace_at(arguments, numbers)
 
         single: bool | None = None  # unknown while the rule has not accepted the call
 

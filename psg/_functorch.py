@@ -17,6 +17,15 @@ from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIs
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 
 
+class Stale(Exception):
+    """A function under vmap has used a tensor that was made under another one, which has ended."""
+
+    @staticmethod
+    def seen_in(error: Exception) -> bool:
+        """Whether this is what an error tells of."""
+        return isinstance(error, Stale) or "escaped from inside a function being vmapped" in str(error)
+
+
 def transform_active() -> bool:
     """Whether the caller runs inside a torch.func transform (grad, vmap, jvp, ...)."""
     return _C.peek_interpreter_stack() is not None
@@ -129,7 +138,10 @@ def vmap(
     level = _C._vmap_increment_nesting(n, randomness)
     try:
         samples = [tensor if dim is None else _C._add_batch_dim(tensor, dim, level) for tensor, dim in zip(tensors, in_dims, strict=True)]
-        return tuple(_C._remove_batch_dim(output, level, n, 0) for output in function(samples))
+        outputs = function(samples)
+        if any(is_batched(output, level) and len(physical(output, level, n)) != n for output in outputs):
+            raise Stale(f"a batch of another size than {n}")
+        return tuple(_C._remove_batch_dim(output, level, n, 0) for output in outputs)
     finally:
         _C._vmap_decrement_nesting()
 

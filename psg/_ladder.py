@@ -19,7 +19,7 @@ from psg._errors import InputError, PsgError, StateError, warn_once
 from psg._ops import leaves_of
 from psg.factors import Dense, Factor, concat
 from psg.rules._registry import are_disabled, find_decomposition, find_leak
-from psg.rules.leaks import refuse_updates
+from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 
 class Result(NamedTuple):
@@ -66,6 +66,7 @@ def run(call: Call, method: str) -> Result:
     else:
         rungs = [method]
     reasons: list[tuple[str, str]] = []
+    state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
     for rung in rungs[:-1]:
         try:
             result = _RUNGS[rung](call)
@@ -73,12 +74,28 @@ def run(call: Call, method: str) -> Result:
         except (InputError, StateError):
             raise
         except Exception as error:
+            _refuse_stale(call, error)
             reasons.append((rung, _reason(error)))
+            if state is not None:
+                _random.set_state(state)
     else:
-        result = _RUNGS[rungs[-1]](call)
+        try:
+            result = _RUNGS[rungs[-1]](call)
+        except Exception as error:
+            _refuse_stale(call, error)
+            raise
     if reasons and not pinned:
         _warn_once(call, result.rung, reasons)
     return result._replace(reasons=tuple(reasons)) if reasons else result
+
+
+def _refuse_stale(call: Call, error: Exception) -> None:
+    if _functorch.Stale.seen_in(error):
+        raise StateError(
+            f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
+            "made for the samples of that call, and is dead. Make it anew in every call, or outside of fn (a forward pass of the module "
+            "before psg's first call fills its caches), and clear what is kept now."
+        ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -188,6 +205,8 @@ def _run_vmap(call: Call) -> Result:
     batched = torch.func.vmap(gradient, in_dims=tuple(call.dims[i] for i in order), randomness=call.randomness)
     # Clones: a function that writes into its arguments must not write into the caller's.
     gradients, (values, *extra) = batched(*(call.leaves[i].clone() for i in order))
+    if len(values) != call.n:
+        raise _functorch.Stale(f"a batch of another size than {call.n}")
     return Result(values, aux.join(extra), [Dense(g) for g in gradients], "vmap", (), [[] for _ in gradients])
 
 
@@ -279,7 +298,7 @@ class _Guard(TorchFunctionMode):
 
     def __init__(self, rung: str, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
         super().__init__()
-        self.rung, self.differentiated = rung, differentiated
+        self.rung, self.differentiated, self.traced = rung, differentiated, _functorch.is_traced()
         self.outside, self.own = call.outside, frozenset(id(leaf) for leaf in own)
         self.failure: Exception | None = None
 
@@ -294,8 +313,12 @@ class _Guard(TorchFunctionMode):
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)
         reason = find_leak(func, args, kwargs, self.rung)
+        if self.rung == "vmap" and kwargs.get("generator") is not None:
+            reason = OWN_GENERATOR
         if reason is None and self.differentiated:
             reason = find_leak(func, args, kwargs, "capture")  # here too autograd is beneath vmap
+        if self.rung == "vmap" and _functorch.is_traced() and not self.traced:
+            reason = "a tracer inside fn, such as torch.func.linearize's, takes what it meets under vmap as constant"
         if reason is not None:
             raise PsgError(reason)
         decompose = find_decomposition(func, self.differentiated) if self.rung == "vmap" else None

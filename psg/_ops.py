@@ -44,6 +44,9 @@ FACTORIES = {
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
 }
 
+# Those that make what a mask is made of, and seldom what is written into.
+CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
+
 # Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
 # is lifted, which is right too; an op that draws random numbers must not be named.
 _DERIVING = frozenset(

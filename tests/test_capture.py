@@ -1,6 +1,7 @@
 """The capture pass itself: one call, no weight gradient, derived values once, both ways below vmap, nothing left behind."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import psg
 from psg import _capture, _functorch, _ladder
 from psg._call import Options, prepare
-from psg.testing import assert_trees_close, loop_grad
+from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
 
 
 def flops(call):
@@ -286,3 +287,88 @@ def test_an_input_changed_after_it_was_read_is_found_in_time(device, monkeypatch
     params, x = [torch.randn(3, 3, device=device), torch.randn(2, 3, device=device)], torch.randn(N, 3, device=device)
     with pytest.raises(Exception, match="changed in place|inplace"):
         psg.clipped_grad(fn, 1.0, method="capture")(params, x)
+
+
+# --- what fn keeps, and numbers that are tensors ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [torch.ones_like, lambda x: x.new_full((3,), 2.0), lambda x: torch.full_like(x, 3.0)])
+@pytest.mark.parametrize("sizes", [[5, 1], [1, 5], [5, 3, 5]])
+def test_a_constant_that_fn_keeps_serves_later_calls(make, sizes, device):
+    kept = []
+
+    def fn(w, x):
+        if not kept:
+            kept.append(make(x))
+        return (w * x * kept[0]).sum()
+
+    w, scale = torch.randn(3, device=device), make(torch.zeros(3, device=device))
+    for size in sizes:
+        x = torch.randn(size, 3, device=device)
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), x * scale)
+    assert not psg._functorch.is_wrapped(kept[0])
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+def test_a_tensor_of_the_samples_that_fn_keeps_is_refused(method, device):
+    kept = []
+
+    def fn(w, x):
+        if not kept:
+            kept.append(2 * x)
+        return (w * x * kept[0]).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    psg.per_sample_grad(fn, method=method)(w, x)
+    with pytest.raises(psg.StateError, match="kept from an earlier call"):
+        psg.per_sample_grad(fn, method=method)(w, x[:1])
+
+
+@pytest.mark.parametrize("number", [lambda x: torch.tensor(0.5, device=x.device), lambda x: x[0, 0].abs()])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, x, number: torch.addmm(p[1], x, p[0], alpha=number.item()),
+        lambda p, x, number: torch.addmm(p[1], x, p[0], alpha=number),
+        lambda p, x, number: F.layer_norm(x, (3,), p[0][0], p[1], eps=number),
+        lambda p, x, number: F.group_norm(x.T[None], 3, p[0][0], p[1], eps=number),
+        lambda p, x, number: F.batch_norm(x, torch.zeros_like(p[1]), torch.ones_like(p[1]), p[0][0], p[1], eps=number),
+    ],
+)
+def test_a_tensor_in_the_place_of_a_number_counts_for_its_value(fn, number, device):
+    # As many samples as features: their numbers must not be taken for a vector.
+    params, x = (torch.randn(3, 3, device=device), torch.randn(3, device=device)), torch.randn(3, 4, 3, device=device)
+    x[1:, 0, 0] = x[0, 0, 0] + torch.arange(1, 3, device=device) * 0.5
+
+    def loss(p, x):
+        return score(fn(p, x, number(x)))
+
+    values, grads = loop_value_and_grad(loss)(params, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)  # three samples with three numbers are no batch
+        found_values, found = psg.per_sample_value_and_grad(loss)(params, x)
+    assert_trees_close(found_values, values)
+    assert_trees_close(found, grads)
+    agreeing = x[:1].expand(3, -1, -1)
+    assert_trees_close(psg.per_sample_grad(loss, method="capture")(params, agreeing), loop_grad(loss)(params, agreeing))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda w, y: torch.select_scatter(w * y, y * w[1], 0, 1).sin().sum(),
+        lambda w, y: (w.as_strided((3, 3), (1, 3)) @ y).sin().sum(),
+        lambda w, y: (torch.roll((w @ y).sum(), 1) * y).sum(),
+        lambda w, y: ((y * w).data * y).sum(),
+    ],
+)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1]])
+def test_what_vmap_gets_wrong_is_sent_around_inside_transforms_too(transform, inner, device):
+    def fn(w, x):
+        return transform(lambda y: inner(w, y))(x).sin().sum()
+
+    w, x = torch.randn(3, 3, device=device), torch.randn(3, 3, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        found = psg.per_sample_grad(fn)(w, x)
+    assert_trees_close(found, loop_grad(fn)(w, x))

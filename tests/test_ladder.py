@@ -415,3 +415,14 @@ def test_hooks_around_a_call_change_nothing(args):
     with torch.autograd.graph.save_on_cpu():
         grads = psg.per_sample_grad(plain, method="capture")(*args)
     assert_trees_close(grads, loop_grad(plain)(*args))
+
+
+def test_a_tracer_inside_fn_goes_to_the_loop(device):
+    def fn(w, x):
+        _, push = torch.func.linearize(lambda z: torch.sin(w * z), x)
+        return push(torch.ones_like(x)).square().sum()
+
+    w, x = torch.randn(2, device=device), torch.randn(3, 2, device=device)
+    with pytest.warns(psg.FallbackWarning, match="tracer inside fn"):
+        values, _ = psg.per_sample_value_and_grad(fn)(w, x)
+    assert_trees_close(values, torch.stack([fn(w, sample) for sample in x]))

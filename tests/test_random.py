@@ -90,3 +90,42 @@ def test_attention_drops_for_each_sample(method, device):
     dropped = psg.per_sample_value_and_grad(fn, method=method)(w, x, 0.5)[0]
     assert dropped.unique().numel() == 4
     assert ((dropped - plain).abs() > 1e-3).all()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_randomness_same_draws_one_mask_on_whichever_rung_a_chunk_runs(device):
+    def fn(p, x):
+        kept = F.dropout(p * x, 0.5)
+        return (kept * (1 + int(x[0] * 1000))).sum()  # the first chunk agrees on the number, the second goes down to the loop
+
+    p, x = torch.ones(16, device=device), torch.rand(16, 16, device=device) + 1e-3
+    x[:8, 0] = 0.0015
+    grads = psg.per_sample_grad(fn, randomness="same", chunk_size=8)(p, x)
+    assert len((grads != 0).unique(dim=0)) == 1
+
+
+def test_randomness_same_draws_one_mask_however_often_a_pass_starts(device):
+    def fn(p, x):
+        kept = F.dropout(p * x, 0.5)
+        held = torch.zeros(16, device=x.device)
+        held.copy_(kept)  # makes the pass start again
+        return held.sum()
+
+    p, x = torch.ones(16, device=device), torch.rand(3, 16, device=device)
+    torch.manual_seed(0)
+    grads = psg.per_sample_grad(fn, randomness="same")(p, x)
+    torch.manual_seed(0)
+    assert_trees_close(grads, psg.per_sample_grad(fn, randomness="same", method="loop")(p, x))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "draw", [lambda g, x: torch.rand(16, generator=g, device=x.device), lambda g, x: torch.zeros_like(x).normal_(generator=g)]
+)
+def test_a_generator_seeded_in_fn_draws_the_same_for_every_sample(draw, device):
+    def fn(p, x):
+        return (draw(torch.Generator(device).manual_seed(0), x) * p * x).sum()
+
+    p, x = torch.ones(16, device=device), torch.rand(3, 16, device=device)
+    expected = draw(torch.Generator(device).manual_seed(0), x[0]) * x
+    assert_trees_close(psg.per_sample_grad(fn)(p, x), expected)

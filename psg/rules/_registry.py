@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Rule(NamedTuple):
         run: Takes the op's arguments and returns `(output, {parameter name: builder})`, or NotImplemented to decline the call.
         params: The arguments that may be parameters.
         names: The arguments that may be given by position, in order.
+        numbers: The arguments that are Python numbers: a tensor in such a place counts for its value, as in torch.
         star: The name of the argument that takes all further ones, if there is one.
         accepted: The arguments that may be given by name.
         required: Those without a default.
@@ -36,6 +37,7 @@ class Rule(NamedTuple):
     run: Callable[..., Any]
     params: tuple[str, ...]
     names: tuple[str, ...]
+    numbers: frozenset[str]
     star: str | None
     accepted: frozenset[str]
     required: frozenset[str]
@@ -56,6 +58,7 @@ class Rule(NamedTuple):
             run,
             params,
             names=tuple(a.name for a in by_position),
+            numbers=frozenset(a.name for a in by_name if _is_number(a.annotation)),
             star=star,
             accepted=frozenset(a.name for a in by_name) - {"shared"},
             required=frozenset(a.name for a in by_position + by_name if a.default is a.empty),
@@ -84,6 +87,10 @@ class Rule(NamedTuple):
         rest = dict(arguments)
         first = [rest.pop(name) for name in self.names if name in rest]
         return self.run(*first, *rest.pop(self.star), **rest)
+
+
+def _is_number(annotation: Any) -> bool:
+    return set(get_args(annotation) or (annotation,)) <= {bool, int, float, types.NoneType}
 
 
 _rules: dict[Any, Rule] = {}
@@ -219,7 +226,7 @@ class Leak(NamedTuple):
     Attributes:
         reason: Why, for the message.
         when: From a call's arguments, whether it is one of those.
-        rungs: On which rungs of the ladder it must not be met.
+        rungs: On which rungs of the ladder it must not be met; "inside" is capture, inside a transform of the function's own.
     """
 
     reason: str
@@ -242,10 +249,10 @@ def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | No
     return (_derivable.get(op) if differentiated else None) or _decompositions.get(op)
 
 
-def find_leak(op: Any, args: Any, kwargs: Any, rung: str) -> str | None:
-    """Why this rung must not meet this call, if it must not."""
+def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:
+    """Why none of these rungs must meet this call, if none must."""
     found = _leaks.get(op)
-    if found is None or rung not in found.rungs or not found.when(*args, **kwargs):
+    if found is None or not set(rungs) & set(found.rungs) or not found.when(*args, **kwargs):
         return None
     return found.reason
 

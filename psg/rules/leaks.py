@@ -14,7 +14,7 @@ from torch import Tensor
 
 from psg import _functorch
 from psg._errors import StateError
-from psg.rules._registry import decomposition, leak
+from psg.rules._registry import decomposition, leak, rule
 
 leak(
     *(torch.as_strided, Tensor.as_strided),
@@ -44,6 +44,8 @@ leak(
     when=lambda input, *args, **kwargs: input.ndim == 0,
     rungs=("capture", "vmap"),
 )
+
+OWN_GENERATOR = "fn draws from a generator that it is given or makes: one seeded in fn draws the same for every sample, and vmap would not"
 
 # Position and name of the running mean, and of the flag under which it is updated.
 _UPDATING: dict[Any, tuple[int, str, int, str]] = {
@@ -89,10 +91,20 @@ def contains(self: Tensor, element: Any) -> Any:
     return bool((self == element).any())
 
 
-@decomposition(vars(torch._C.TensorBase)["data"].__get__, differentiated=True)
+_DATA = vars(torch._C.TensorBase)["data"].__get__
+leak(_DATA, reason=".data inside a transform is a constant for that one alone", rungs=("inside",))
+
+
+@decomposition(_DATA, differentiated=True)
 def data(self: Tensor) -> Tensor:
     """A constant for every derivative; under vmap torch's own is one for the innermost alone."""
     return self.detach()
+
+
+@rule(_DATA, params=())
+def data_of_a_batch(self: Tensor) -> Any:
+    """The same outside of all transforms of the function's own, where vmap has none."""
+    return self.detach(), {}
 
 
 _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}

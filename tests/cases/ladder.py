@@ -246,7 +246,7 @@ def gradient_hook_on_an_output():
     return Problem(fn, ({"a": normal(4, 3), "b": normal(2, 4)}, normal(N, 3)))
 
 
-@case(name="leak: data of a parameter", not_capture="vmap refuses .data")
+@case(name="data of a parameter")
 def _():
     def fn(p, x):
         frozen = p["w"].data.clone()
