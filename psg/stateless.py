@@ -44,50 +44,35 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
-    children = dict(module.named_modules())
-    first: dict[Tensor, str] = {}
-    aliases = {name: first.setdefault(parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False)}
-    aliases = {name: primary for name, primary in aliases.items() if name != primary and primary in params}
-    batch_norms = {name: child for name, child in children.items() if _mixes_samples(child)}
 
     def loss(params: dict[str, Tensor], *sample: Any) -> Tensor:
-        for name, child in batch_norms.items():
-            if child.training:
-                raise StateError(
-                    f"stateless: {name or 'the module'} ({_kind(child)}) is in training mode, where it mixes the samples of a "
-                    "batch and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
-                    "GroupNorm, LayerNorm or InstanceNorm."
-                )
         if criterion is not None and not sample:
             raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
         batch = [_add_batch_dim(argument) for argument in sample]
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        tied = {name: params[primary] for name, primary in aliases.items() if primary in params}
-        output = _call(module, children, {**params, **tied}, positional, keyword)
+        output = _call(module, params, positional, keyword)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     def cache_key() -> tuple[Any, ...]:
         """For `psg.jit`: what the loss depends on beside its arguments and what is written into the module's tensors."""
-        modules = list(children.values())
-        held = (tensor for child in modules for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
-        return tuple(child.training for child in modules), tuple(map(id, held))
+        # The modules themselves, whose ids could come again; a program that reads a tensor keeps it.
+        children = tuple(module.named_modules(remove_duplicate=False))
+        held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
+        return children, tuple(child.training for _, child in children), tuple(map(id, held))
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
     return loss, params
 
 
-def _call(
-    module: nn.Module, children: dict[str, nn.Module], params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]
-) -> Any:
+def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]) -> Any:
     """Call the module with other parameters; raise if that has changed a buffer."""
-    buffers = {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in children.items()
-        for name, buffer in child._buffers.items()
-        if buffer is not None
-    }
+    # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
+    children = dict(module.named_modules())
+    _refuse_batch_norms(children)
+    params = _under_all_names(params, _tensors(children, "_parameters"))
+    buffers = _tensors(children, "_buffers")
     versions = {name: buffer._version for name, buffer in buffers.items()}
     if isinstance(module, torch.jit.ScriptModule):
         state = buffers
@@ -125,8 +110,36 @@ def _call_script(module: torch.jit.ScriptModule, params: dict[str, Tensor], posi
             holder.setattr(attribute, own)
 
 
+def _tensors(children: dict[str, nn.Module], slots: str) -> dict[str, Tensor]:
+    """The tensors in these slots, each slot once: one of a submodule with two names has its first."""
+    return {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, child in children.items()
+        for name, tensor in getattr(child, slots).items()
+        if tensor is not None
+    }
+
+
+def _under_all_names(params: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters by the names of the module's own; those that are tied there have several."""
+    first: dict[int, str] = {}
+    primaries = {name: first.setdefault(id(parameter), name) for name, parameter in own.items()}
+    return {name: params[primary] for name, primary in primaries.items() if primary in params}
+
+
+def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:
+    for name, child in children.items():
+        if child.training and _mixes_samples(child):
+            raise StateError(
+                f"stateless: {name or 'the module'} ({_kind(child)}) is in training mode, where it mixes the samples of a "
+                "batch and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
+                "GroupNorm, LayerNorm or InstanceNorm."
+            )
+
+
 def _kind(module: nn.Module) -> str:
-    return getattr(module, "original_name", type(module).__name__)  # a scripted module knows what it was scripted from
+    # A scripted module knows what it was scripted from.
+    return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
 def _mixes_samples(module: nn.Module) -> bool:

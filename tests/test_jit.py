@@ -243,6 +243,20 @@ def test_stateless_modules_are_looked_after(device):
     assert len(fast.cache_info()) == 3
 
 
+def test_exchanged_submodules_are_traced_anew(device):
+    """Of a submodule that is gone, what comes may have the address."""
+    model, loss, params = small(device, nn.Linear(4, 4).requires_grad_(False))
+    x, y = batch(device)
+    fn = psg.per_sample_norm(loss)
+    fast = psg.jit(fn, backend="eager")
+    kinds = [lambda: nn.Linear(4, 4).to(device).requires_grad_(False), nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus]
+    for kind in kinds:
+        same(fast(params, x, y), fn(params, x, y))
+        model[1] = kind()
+    same(fast(params, x, y), fn(params, x, y))
+    assert len(fast.cache_info()) == len(kinds) + 1
+
+
 def test_python_values_dtypes_strides_and_autocast_are_part_of_the_signature(device):
     p, x = linear_args(device)
     fn = psg.per_sample_norm(lambda p, x, power: linear_loss(p, x) ** power)

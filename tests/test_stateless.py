@@ -245,3 +245,53 @@ def test_scripted_and_traced_modules(compile, device):
     # The slots of the module hold its own parameters again.
     assert_trees_close(scripted(x).detach(), module(x).detach())
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(scripted.parameters(), module.parameters(), strict=True))
+
+
+class Shift(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.register_buffer("by", torch.full((4,), by))
+
+    def forward(self, x):
+        return x.tanh() + self.by
+
+
+def test_submodules_are_read_at_every_call(device):
+    """An exchanged submodule brings its own buffers, parameters and mode; it got the buffers of the one before."""
+    module = nn.Sequential(nn.Linear(3, 4), Shift(1.0), nn.Linear(4, 4)).to(device)
+    module[2].weight = nn.Parameter(torch.randn(4, 4, device=device))
+    loss, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    module[1] = Shift(10.0).to(device)
+    own = psg.stateless(module, F.mse_loss)[0]
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(own)(params, x, y))
+    module[1] = nn.BatchNorm1d(4).to(device)
+    with pytest.raises(psg.StateError, match=r"1 \(BatchNorm1d\) is in training mode"):
+        psg.per_sample_norm(loss)(params, x, y)
+    module[1] = nn.Linear(4, 4).to(device).requires_grad_(False)
+    own = psg.stateless(module, F.mse_loss)[0]
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(own)(params, x, y))
+
+
+def test_ties_are_read_at_every_call(device):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+    module[2].weight = module[0].weight
+    loss, params = psg.stateless(module, F.mse_loss)
+    module[2] = nn.Linear(4, 4).to(device).requires_grad_(False)  # no longer tied
+    own, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 4, device=device), torch.randn(N, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(own)(params, x, y))
+
+
+def test_a_submodule_with_two_names_keeps_its_parameters(device):
+    """Its one slot was exchanged under both names, and got back what the second exchange had found there."""
+    layer = nn.Linear(4, 4)
+    module = nn.Sequential(layer, nn.Tanh(), layer).to(device)
+    own = layer.weight
+    loss, params = psg.stateless(module, F.mse_loss)
+    args = params, torch.randn(N, 4, device=device), torch.randn(N, 4, device=device)
+    grads = psg.per_sample_grad(loss)(*args)
+    assert layer.weight is own
+    assert_trees_close(grads, loop_grad(loss)(*args))
+    expected = ordinary(module, *args[1:], criterion=F.mse_loss)
+    assert_trees_close({name: leaf.sum(0) for name, leaf in grads.items()}, expected, per_sample=False)
