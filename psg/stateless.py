@@ -29,7 +29,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         grad, detached: they share their memory with the module's.
 
     Raises:
-        InputError: No parameter requires grad. At a call: the output has no loss.
+        InputError: No parameter requires grad. At a call: the output has no loss, or a name in `params` is not, or no longer, the first
+            name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, or the module has changed one of its buffers.
 
     Example:
@@ -71,7 +72,7 @@ def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], k
     # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
-    params = _under_all_names(params, _tensors(children, "_parameters"))
+    params = _under_all_names(module, params, _tensors(children, "_parameters"))
     buffers = _tensors(children, "_buffers")
     versions = {name: buffer._version for name, buffer in buffers.items()}
     if isinstance(module, torch.jit.ScriptModule):
@@ -120,11 +121,24 @@ def _tensors(children: dict[str, nn.Module], slots: str) -> dict[str, Tensor]:
     }
 
 
-def _under_all_names(params: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _under_all_names(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters by the names of the module's own; those that are tied there have several."""
     first: dict[int, str] = {}
     primaries = {name: first.setdefault(id(parameter), name) for name, parameter in own.items()}
+    for name in params:
+        if primaries.get(name) != name:
+            raise InputError(_misnamed(module, name, first))
     return {name: params[primary] for name, primary in primaries.items() if primary in params}
+
+
+def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
+    for other, parameter in module.named_parameters(remove_duplicate=False):
+        if other == name:
+            return f"stateless: params has {name!r}, which is tied to {first[id(parameter)]!r}. Pass it under that name alone."
+    return (
+        f"stateless: params has {name!r}, which is no parameter of {_kind(module)}. Pass what stateless gave, or a part of it; if the "
+        "module has changed since, by a parametrization say, call stateless again."
+    )
 
 
 def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:

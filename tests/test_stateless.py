@@ -295,3 +295,55 @@ def test_a_submodule_with_two_names_keeps_its_parameters(device):
     assert_trees_close(grads, loop_grad(loss)(*args))
     expected = ordinary(module, *args[1:], criterion=F.mse_loss)
     assert_trees_close({name: leaf.sum(0) for name, leaf in grads.items()}, expected, per_sample=False)
+
+
+@pytest.mark.parametrize("name", ["nope", "0.nope", "nope.weight", "1.by"])
+def test_a_name_of_no_parameter_is_an_error(name, device):
+    module = nn.Sequential(nn.Linear(3, 4), Shift(1.0)).to(device)
+    loss, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    with pytest.raises(psg.InputError, match=rf"params has '{name}', which is no parameter of Sequential"):
+        psg.per_sample_grad(loss)({**params, name: torch.zeros(4, device=device)}, x, y)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a tied tensor", "a submodule with two names"])
+def test_a_second_name_is_an_error(shared, device):
+    """It broke the tie."""
+    layer = nn.Linear(4, 4)
+    module = nn.Sequential(layer, nn.Tanh(), layer if shared else nn.Linear(4, 4)).to(device)
+    module[2].weight = layer.weight
+    loss, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 4, device=device), torch.randn(N, 4, device=device)
+    with pytest.raises(psg.InputError, match=r"params has '2.weight', which is tied to '0.weight'"):
+        psg.per_sample_grad(loss)({**params, "2.weight": params["0.weight"]}, x, y)
+
+
+def test_a_part_of_the_parameters(device):
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    loss, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    with torch.no_grad():
+        grads = psg.per_sample_grad(loss)({"0.weight": params["0.weight"]}, x, y)
+    assert_trees_close(grads["0.weight"], psg.per_sample_grad(loss)(params, x, y)["0.weight"])
+
+
+def test_a_later_parametrization_is_an_error(device):
+    """The weight is then a property, and to set it writes into the module's own parameter."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).to(device)
+    loss, params = psg.stateless(module, F.mse_loss)
+
+    class Symmetric(nn.Module):
+        def forward(self, weight):
+            return weight.triu() + weight.triu(1).T
+
+        def right_inverse(self, weight):
+            return weight
+
+    nn.utils.parametrize.register_parametrization(module[0], "weight", Symmetric())
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    before = module[0].parametrizations.weight.original.detach().clone()
+    with pytest.raises(psg.InputError, match=r"'0.weight', which is no parameter.*call stateless again"):
+        psg.per_sample_grad(loss)(params, x, y)
+    assert torch.equal(module[0].parametrizations.weight.original, before)
+    loss, params = psg.stateless(module, F.mse_loss)
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
