@@ -1,13 +1,18 @@
 """From an nn.Module to a function of one sample and the parameters it is differentiated for."""
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from psg import _trees
 from psg._errors import InputError, StateError
+
+# While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
+_turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
@@ -19,7 +24,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
 
     Args:
         module: Any module, scripted and traced ones and those of exported programs included; its mode (train or eval) at the time of a
-            call counts. A scripted module holds other parameters while it runs: do not call it from two threads at once.
+            call counts. While the function runs, the module holds the parameters that it was given. Threads that call functions of one
+            module take turns; let none use the module itself meanwhile, nor functions of another module that shares submodules with it.
         criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
             `F.cross_entropy` with its default reduction gives. None if the module's output is the loss, or has it as `.loss`.
 
@@ -42,7 +48,9 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
 
     Source: `torch.func.functional_call`.
     """
-    params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    turn = _turns.setdefault(module, threading.RLock())
+    with turn:
+        params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
 
@@ -53,15 +61,17 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        output = _call(module, params, positional, keyword)
+        with turn:
+            output = _call(module, params, positional, keyword)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     def cache_key() -> tuple[Any, ...]:
         """For `psg.jit`: what the loss depends on beside its arguments and what is written into the module's tensors."""
         # The modules themselves, whose ids could come again; a program that reads a tensor keeps it.
-        children = tuple(module.named_modules(remove_duplicate=False))
-        held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
-        return children, tuple(child.training for _, child in children), tuple(map(id, held))
+        with turn:
+            children = tuple(module.named_modules(remove_duplicate=False))
+            held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
+            return children, tuple(child.training for _, child in children), tuple(map(id, held))
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
     return loss, params

@@ -1,5 +1,7 @@
 """From modules to functions: names, frozen and tied parameters, several inputs, keywords, target trees, scripted modules."""
 
+import sys
+import threading
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -347,3 +349,39 @@ def test_a_later_parametrization_is_an_error(device):
     assert torch.equal(module[0].parametrizations.weight.original, before)
     loss, params = psg.stateless(module, F.mse_loss)
     assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
+
+
+@pytest.fixture
+def hasty_threads():
+    """Threads that give way after a few lines, so that what they have in common shows."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("scripted", [False, True])
+def test_threads_take_turns_in_a_module(scripted, hasty_threads, device):
+    """Each put its own parameters into the one module: silently wrong gradients, and dead tensors left behind."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)), nn.Linear(8, 3)).to(device)
+    module = torch.jit.script(module) if scripted else module
+    own = [parameter.data_ptr() for parameter in module.parameters()]
+    batches = [(torch.randn(N, 8, device=device), torch.randn(N, 3, device=device)) for _ in range(3)]
+    losses = [psg.stateless(module, F.mse_loss) for _ in batches]
+    expected = [psg.per_sample_norm(loss)(params, *batch) for (loss, params), batch in zip(losses, batches, strict=True)]
+    found = [[] for _ in batches]
+
+    def work(i):
+        loss, params = losses[i]
+        for _ in range(20):
+            found[i].append(psg.per_sample_norm(loss)(params, *batches[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, want in enumerate(expected):
+        assert len(found[i]) == 20 and all(torch.equal(got, want) for got in found[i])
+    assert [parameter.data_ptr() for parameter in module.parameters()] == own
