@@ -6,6 +6,7 @@ wraps. The light way, taken here, reads the wrapped value, pops vmap off the int
 Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.utils import parametrize
 
 
 class Stale(Exception):
@@ -117,6 +119,28 @@ def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor],
     with below():
         outputs = run(*[physical(tensor, level, n) for tensor in tensors])
     return tuple([wrap(output, level) for output in outputs])
+
+
+class uncached:
+    """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps values of whatever parameters came first.
+
+    That is one state for all threads: where it is on, they take turns.
+    """
+
+    _turn = threading.RLock()
+
+    def __enter__(self) -> None:
+        uncached._turn.acquire()
+        self._kept = parametrize._cache_enabled, parametrize._cache
+        if parametrize._cache_enabled:
+            parametrize._cache_enabled, parametrize._cache = 0, {}
+        else:
+            uncached._turn.release()
+
+    def __exit__(self, *_: object) -> None:
+        if self._kept[0]:
+            parametrize._cache_enabled, parametrize._cache = self._kept
+            uncached._turn.release()
 
 
 def gradients(losses: Tensor, targets: Sequence[Any]) -> Sequence[Tensor | None]:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from psg import _trees
+from psg import _functorch, _trees
 from psg._errors import InputError, StateError
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
@@ -61,7 +61,7 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        with turn:
+        with turn, _functorch.uncached():
             output = _call(module, params, positional, keyword)
         return _loss_of(output) if criterion is None else criterion(output, target)
 

@@ -234,6 +234,22 @@ def test_parametrised_modules(device):
     assert_trees_close(psg.per_sample_grad(loss)(*args), loop_grad(loss)(*args))
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_parametrised_modules_within_cached(method, device):
+    """The cache knows modules, not which parameters they hold: weights of an earlier call, and zero gradients."""
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2)).to(device)
+    loss, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    doubled = {name: 2 * p for name, p in params.items()}
+    expected, expected_doubled = loop_grad(loss)(params, x, y), loop_grad(loss)(doubled, x, y)
+    with nn.utils.parametrize.cached():
+        cached = module[0].weight
+        assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x, y), expected)
+        assert_trees_close(psg.per_sample_grad(loss, method=method)(doubled, x, y), expected_doubled)
+        assert module[0].weight is cached
+    assert module[0].weight is not module[0].weight
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # scripted modules stay in use, and psg takes them
 @pytest.mark.parametrize("compile", ["script", "trace"])
 def test_scripted_and_traced_modules(compile, device):
