@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from psg import _functorch, _trees
+from psg import _ambient, _functorch, _trees
 from psg._errors import InputError, StateError
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
@@ -83,7 +83,7 @@ def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], k
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
     params = _under_all_names(module, params, _tensors(children, "_parameters"))
-    buffers = _tensors(children, "_buffers")
+    buffers = {name: _ambient.usable(buffer) for name, buffer in _tensors(children, "_buffers").items()}
     versions = {name: buffer._version for name, buffer in buffers.items()}
     if isinstance(module, torch.jit.ScriptModule):
         state = buffers

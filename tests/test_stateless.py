@@ -69,6 +69,31 @@ def test_frozen_parameters_and_buffers_are_read_at_every_call(device):
     assert (before["2.weight"] - after["2.weight"]).abs().max() > 1e-3
 
 
+def test_buffers_made_under_inference_mode(device):
+    """They have no version to compare, and autograd cannot keep them."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+            self.register_buffer("scale", torch.rand(4))
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    module = Scaled().to(device)
+    loss, params = psg.stateless(module, F.mse_loss)
+    args = params, torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    expected = psg.per_sample_grad(loss)(*args)
+    with torch.inference_mode():
+        module.scale = module.scale.clone()
+    assert module.scale.is_inference()
+    assert_trees_close(psg.per_sample_grad(loss)(*args), expected)
+    with torch.inference_mode():
+        assert_trees_close(psg.per_sample_grad(loss)(*args), expected)
+    assert module.scale.is_inference()
+
+
 def test_a_tied_parameter_appears_once(device):
     module = Tied().to(device)
     tokens, target = torch.randint(11, (N, 6), device=device), torch.randint(11, (N, 6), device=device)
