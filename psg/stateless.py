@@ -35,8 +35,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         grad, detached: they share their memory with the module's.
 
     Raises:
-        InputError: No parameter requires grad. At a call: the output has no loss, or a name in `params` is not, or no longer, the first
-            name of a parameter.
+        InputError: No parameter requires grad, or a lazy one has no shape yet. At a call: the output has no loss, or a name in `params` is
+            not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, or the module has changed one of its buffers.
 
     Example:
@@ -48,6 +48,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
 
     Source: `torch.func.functional_call`.
     """
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
     turn = _turns.setdefault(module, threading.RLock())
     with turn:
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}

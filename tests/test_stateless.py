@@ -190,6 +190,18 @@ def test_a_module_without_trainable_parameters_is_an_error():
         psg.stateless(nn.ReLU(), F.mse_loss)
 
 
+def test_lazy_layers_are_run_first(device):
+    module = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    with pytest.raises(psg.InputError, match=r"stateless\(Sequential\): a lazy layer has no shape yet. Run the module on a batch once"):
+        psg.stateless(module, F.mse_loss)
+    with pytest.raises(psg.InputError, match="a lazy layer"):
+        psg.stateless(nn.Sequential(nn.Linear(3, 4), nn.LazyBatchNorm1d(affine=False)).to(device), F.mse_loss)  # a buffer
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    module(x)
+    loss, params = psg.stateless(module, F.mse_loss)
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
+
+
 def test_a_missing_target_is_an_error(device):
     loss, params = psg.stateless(nn.Linear(3, 4).to(device), F.mse_loss)
     with pytest.raises(psg.InputError, match=r"loss\(params, \*inputs, target\)"):
