@@ -39,6 +39,9 @@ class Node:
 
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
+# Python values too, but taken from memory by no op: no tracer sees them.
+READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+
 FACTORIES = {
     *(torch.zeros, torch.ones, torch.full, torch.empty, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from psg import _ambient, _functorch, _random, _trees
 from psg._errors import FallbackWarning, InputError, StateError
+from psg._ops import READS
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
 from psg.transforms import Batching
@@ -63,9 +66,10 @@ def jit(
     - Tensors among the arguments may change from call to call. New shapes, strides, dtypes or devices are a new signature, and so are
       other Python values (numbers, strings, flags, the tree's structure) and other autocast settings: each is compiled once.
     - Tensors that fn closes over are read at every call, so that changes in place are seen; one that is *replaced* is not. Functions made
-      by `psg.stateless` are looked after: replaced buffers and frozen parameters and `train()`/`eval()` lead to a new trace. Another
-      function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
-    - Python values that fn closes over, and what it prints or appends to, are those of the trace.
+      by `psg.stateless` are looked after: replaced buffers, frozen parameters and submodules and `train()`/`eval()` lead to a new trace.
+      Another function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
+    - Python values that fn closes over, and what it prints or appends to, are those of the trace. One that fn takes from a tensor, by
+      `.item()` or by branching on it, cannot be traced, unless fn has made that tensor from numbers: such a function runs eagerly.
     - Random numbers of torch are drawn anew at every call, from torch's generators; `torch.manual_seed` decides them.
 
     Inside torch.func transforms, and where an input or what fn closes over requires grad, calls run eagerly, so that they can be
@@ -242,7 +246,8 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        result[:] = _trees.flatten(fn(*args, **kwargs))
+        with _Outside(), _Reads():
+            result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
 
     before = _python_randomness()
@@ -257,6 +262,31 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
         graph = make_fx(torch.func.functionalize(graph))(*tensors, *(tensor.detach() for tensor in captured))
     return _Trace(graph, captured, *result)
+
+
+class _Outside(TorchDispatchMode):
+    """Makes what fn closes over as unknown to the tracer as its arguments: of a constant it would give a Python value, and keep that."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        mode = get_proxy_mode()
+        if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
+            tracer = mode.tracer
+            for leaf in _trees.flatten((args, kwargs))[0]:
+                if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
+                    track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
+        return func(*args, **kwargs)
+
+
+class _Reads(TorchFunctionMode):
+    """Lets the tracer refuse what reads memory and is no op: asked for one entry, it refuses those of all but constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and args[0].numel():
+            args[0].detach().flatten()[0].item()
+        return func(*args, **(kwargs or {}))
 
 
 def _captured(graph: GraphModule) -> list[Tensor]:

@@ -227,6 +227,65 @@ def test_a_literal_tensor_is_a_constant(device):
     same(psg.jit(fn, backend="eager")(p, x), fn(p, x))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda k, x: k.item(),
+        lambda k, x: float(k),
+        lambda k, x: 2.0 if k > 3 else 1.0,
+        lambda k, x: 2.0 if k > torch.tensor(3.0, device=k.device) else 1.0,
+        lambda k, x: torch.full((1,), k, device=k.device).sum(),  # a conversion in C++
+        lambda k, x: k.tolist(),
+        lambda k, x: float(k.cpu().numpy()),
+        lambda k, x: x.tolist()[0][0],
+    ],
+    ids=["item", "float", "if", "if, with a constant", "full", "tolist", "numpy", "tolist of an argument"],
+)
+def test_python_values_of_tensors_are_not_kept(value, device):
+    """They were those of the first call for ever."""
+    k = torch.tensor(2.0, device=device)
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(lambda p, x: linear_loss(p, x) * value(k, x), method="loop")
+    fast = psg.jit(fn, backend="eager")
+    with pytest.warns(psg.FallbackWarning, match="cannot be traced .* get value out of a tracing tensor"):
+        fast(p, x)
+    k.fill_(5.0)
+    same(fast(p, 2 * x), fn(p, 2 * x))
+
+
+def test_a_module_that_reads_a_buffer_runs_eagerly(device):
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 3)
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale.item()
+
+    model = Scaled().to(device)
+    loss, params = psg.stateless(model, F.cross_entropy)
+    fn = psg.clipped_grad(loss, 0.1)
+    fast = psg.jit(fn, backend="eager")
+    with pytest.warns(psg.FallbackWarning, match="cannot be traced .* get value out of a tracing tensor"):
+        fast(params, *batch(device))
+    model.scale.fill_(5.0)
+    x, y = batch(device)
+    same(fast(params, x, y), fn(params, x, y))
+
+
+def test_python_values_of_constants_are_kept(device):
+    p, x = linear_args(device)
+
+    def loss(p, x):
+        two = torch.tensor(2.0, device=x.device)
+        return linear_loss(p, x) * two.item() * (3 if two > torch.tensor(1.0, device=x.device) else 1) * x.shape[0]
+
+    fn = psg.per_sample_norm(loss)
+    fast = psg.jit(fn, backend="eager")
+    same(fast(p, x), fn(p, x))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
 def test_stateless_modules_are_looked_after(device):
     model, loss, params = small(device, nn.Dropout(0.9), nn.BatchNorm1d(4).eval())
     x, y = batch(device)
