@@ -28,9 +28,11 @@ leaves [0, *shape] and zero sums.
 
 Derivatives. If an input requires grad, or a tensor that fn closes over, so do the results. The forward pass then is the same, at the
 same price, and holds nothing but the inputs; a backward pass, if there is one, computes vmap(grad(fn)) (or, where vmap cannot run fn, a
-loop over the samples) and differentiates that. A function that draws random numbers takes this path from the start, for values and
-derivative must come from one draw: pass it detached parameters, or call under torch.no_grad(), where no derivative is wanted. Inside
-torch.func transforms (grad, vmap, jvp, ...) the path through vmap(grad) is taken too. At a norm of zero derivatives are zero.
+loop over the samples) and differentiates that. It runs fn again: until then, write into nothing that fn reads, such as a module's
+buffers; and fn may draw random numbers from torch's default generators alone, not from one of its own or from Python's, which would
+give others. A function that draws takes this path from the start, for values and derivative must come from one draw: pass it detached
+parameters, or call under torch.no_grad(), where no derivative is wanted. Inside torch.func transforms (grad, vmap, jvp, ...) the path
+through vmap(grad) is taken too. At a norm of zero derivatives are zero.
 
 torch.compile does not look into psg's functions: its graph breaks around them. What is compiled inside of fn runs uncompiled.
 """
@@ -242,6 +244,9 @@ def factored_grad(
 
     On inputs that require grad, and inside torch.func transforms, the factors are Dense and computed by vmap(grad): pass detached
     parameters to have them factored.
+
+    Factors may share memory with the batch, as the input of a linear layer is one half of its factor: while they are in use, do not write
+    into the batch, by refilling a buffer for the next one say.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
