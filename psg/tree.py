@@ -20,7 +20,7 @@ from psg._ambient import never
 from psg._errors import InputError
 from psg.factors import Dense, Factor, Joint, Rows
 from psg.factors import concat as concat_factors
-from psg.factors._base import square, wide, widen
+from psg.factors._base import as_real, square, wide, widen
 from psg.factors._sketch import Sketch
 
 
@@ -315,7 +315,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
             raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
     elif not (isinstance(std, (int, float)) and 0 <= std < math.inf):
         raise InputError(f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor.")
-    parts = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
+    parts = [as_real(leaf) for leaf in leaves]
     noisy: dict[int, Tensor] = {}
     for kind in dict.fromkeys((part.dtype, part.device) for part in parts):
         alike = [i for i, part in enumerate(parts) if (part.dtype, part.device) == kind]

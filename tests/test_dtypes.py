@@ -7,7 +7,7 @@ from agreement import linear_args, linear_loss
 from cases import N, each_case
 
 import psg
-from psg.testing import assert_trees_close, loop_grad, reference_norm
+from psg.testing import assert_trees_close, loop_grad, reference_clipped_sum, reference_norm
 from psg.testing._loop import tree_map
 
 
@@ -55,6 +55,16 @@ def test_autocast_outside_the_call(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         grads, expected = psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x)
     assert_trees_close(grads, expected, rtol=psg.testing.default_rtol(torch.bfloat16), name="grads")
+
+
+def test_gradients_that_torch_gives_as_conjugates(device):
+    # The gradient of Re(conj(z) x) is conj(conj(x)): vmap leaves it a marked view.
+    z, x = torch.randn(4, device=device, dtype=torch.complex128), torch.randn(3, 4, device=device, dtype=torch.complex128)
+    fn = lambda z, x: (z.conj() * x).real.sum()  # noqa: E731
+    expected = loop_grad(fn)(z, x)
+    assert_trees_close(psg.per_sample_norm(fn)(z, x), reference_norm(expected))
+    out = psg.clipped_grad(fn, 1.0, chunk_size=2)(z, x)
+    assert_trees_close(out.grads, reference_clipped_sum(expected, 1.0), per_sample=False)
 
 
 # --- numbers that are not finite stay where they are ----------------------------------------------------------

@@ -90,9 +90,14 @@ def square(values: Tensor) -> Tensor:
     return values.real.square() + values.imag.square() if values.is_complex() else values.square()
 
 
+def as_real(values: Tensor) -> Tensor:
+    """The values; complex ones as pairs of real numbers, [*shape, 2]."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values  # a conjugate may be a mere mark on its memory
+
+
 def _matrices(values: Tensor) -> Tensor:
     """[n, *shape] as matrices [n, shape[0], the rest]; a complex entry is two real ones."""
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = as_real(values)
     rows = values.shape[1] if values.ndim > 1 else 1
     return values.reshape(len(values), rows, values.shape[2:].numel())
 

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, gather_groups, norm_of_norms, wide, widen
+from psg.factors._base import Factor, as_real, gather_groups, norm_of_norms, wide, widen
 
 _BLOCK = 4096
 
@@ -104,4 +104,4 @@ def rows_of(values: Tensor) -> Tensor:
 
 def real_rows(values: Tensor) -> Tensor:
     """[n, *shape] -> [n, P] or, of complex values, [n, 2 P]: the inner product of complex gradients is that of R^2."""
-    return rows_of(torch.view_as_real(values) if values.is_complex() else values)
+    return rows_of(as_real(values))

@@ -20,7 +20,7 @@ def reference_flat(grads: Tree) -> Tensor:
     Returns:
         The [n, P] matrix.
     """
-    leaves = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in flatten(grads)[0]]
+    leaves = [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in flatten(grads)[0]]
     leaves = [leaf.reshape(leaf.shape[0], leaf.shape[1:].numel()) for leaf in leaves]
     return torch.cat([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves], 1)
 
