@@ -302,6 +302,19 @@ def test_conv_meets_dense_and_sum(size, n, make):
     assert_trees_close(both.squared_norm(), (x_tensor + other_tensor).flatten(1).square().sum(1))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_single_pixels_of_any_strides(dims, n, device):
+    # Side by side, the channels of all samples are channels first to torch, and those of one group channels last.
+    kernel, steps = (3,) * dims, (1,) * dims
+    input = torch.randn(n, 1, 9, *steps, device=device).as_strided((n, 1, 9, *steps), (9, 9, 1, *(9,) * dims))
+    cotangent, geometry = torch.randn(n, 1, 6, *steps, device=device), Geometry(kernel, steps, steps, steps, 3)
+    plain = Conv(cotangent, torch.empty(input.shape, device=device).copy_(input), geometry)
+    assert_trees_close(Conv(cotangent, input, geometry).materialize(), plain.materialize())
+    weights = torch.rand(n, device=device)
+    assert_trees_close(Conv(cotangent, input, geometry).weighted_sum(weights), plain.weighted_sum(weights), per_sample=False)
+
+
 @pytest.mark.parametrize("n", [0, 2])
 def test_convs_of_other_geometry_meet(n, make):
     # One kernel used at two places with other strides and paddings.

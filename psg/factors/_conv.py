@@ -112,6 +112,9 @@ class Conv(Planned):
     def _native_gradient(self, cotangent: Tensor, input: Tensor, weight_shape: tuple[int, ...], groups: int) -> Tensor:
         if cotangent.numel() == 0 or input.numel() == 0:
             return cotangent.new_zeros(weight_shape)
+        if input.shape[2:].numel() == 1:
+            # A single pixel has strides that mean nothing, in which torch reads one layout of all channels and another of a group's.
+            input = input.reshape(-1).view(input.shape)
         _, stride, padding, dilation, _ = self.geometry
         weight = cotangent.new_empty(weight_shape)  # only its shape is read
         none = [0] * len(stride)
