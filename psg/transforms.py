@@ -50,6 +50,7 @@ from psg._call import Call, Options, prepare
 from psg._errors import InputError
 from psg._ladder import Result
 from psg.factors import Factor, Joint, norm_of
+from psg.factors._base import widen
 from psg.tree import concat
 
 
@@ -557,23 +558,29 @@ class _Factors:
 
 
 class _ClippedSums:
-    """Clipped sums, added up as they come; the rest of what clipped_grad gives as rows."""
+    """Clipped sums, added up as they come in at least float32; the rest of what clipped_grad gives as rows."""
 
     def __init__(self, n: int) -> None:
         self.rows = _Rows(n)
         self.sums: list[Tensor] = []
+        self.dtypes: list[torch.dtype] = []
 
     def add(self, start: int, part: _Clipped) -> None:
         self.rows.add(start, [part.norms, part.values, *part.coefs])
         sums = [*part.sums, part.nonfinite]
-        if self.sums and not any(map(_has_history, [*self.sums, *sums])):
-            torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
+        if not self.sums:
+            self.sums, self.dtypes = sums, [total.dtype for total in sums]
+            return
+        self.sums = [widen(total) for total in self.sums]
+        if any(map(_has_history, [*self.sums, *sums])):
+            self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)]
         else:
-            self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)] if self.sums else sums
+            torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
 
     def result(self) -> _Clipped:
         norms, values, *coefs = self.rows.result()
-        return _Clipped(self.sums[:-1], norms, coefs, values, self.sums[-1])
+        *sums, nonfinite = [total.to(dtype) for total, dtype in zip(self.sums, self.dtypes, strict=True)]
+        return _Clipped(sums, norms, coefs, values, nonfinite)
 
 
 def _has_history(tensor: Tensor) -> bool:

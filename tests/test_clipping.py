@@ -297,6 +297,14 @@ def test_gradients_have_the_dtype_of_their_parameters(device):
     assert out.norms.dtype == torch.float32
 
 
+def test_chunks_are_added_up_in_float32(device):
+    # In bfloat16 256 + 1 is 256: the sum over chunks would stop there.
+    w, x = torch.ones(2, device=device, dtype=torch.bfloat16), torch.ones(512, 2, device=device, dtype=torch.bfloat16)
+    clipped = psg.clipped_grad(lambda w, x: (w * x).sum(), math.inf, chunk_size=1)
+    for total in (clipped(w, x).grads, torch.func.vmap(lambda w: clipped(w, x).grads)(w[None])[0]):
+        assert_trees_close(total, torch.full_like(w, 512), rtol=0, per_sample=False)
+
+
 # --- adaptive clip norms ---------------------------------------------------------------------------------------
 
 

@@ -458,6 +458,20 @@ def test_reductions_accumulate_in_float32(dtype, device):
         assert low.weighted_sum(torch.ones(3, device=device)).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_are_rounded_once(dtype, device):
+    # Of 512 rows of ones a sum in bfloat16 would stop at 256; and weighted rows would each be rounded.
+    index, weights = torch.randint(3, (512, 4), device=device), torch.rand(512, device=device, dtype=torch.float32)
+    rows = Rows(index, torch.randint(1, 8, (512, 4, 5), device=device).to(dtype), 3)
+    exact = rows.to(torch.float64).weighted_sum(weights).to(dtype)
+    for total in (rows.weighted_sum(weights), rows.sparse_sum(weights).to_dense()):
+        assert_trees_close(total, exact, rtol=torch.finfo(dtype).eps / 2, per_sample=False)
+    # And a sum of terms would stop at its first.
+    ones = [Dense(torch.full((1, 5), value, device=device).to(dtype)) for value in (1 / torch.finfo(dtype).eps * 2, *[1.0] * 8)]
+    total = Sum(ones, torch.empty(1, 0, dtype=dtype, device=device), torch.Size([5])).weighted_sum(torch.ones(1, device=device))
+    assert_trees_close(total, ones[0].values[0] + 8, rtol=0, per_sample=False)
+
+
 def psg_rtol(dtype):
     from psg.testing import default_rtol
 

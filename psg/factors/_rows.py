@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, square, wide, widen
+from psg.factors._base import Factor, expect_real, gather_groups, square, wide, widen
 from psg.factors._dense import Dense
 from psg.factors._sketch import Sketch
 
@@ -94,12 +94,16 @@ class Rows(Factor):
         return sketch.rows(self.index, self.cotangent)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return scatter_rows(self.index, scale_rows(self.cotangent, weights), self.num_rows)
+        return scatter_rows(self.index, self._scaled(weights), self.num_rows).to(self.dtype)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
         """`weighted_sum` as a coalesced sparse tensor of the rows that occur."""
-        rows = scale_rows(self.cotangent, weights).flatten(0, 1)
-        return torch.sparse_coo_tensor(self.index.reshape(1, -1), rows, self.shape, check_invariants=False).coalesce()
+        rows = self._scaled(weights).flatten(0, 1)
+        return torch.sparse_coo_tensor(self.index.reshape(1, -1), rows, self.shape, check_invariants=False).coalesce().to(self.dtype)
+
+    def _scaled(self, weights: Tensor) -> Tensor:
+        """weights[n] cotangent[n], in the `wide` dtype: what adds rows up one by one would round as often."""
+        return self.cotangent * weights.to(wide(self.dtype))[:, None, None]
 
     def dot(self, direction: Tensor) -> Tensor:
         cotangent = widen(self.cotangent)

@@ -70,7 +70,7 @@ class Sum(Factor):
         return total.clamp(min=0)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self._reduce(lambda term: term.weighted_sum(weights), self.like.new_zeros(self.shape))
+        return self._reduce(lambda term: term.weighted_sum(weights), self._zeros(*self.shape)).to(self.dtype)
 
     def project(self, sketch: Sketch) -> Tensor:
         return self._reduce(lambda term: term.project(sketch), self._zeros(self.n, sketch.dim))
