@@ -64,13 +64,18 @@ def is_batched(tensor: Tensor, level: int) -> bool:
     return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
 
 
-def is_sampled(tensor: Tensor) -> bool:
-    """Whether some vmap has wrapped this tensor, under whatever other wrappers."""
+def vmaps(tensor: Tensor) -> int:
+    """How many vmaps have wrapped this tensor, under whatever other wrappers."""
+    count = 0
     while is_wrapped(tensor):
-        if _C.is_batchedtensor(tensor):
-            return True
+        count += _C.is_batchedtensor(tensor)
         tensor = value_of(tensor)
-    return False
+    return count
+
+
+def is_sampled(tensor: Tensor) -> bool:
+    """Whether some vmap has wrapped this tensor."""
+    return vmaps(tensor) > 0
 
 
 def value_of(tensor: Tensor) -> Tensor:

@@ -324,6 +324,35 @@ def test_leak(name, args):
     assert expected.abs().max() > 0  # an exact zero would hide a lost gradient
 
 
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda reduce, w, x: reduce(w * x).sin(),
+        lambda reduce, w, x: (w * x / (1 + reduce((w * x).abs()))).sum(),
+        lambda reduce, w, x: (w * x).sum() * reduce(w),
+        lambda reduce, w, x: torch.func.vjp(lambda x: reduce(w * x).sin(), x)[0],
+        lambda reduce, w, x: torch.vmap(lambda x: reduce(w * x).sin())(torch.stack([x, x.flip(0)])).sum(),
+        lambda reduce, w, x: reduce(w * x + torch.tensor([1.0, torch.nan, torch.inf, torch.nan], device=x.device)).nan_to_num(),
+    ],
+    ids=["of both", "of their scale", "of a parameter", "in a transform", "under vmap", "not finite"],
+)
+def test_ties_share_the_gradient_as_in_torch(name, use, device):
+    # vmap turns the maximum of all entries into one along a dimension, whose gradient goes to one of them.
+    def fn(w, x):
+        return use(getattr(torch, name), w, x)
+
+    w, x = torch.ones(4, device=device), torch.tensor([[1.0, 1, 0, 1], [2, 2, 2, 0], [0, 0, 0, 0]], device=device)
+    expected_values, expected = loop_value_and_grad(fn)(w, x)
+    for method in ("capture", "vmap", "loop"):
+        values, grads = psg.per_sample_value_and_grad(fn, method=method)(w, x)
+        assert_trees_close(values, expected_values)
+        assert_trees_close(grads, expected)
+    x = x.requires_grad_()  # the values' own derivative
+    values, _ = psg.per_sample_value_and_grad(fn)(w, x)
+    assert_trees_close(torch.autograd.grad(values.sum(), x), torch.autograd.grad(sum(fn(w, own) for own in x), x))
+
+
 def test_parameters_that_are_wrappers_seen_by_the_function_look_like_parameters(args):
     seen = []
 

@@ -5,6 +5,7 @@ what it must not.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -89,6 +90,32 @@ def _default(func: Any, name: str) -> Any:
 def contains(self: Tensor, element: Any) -> Any:
     """`element in tensor`, written out: its last step is a Python value of a tensor, which the pass knows how to take."""
     return bool((self == element).any())
+
+
+def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
+    @decomposition(op)
+    def whole(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """One of all entries, of whose cotangent every entry with its value has an equal share; vmap's form, by a dimension, picks one.
+
+        Under a vmap of fn's own that form is torch's own too.
+        """
+        if args or kwargs or _functorch.vmaps(input) != 1 or not input.is_floating_point() or input.numel() == 0:
+            return NotImplemented
+        value = value_of(input.detach())
+        chosen = (input == value) | (input.isnan() & value.isnan())
+        share = (torch.where(chosen, input, 0) / chosen.sum()).sum()
+        # The value itself, and not what the sum is rounded to.
+        return torch.where(value.isfinite(), value + (share - share.detach()), share)
+
+
+for _name, _value_of in {
+    "max": torch.amax,
+    "min": torch.amin,
+    "median": lambda input: input.flatten().median(0).values,
+    "nanmedian": lambda input: input.flatten().nanmedian(0).values,
+}.items():
+    for _op in (getattr(torch, _name), getattr(Tensor, _name)):
+        _shared_evenly(_op, _value_of)
 
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__
