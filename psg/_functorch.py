@@ -64,6 +64,13 @@ def is_batched(tensor: Tensor, level: int) -> bool:
     return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
 
 
+def tangents_apart() -> bool:
+    """Whether the caller runs in a jvp inside of two vmaps, psg's and one of fn's own, which may have the tangents without the values."""
+    kinds = [interpreter.key() for interpreter in _C.get_interpreter_stack() or ()]
+    jvps = [level for level, kind in enumerate(kinds) if kind == _C.TransformType.Jvp]
+    return bool(jvps) and kinds[: jvps[-1]].count(_C.TransformType.Vmap) > 1
+
+
 def vmaps(tensor: Tensor) -> int:
     """How many vmaps have wrapped this tensor, under whatever other wrappers."""
     count = 0

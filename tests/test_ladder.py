@@ -353,6 +353,68 @@ def test_ties_share_the_gradient_as_in_torch(name, use, device):
     assert_trees_close(torch.autograd.grad(values.sum(), x), torch.autograd.grad(sum(fn(w, own) for own in x), x))
 
 
+def solved(left=True, adjoint=False, old=False):
+    """Many right-hand sides for a matrix of the sample's own."""
+
+    def fn(w, x):
+        own, sides = pivoted(w, x), torch.arange(24.0, device=x.device).reshape(4, 3, 2) * w[:2]
+        if old:
+            return torch.lu_solve(sides, *torch.linalg.lu_factor(own)).sin().sum()
+        return torch.linalg.lu_solve(*torch.linalg.lu_factor(own), sides if left else sides.mT, left=left, adjoint=adjoint).sin().sum()
+
+    return fn
+
+
+def pivoted(w, x):
+    """A matrix whose rows change places when it is factored."""
+    return torch.tensor([[0.1, 3, 1], [0.5, 0.2, 4], [5, 1, 0.3]], device=x.device) + torch.outer(w, x)
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        *(solved(left, adjoint) for left in (True, False) for adjoint in (True, False)),
+        pytest.param(solved(old=True), marks=pytest.mark.filterwarnings("ignore:torch.lu_solve is deprecated")),
+        lambda w, x: torch.func.jacrev(lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(pivoted(w, x)), x[:, None]))(x).sin().sum(),
+        lambda w, x: torch.func.jvp(lambda x: torch.linalg.solve(pivoted(w, x), x), (x,), (w,))[1].sin().sum(),
+        lambda w, x: torch.func.jacrev(lambda x: torch.linalg.slogdet(pivoted(w, x))[1])(x).sin().sum(),
+    ],
+    ids=["left", "left, adjoint", "right", "right, adjoint", "old", "its jacobian", "a jvp of solve", "a jacobian of slogdet"],
+)
+def test_pivots_are_the_sample_s_own(fn, method, device):
+    w, x = torch.rand(3, device=device), torch.randn(4, 3, device=device)
+    values, grads = psg.per_sample_value_and_grad(fn, method=method)(w, x)
+    expected_values, expected = loop_value_and_grad(fn)(w, x)
+    assert_trees_close(values, expected_values)
+    assert_trees_close(grads, expected)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda A, z: torch.linalg.solve(A, z).sin().sum(),
+        lambda A, z: torch.linalg.solve_ex(A, z)[0].sin().sum(),
+        lambda A, z: torch.linalg.tensorsolve(A[:, None], z[:, None]).sin().sum(),
+        lambda A, z: A.det(),
+        lambda A, z: A.slogdet()[1],
+        lambda A, z: (A @ A.T).logdet(),
+    ],
+    ids=["solve", "solve_ex", "tensorsolve", "det", "slogdet", "logdet"],
+)
+def test_tangents_of_solve_and_det_go_down(transform, op, device):
+    def fn(w, x):
+        return transform(lambda x: op(pivoted(w, x), x))(x).sin().sum()
+
+    w, x = torch.rand(3, device=device), torch.randn(4, 3, device=device)
+    with pytest.warns(psg.FallbackWarning, match="other pivots.*other pivots.*method='loop'"):
+        values, grads = psg.per_sample_value_and_grad(fn)(w, x)
+    expected_values, expected = loop_value_and_grad(fn)(w, x)
+    assert_trees_close(values, expected_values)
+    assert_trees_close(grads, expected)
+
+
 def test_parameters_that_are_wrappers_seen_by_the_function_look_like_parameters(args):
     seen = []
 

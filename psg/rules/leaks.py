@@ -45,6 +45,13 @@ leak(
     when=lambda input, *args, **kwargs: input.ndim == 0,
     rungs=("capture", "vmap"),
 )
+leak(
+    *(torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.tensorsolve, torch.logdet, Tensor.logdet),
+    *(torch.linalg.det, torch.det, Tensor.det, torch.linalg.slogdet, torch.slogdet, Tensor.slogdet),
+    reason="forward-mode derivatives of solve and det under vmap are those of other pivots",
+    when=lambda *args, **kwargs: _functorch.tangents_apart(),
+    rungs=("capture", "vmap"),
+)
 
 OWN_GENERATOR = "fn draws from a generator that it is given or makes: one seeded in fn draws the same for every sample, and vmap would not"
 
@@ -116,6 +123,30 @@ for _name, _value_of in {
 }.items():
     for _op in (getattr(torch, _name), getattr(Tensor, _name)):
         _shared_evenly(_op, _value_of)
+
+
+@decomposition(torch.linalg.lu_solve)
+def lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False, out: Tensor | None = None) -> Any:
+    """X with P L U X = B by triangular solves: ([*,i,i], [*,i], [*,i,k]) -> [*,i,k].
+
+    Where LU is the sample's own and B has further dimensions, vmap gives LU one of size 1, and there torch (2.13) takes wrong pivots.
+    """
+    if out is not None or not _functorch.is_sampled(LU):
+        return NotImplemented
+    if not left:  # X A = B is A^H X^H = B^H
+        return torch.linalg.lu_solve(LU, pivots, B.mH, adjoint=not adjoint).mH
+    solve = torch.linalg.solve_triangular
+    P, L, U = torch.lu_unpack(LU, pivots)
+    if adjoint:
+        return P @ solve(L.mH, solve(U.mH, B, upper=False), upper=True, unitriangular=True)
+    return solve(U, solve(L, P.mT @ B, upper=False, unitriangular=True), upper=True)
+
+
+@decomposition(torch.lu_solve)
+@decomposition(Tensor.lu_solve)
+def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor | None = None) -> Any:
+    """The same with its arguments in another order."""
+    return lu_solve(LU_data, LU_pivots, b, out=out)
 
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__
