@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.testing import tensors
+from psg.testing import assert_trees_close, loop_grad, tensors
 
 OPS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -117,3 +117,18 @@ def test_transposed_convolution_without_a_rule(n, stride, groups, seed, device):
     torch.manual_seed(seed)
     weight, x = torch.randn(2 * groups, 3, 2, 2, device=device), torch.randn(n, 1, 2 * groups, 3, 4, device=device)
     assert_agrees(Problem(lambda w, x: score(F.conv_transpose2d(x, w, stride=stride, groups=groups)), (weight, x)))
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize("option", [{"stride": (2,)}, {"stride": [1], "padding": [1]}, {"dilation": (1,), "stride": (2,), "groups": 1}])
+@pytest.mark.parametrize("op", [F.conv2d, F.conv3d, F.conv_transpose2d, F.conv_transpose3d])
+def test_lists_of_one_entry(op, option, method, device):
+    # vmap takes the length of the stride for the number of spatial dimensions: the bias went along another one.
+    dims = 2 if op in (F.conv2d, F.conv_transpose2d) else 3
+
+    def fn(p, x):
+        return score(op(x, p["weight"] * x.mean(), p["bias"], **option)[..., *(slice(3),) * dims])
+
+    params = {"weight": torch.randn(3, 3, *(2,) * dims, device=device), "bias": torch.randn(3, device=device)}
+    x = torch.randn(2, 1, 3, *(7,) * dims, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(params, x), loop_grad(fn)(params, x))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors import Conv, Dense, Geometry
-from psg.rules._registry import reshape, rule
+from psg.rules._registry import decomposition, reshape, rule
 
 
 def _each(option: Any, dims: int) -> tuple[int, ...]:
@@ -97,7 +97,22 @@ def _sum_images(cotangent: Tensor) -> Dense:
     return Dense(cotangent.flatten(3).sum((1, 3)))
 
 
+def _with_full_lists(op: Any, dims: int) -> None:
+    @decomposition(op)
+    def full(*args: Any, **kwargs: Any) -> Any:
+        """One entry a spatial dimension in every list: vmap takes the length of `stride` for their number, and so misplaces the bias."""
+
+        def each(option: Any) -> Any:
+            return _each(option, dims) if isinstance(option, (list, tuple)) and len(option) == 1 < dims else option
+
+        if all(each(option) is option for option in (*args, *kwargs.values())):
+            return NotImplemented
+        return op(*map(each, args), **{name: each(option) for name, option in kwargs.items()})
+
+
 for _dims, _op in enumerate((F.conv1d, F.conv2d, F.conv3d), start=1):
     rule(_op)(_convolution(_dims))
+    _with_full_lists(_op, _dims)
 for _dims, _op in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), start=1):
     rule(_op)(_transposed(_dims))
+    _with_full_lists(_op, _dims)
