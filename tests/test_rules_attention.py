@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.func import functional_call
 
 import psg
-from psg.testing import assert_trees_close, tensors
+from psg.testing import assert_trees_close, loop_grad, tensors
 
 
 @st.composite
@@ -140,6 +140,16 @@ def broadcast_problems(draw):
 @given(problem=broadcast_problems(), rules=st.sampled_from([True, False]))
 def test_leading_dimensions_that_broadcast(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_causal_attention_with_a_scale_that_is_not_positive(lead, scale, device):
+    # The fused kernel multiplies the -inf of its mask by the scale; torch takes another one for a sample of three dimensions.
+    w, x = torch.randn(4, 4, device=device), torch.randn(3, *lead, 5, 4, device=device)
+    fn = lambda w, x: score(F.scaled_dot_product_attention(F.linear(x, w), x, x.sin(), is_causal=True, scale=scale))  # noqa: E731
+    assert loop_grad(fn)(w, x).isfinite().all()
+    assert_agrees(Problem(fn, (w, x)))
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (2, 1)])

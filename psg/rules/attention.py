@@ -46,6 +46,9 @@ def scaled_dot_product_attention(
             return NotImplemented
         # Expanded only where it must be folded.
         attn_mask = attn_mask.expand(*lead, attn_mask.shape[-3], *full[-2:]).flatten(0, len(lead) - 1)
+    elif is_causal and scale is not None and scale <= 0:
+        # The fused kernel (torch 2.13) scales the -inf of its mask too.
+        is_causal, attn_mask = False, q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
     q, k, v = (tensor.flatten(0, len(lead) - 1) for tensor in (q, k, v))
     output = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     return output.squeeze(1) if alone else output.unflatten(0, lead), {}
