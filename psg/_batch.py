@@ -254,7 +254,7 @@ class _BatchMode(TorchFunctionMode):
                 return output
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if computes and not any(map(_differentiable, others)):
+        if computes and not any(map(_differentiable, others)) and not _leaks(func, args, kwargs):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(self.names[id(leaf)] for leaf in met)
         raise InputError(
@@ -449,7 +449,11 @@ def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an op that has a rule for rows can also be left to torch: it writes into nothing, and its gradient is dense."""
     rule = _registry.find_rule(func)
     bound = None if rule is None else rule.bind(args, kwargs)
-    return bound is not None and not bound.get("sparse") and _registry.find_leak(func, args, kwargs, "capture") is None
+    return bound is not None and not bound.get("sparse") and not _leaks(func, args, kwargs)
+
+
+def _leaks(func: Any, args: Any, kwargs: Any) -> bool:
+    return _registry.find_leak(func, args, kwargs, "capture") is not None
 
 
 def _differentiable(tensor: Tensor) -> bool:

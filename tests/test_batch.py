@@ -294,11 +294,18 @@ def test_an_index_out_of_range_is_torch_s_own_error(lookup, beyond, device):
         psg.per_sample_grad(lambda w, i: lookup(w, i).sum((1, 2)), method="batch")(w, ids)
 
 
-@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"sparse": True}], ids=str)
-def test_a_table_of_positions_that_torch_cannot_compute_once_is_refused(options, device):
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"max_norm": 0.5}, psg.InputError, "for which there is no rule that fits"),
+        ({"sparse": True}, psg.StateError, "the output of embedding"),
+    ],
+    ids=["max_norm", "sparse"],
+)
+def test_a_table_of_positions_that_torch_cannot_compute_once_is_refused(options, error, message, device):
     w, x = torch.randn(5, 3, device=device), torch.randn(4, 3, 3, device=device)
     before, steps = w.clone(), torch.tensor([[1, 1, 2]], device=device)
-    with pytest.raises(psg.StateError, match="the output of embedding"):
+    with pytest.raises(error, match=message):
         psg.per_sample_grad(lambda w, x: (x + F.embedding(steps, w, **options)).sin().sum((1, 2)), method="batch")(w, x)
     assert torch.equal(w, before)
 

@@ -23,16 +23,10 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """y = W[index]: ([n,*], [v,d]) -> [n,*,d]. `sparse` says how torch would store the summed gradient; it changes no number."""
-    if weight.is_complex():
-        return NotImplemented
+    if weight.is_complex() or max_norm is not None:
+        return NotImplemented  # torch writes the shortened rows into the weight, where whatever fn does with it later finds them
     rows, features = weight.shape
     output = F.embedding(input, weight)
-    if max_norm is not None:
-        # Rows longer than max_norm are shortened before the lookup, outside of differentiation. torch writes them back into the
-        # weight; a pure function does not, and reads the same values.
-        with torch.no_grad():
-            norm = torch.linalg.vector_norm(output, norm_type, dim=-1, keepdim=True)
-            output = torch.where(norm > max_norm, output * (max_norm / (norm + 1e-7)), output)
 
     def factor(cotangent: Tensor) -> Rows:
         index = input.reshape(input.shape[0], input.shape[1:].numel())
@@ -97,7 +91,7 @@ def embedding_bag(
     those d where it is the first with the largest value. An id that is padding is no entry.
     """
     rows, features = weight.shape
-    if weight.is_complex() or mode not in _MODES or input.numel() == 0 or (mode == "max" and sparse):
+    if weight.is_complex() or max_norm is not None or mode not in _MODES or input.numel() == 0 or (mode == "max" and sparse):
         return NotImplemented
     if scale_grad_by_freq:
         return NotImplemented  # on CPU torch (2.13) divides by the frequency of another id; lifting does as torch does
@@ -111,10 +105,6 @@ def embedding_bag(
     n, bags = starts.shape  # the last bag is no one's with include_last_offset
     index = input.reshape(n, -1).long()
     padding = -1 if padding_idx is None else padding_idx % rows
-    if max_norm is not None:
-        # torch shortens the rows of the weight itself, outside of differentiation. A pure function shortens those of a copy.
-        weight = weight.clone(memory_format=torch.contiguous_format)
-        torch.embedding_renorm_(weight, index.reshape(-1), max_norm, norm_type)
     scales = None if per_sample_weights is None else per_sample_weights.reshape(n, -1)
 
     # The samples' bags, one after the other, are the bags of one call.
