@@ -75,6 +75,12 @@ def test_shared_ids(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+def test_ids_of_32_bits(rows, device):
+    table, ids = torch.randn(rows, 3, device=device), torch.randint(rows, (2, 5), device=device, dtype=torch.int32)
+    assert_agrees(Problem(lambda w, ids: score(F.embedding(ids, w)), (table, ids)))
+
+
 def test_the_rule_gives_rows(device):
     table, ids = torch.randn(7, 3, device=device), torch.randint(7, (2, 5), device=device)
     assert isinstance(psg.factored_grad(lambda w, ids: score(F.embedding(ids, w)))(table, ids), psg.factors.Rows)

@@ -29,7 +29,7 @@ def embedding(
     output = F.embedding(input, weight)
 
     def factor(cotangent: Tensor) -> Rows:
-        index = input.reshape(input.shape[0], input.shape[1:].numel())
+        index = input.reshape(input.shape[0], input.shape[1:].numel()).long()
         cotangent = cotangent.reshape(*index.shape, features)
         ignored = None if padding_idx is None else index == padding_idx % rows
         if scale_grad_by_freq:
