@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
@@ -80,6 +81,14 @@ def addmm_problems(draw):
 @given(problem=linear_problems(), rules=each_rule)
 def test_linear(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 4), (5, 4), (5, 1)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bias_of_another_shape(shape, frozen, device):
+    params = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(shape, device=device)}
+    fixed = {"bias": params.pop("bias")} if frozen else {}
+    assert_agrees(Problem(lambda p, x: score(F.linear(x, **p, **fixed)), (params, torch.randn(3, 5, 3, device=device))))
 
 
 @given(problem=stacked_problems(), rules=each_rule)

@@ -26,7 +26,7 @@ def sum_positions(cotangent: Tensor) -> Dense:
 @rule(F.linear, frozen=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x W^T + b: ([n,*,i], [o,i], [o]) -> [n,*,o]."""
-    if weight.is_complex() or weight.ndim != 2:
+    if weight.is_complex() or weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         return NotImplemented
     # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
     # frozen layers run here too.
