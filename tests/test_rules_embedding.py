@@ -158,3 +158,18 @@ def test_padding_of_a_weight_that_depends_on_the_sample(method, padding, scale_g
     args = torch.randn(5, 2, device=device), torch.tensor([[1, 0, 1], [1, 2, 2]], device=device), torch.randn(2, 2, device=device)
     for fn in (scaled,) if scale_grad_by_freq else (scaled, adapted):
         assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian])
+def test_padding_keeps_its_tangent(transform, method, device):
+    # It is no padding to forward-mode derivatives, in torch itself.
+    def fn(w, i, x):
+        inner = lambda x: F.embedding(i, w * x, padding_idx=1).sin()  # noqa: E731
+        return transform(lambda x: inner(x).sum() if transform is torch.func.hessian else inner(x))(x).sin().sum()
+
+    args = torch.randn(5, 2, device=device), torch.tensor([[1, 0, 1], [1, 2, 2]], device=device), torch.randn(2, 2, device=device)
+    values, grads = psg.per_sample_value_and_grad(fn, method=method)(*args)
+    expected_values, expected = loop_value_and_grad(fn)(*args)
+    assert_trees_close(values, expected_values)
+    assert_trees_close(grads, expected)

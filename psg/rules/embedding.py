@@ -57,7 +57,32 @@ def embedding_with_padding(
     if padding_idx is None or max_norm is not None or not _functorch.is_sampled(weight) or not -len(weight) <= padding_idx < len(weight):
         return NotImplemented
     output = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), output.detach(), output)
+    return _WithoutGradient.apply(output, (input == padding_idx % len(weight)).unsqueeze(-1))
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The identity, through which no gradient goes back where `padding`. Tangents go on: in torch too padding is of gradients alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, padding: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (padding,) = ctx.saved_tensors
+        return cotangent.masked_fill(padding, 0), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (padding,) = ctx.saved_tensors
+        return _WithoutGradient.apply(tangent, padding)
 
 
 @decomposition(F.embedding, differentiated=True)
