@@ -100,6 +100,27 @@ def test_writes(write, side, other, device):
         assert_trees_close(found, expected)
 
 
+# --- masks that depend on the sample ---------------------------------------------------------------------------
+
+
+TARGETS = {"of both": lambda p, x: p * x, "new": lambda p, x: torch.zeros_like(p), "int": lambda p, x: (3 * x).int()}
+MASKS = {"whole": lambda x: x > 0, "rows": lambda x: x[:, 0] > 0, "scalar": lambda x: x[0, 0] > 0}
+
+
+@pytest.mark.parametrize("value", [0, -2.5, True, "parameter"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_mask_of_the_sample_is_filled(target, mask, value, device):
+    def fn(p, x):
+        y = TARGETS[target](p["y"], x)
+        y[MASKS[mask](x)] = p["v"].to(y.dtype) if value == "parameter" else value
+        return (p["y"] * y).sin().sum()
+
+    params = {"y": torch.randn(4, 3, device=device), "v": torch.randn((), device=device)}
+    x = torch.randn(5, 4, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(fn)(params, x))
+
+
 # --- inputs that are written into ------------------------------------------------------------------------------
 
 

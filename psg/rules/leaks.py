@@ -99,6 +99,16 @@ def contains(self: Tensor, element: Any) -> Any:
     return bool((self == element).any())
 
 
+@decomposition(Tensor.__setitem__)
+def fill(self: Tensor, index: Any, value: Any) -> Any:
+    """tensor[mask] = number, of a mask that depends on the sample: what it selects has no shape under vmap, and need not have one."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape[: index.ndim]
+    is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
+    if not (is_mask and is_number and _functorch.is_sampled(index)):
+        return NotImplemented
+    self.copy_(torch.where(index.reshape(*index.shape, *(1,) * (self.ndim - index.ndim)), value, self))
+
+
 def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
     @decomposition(op)
     def whole(input: Tensor, *args: Any, **kwargs: Any) -> Any:
