@@ -44,7 +44,7 @@ READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 FACTORIES = {
     *(torch.zeros, torch.ones, torch.full, torch.empty, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
-    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new),
 }
 
 # Those that make what a mask is made of, and seldom what is written into.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributions as D
 import torch.nn.functional as F
 
 import psg
@@ -53,6 +54,14 @@ def test_noise_on_parameters_is_drawn_for_each_sample(name, method, device):
     w, x = torch.ones(8, 8, device=device), torch.ones(4, 8, device=device)
     fn = PARAMETER_NOISE[name]
     values = psg.per_sample_value_and_grad(lambda w, x: fn(w, x).square().sum(), method=method)(w, x)[0]
+    assert values.unique().numel() == 4
+
+
+@pytest.mark.parametrize("distribution", [D.Laplace, D.Cauchy, D.Weibull])
+def test_distributions_draw_for_each_sample(distribution, device):
+    # They draw into memory that they make by the old Tensor.new.
+    w, x = torch.ones(3, device=device), torch.ones(4, 3, device=device)
+    values = psg.per_sample_value_and_grad(lambda w, x: distribution(w * x, w).rsample().sum(), method="capture")(w, x)[0]
     assert values.unique().numel() == 4
 
 
