@@ -165,7 +165,22 @@ def broadcasts(n, device):
     return fn, params, (torch.randn(n, 4, WIDTH, device=device),)
 
 
-PROBLEMS = [positions, lookups, class_tokens, broadcasts, experts, images, shuffled, time_first, derived, projection]
+def mask_tokens(n, device):
+    """A parameter in the place of what is masked, on either side, in each spelling; PReLU with one slope and with one a channel."""
+
+    def fn(p, x):
+        mask = (x[..., :1] > 0) & (x[..., 1:2] > -1)
+        hidden = torch.where(mask, p["token"], F.linear(x, p["w"]))
+        hidden = hidden.where(~mask.roll(1, 1), p["other"][None]) + torch.where(mask, p["token"], p["other"])
+        hidden = F.prelu(F.prelu(hidden, p["slope"]), p["slopes"]) + F.prelu(hidden.flatten(1), p["slope"]).view_as(hidden)
+        return torch.where(mask, hidden, 0.0).sin().sum((1, 2))
+
+    shapes = {"token": (WIDTH,), "other": (1, WIDTH), "w": (WIDTH, WIDTH), "slope": (1,), "slopes": (4,)}
+    params = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    return fn, params, (torch.randn(n, 4, WIDTH, device=device),)
+
+
+PROBLEMS = [positions, lookups, class_tokens, mask_tokens, broadcasts, experts, images, shuffled, time_first, derived, projection]
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
 
 

@@ -343,6 +343,19 @@ def _attention(
     return scores.softmax(-1) @ value
 
 
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """y = max(x, 0) + w min(x, 0): ([b,c,*], [c] or [1]) -> [b,c,*]."""
+    return input.relu() + input.clamp(max=0) * weight.reshape(-1, *(1,) * (input.ndim - 2))
+
+
+def _where(condition: Tensor, *choices: Any) -> Any:
+    """A parameter (a mask token) is repeated first, and what a row takes of it is then the row's own."""
+    shape = torch.broadcast_shapes(condition.shape, *(choice.shape for choice in choices if isinstance(choice, Tensor)))
+    if all(not isinstance(choice, Tensor) or choice.shape == shape for choice in choices):
+        return NotImplemented
+    return torch.where(condition, *(choice.expand(shape) if isinstance(choice, Tensor) else choice for choice in choices))
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other, **options: _difference(other, input, **options)),
@@ -350,5 +363,8 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     Tensor.__rtruediv__: lambda input, other: _quotient(other, input),
     Tensor.expand_as: lambda input, other: input.expand(other.shape),
     F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
+    torch.where: _where,
+    Tensor.where: lambda self, condition, other: _where(condition, self, other),
 }
 """Ops that reach a parameter by no rule for rows, in other ops that do."""
