@@ -109,6 +109,20 @@ def fill(self: Tensor, index: Any, value: Any) -> Any:
     self.copy_(torch.where(index.reshape(*index.shape, *(1,) * (self.ndim - index.ndim)), value, self))
 
 
+# By sorting: along a dimension torch has no deterministic median on a GPU.
+
+
+def _median(input: Tensor) -> Tensor:
+    ordered = input.flatten().sort().values  # NaN last
+    return torch.where(ordered[-1].isnan(), ordered[-1], ordered[(input.numel() - 1) // 2])
+
+
+def _nanmedian(input: Tensor) -> Tensor:
+    ordered = input.flatten().sort().values
+    count = (~ordered.isnan()).sum(0, keepdim=True)
+    return ordered.gather(0, ((count - 1) // 2).clamp(min=0))[0]
+
+
 def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
     @decomposition(op)
     def whole(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -125,12 +139,7 @@ def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
         return torch.where(value.isfinite(), value + (share - share.detach()), share)
 
 
-for _name, _value_of in {
-    "max": torch.amax,
-    "min": torch.amin,
-    "median": lambda input: input.flatten().median(0).values,
-    "nanmedian": lambda input: input.flatten().nanmedian(0).values,
-}.items():
+for _name, _value_of in {"max": torch.amax, "min": torch.amin, "median": _median, "nanmedian": _nanmedian}.items():
     for _op in (getattr(torch, _name), getattr(Tensor, _name)):
         _shared_evenly(_op, _value_of)
 
