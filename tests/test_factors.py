@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as torch_pytree
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
 from psg.factors import Conv, Dense, Geometry, Outer, Rows, Sum, merge
@@ -470,6 +471,25 @@ def test_sums_are_rounded_once(dtype, device):
     ones = [Dense(torch.full((1, 5), value, device=device).to(dtype)) for value in (1 / torch.finfo(dtype).eps * 2, *[1.0] * 8)]
     total = Sum(ones, torch.empty(1, 0, dtype=dtype, device=device), torch.Size([5])).weighted_sum(torch.ones(1, device=device))
     assert_trees_close(total, ones[0].values[0] + 8, rtol=0, per_sample=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e25])
+def test_outer_products_of_a_small_and_a_large_side(scale, dtype, device):
+    # A loss scaled by 1e25, of inputs scaled by 1e-25, has ordinary gradients; the squares of both sides do not fit float32.
+    left, right = (torch.randn(4, 1, size, device=device, dtype=torch.float32) * s for size, s in ((3, scale), (5, 1 / scale)))
+    left[1] = 0
+    factor = Outer(left.to(dtype), right.to(dtype))
+    exact = reference_norm(factor.to(torch.float64).materialize())
+    assert_trees_close(factor.norm(), exact.float(), rtol=1e-5)
+    assert_trees_close(factor.squared_norm(), exact.square().float(), rtol=1e-5)
+    # In a trace, and where it is differentiated, no value can be asked for.
+    traced = make_fx(lambda left, right: Outer(left, right).norm())(factor.left, factor.right)
+    assert_trees_close(traced(factor.left, factor.right), exact.float(), rtol=1e-5)
+    batched = torch.func.vmap(lambda right: Outer(factor.left, right).norm())(factor.right[None])
+    assert_trees_close(batched[0], exact.float(), rtol=1e-5)
+    tracked = Outer(factor.left.clone().requires_grad_(), factor.right)
+    assert_trees_close(tracked.squared_norm().detach(), exact.square().float(), rtol=1e-5)
 
 
 def psg_rtol(dtype):

@@ -1,13 +1,14 @@
 """Outer: a sum over positions of outer products, as every matrix product leaves it."""
 
+import math
 from collections.abc import Callable
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from psg import plans
-from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, square, wide_bmm, widen
+from psg import _functorch, plans
+from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, square, wide, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
 from psg.factors._sketch import Sketch
@@ -65,14 +66,18 @@ class Outer(Planned):
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
     def norm(self) -> Tensor:
-        if self.positions == 1:
-            return Dense(self.left[:, 0]).norm() * Dense(self.right[:, 0]).norm()
-        return super().norm()
+        if self.positions != 1:
+            return super().norm()
+        left, right = (Dense(side[:, 0]).norm() for side in (self.left, self.right))
+        return left * right if _are_safe(left, right) else self._product(Dense.norm)
 
     def squared_norm(self) -> Tensor:
-        if self.positions == 1:
-            return Dense(self.left[:, 0]).squared_norm() * Dense(self.right[:, 0]).squared_norm()
-        return self._planned_norm()
+        return self._product(Dense.squared_norm) if self.positions == 1 else self._planned_norm()
+
+    def _product(self, reduce: Callable[[Dense], Tensor]) -> Tensor:
+        # One side may be so small, and the other so large, that their squares do not fit, where the gradient is an ordinary one.
+        left, right = (reduce(Dense(side[:, 0].to(_spacious(side)))) for side in (self.left, self.right))
+        return (left * right).to(wide(self.dtype))
 
     def _norm_by(self, plan: str) -> Tensor:
         return self._gram_norm() if plan == "gram" else self._chunked_norm()
@@ -140,6 +145,25 @@ class Outer(Planned):
 
     def _sum_cost(self) -> float:
         return self._materialize_cost()
+
+
+# Between this and infinity the squares of float32 have all their digits.
+_LEAST = (torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps) ** 0.5
+
+
+def _are_safe(left: Tensor, right: Tensor) -> bool:
+    """Whether no square was lost in these norms, [n]: asked on a CPU alone, and not in a trace, which has no answer."""
+    if left.dtype == torch.float64 or left.numel() == 0:
+        return True
+    if left.device.type != "cpu" or _functorch.is_wrapped(left) or _functorch.is_wrapped(right) or _functorch.is_traced():
+        return False
+    least, most = torch.cat((left, right)).aminmax()
+    return least.item() > _LEAST and most.item() < math.inf
+
+
+def _spacious(side: Tensor) -> torch.dtype:
+    """float64, in which the squares of float32 fit, on devices that have it."""
+    return torch.float64 if side.device.type in ("cpu", "cuda") else side.dtype
 
 
 _PLANS = {
