@@ -424,9 +424,9 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
     """
     rows = norm(tree)
     columns = rows if other is None else norm(other)
-    zero = (rows == 0)[:, None] | (columns == 0)[None, :]
-    rows, columns = (torch.where(norms == 0, 1, norms) for norms in (rows, columns))
-    return torch.where(zero, 0, gram(tree, other) / rows[:, None] / columns[None, :])  # the product of two norms may overflow
+    scale = rows[:, None] * columns[None, :]
+    zero = scale == 0
+    return torch.where(zero, 0, gram(tree, other) / torch.where(zero, 1, scale))
 
 
 @never
