@@ -145,11 +145,15 @@ def test_leading_dimensions_that_broadcast(problem, rules, device):
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_causal_attention_with_a_scale_that_is_not_positive(lead, scale, device):
-    # The fused kernel multiplies the -inf of its mask by the scale; torch takes another one for a sample of three dimensions.
+    # The fused kernel multiplies the -inf of its mask by the scale: where torch takes it for one sample too, so does a loop.
     w, x = torch.randn(4, 4, device=device), torch.randn(3, *lead, 5, 4, device=device)
-    fn = lambda w, x: score(F.scaled_dot_product_attention(F.linear(x, w), x, x.sin(), is_causal=True, scale=scale))  # noqa: E731
-    assert loop_grad(fn)(w, x).isfinite().all()
-    assert_agrees(Problem(fn, (w, x)))
+
+    def attention(**mask):
+        return lambda w, x: score(F.scaled_dot_product_attention(F.linear(x, w), x, x.sin(), scale=scale, **mask))
+
+    expected = loop_grad(attention(attn_mask=torch.ones(5, 5, device=device).tril() > 0))(w, x)
+    assert expected.isfinite().all()
+    assert_trees_close(psg.per_sample_grad(attention(is_causal=True), method="capture")(w, x), expected)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (2, 1)])
