@@ -1,6 +1,6 @@
 """psg: per-sample gradients for PyTorch, the way JAX would do them."""
 
-from psg import clipping, factors, plans, rules, testing, tree
+from psg import clipping, distributed, factors, plans, rules, testing, tree
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
 from psg.explain import explain
 from psg.jit import jit
@@ -26,6 +26,7 @@ __all__ = [
     "check",
     "clipped_grad",
     "clipping",
+    "distributed",
     "explain",
     "factored_grad",
     "factors",

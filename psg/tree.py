@@ -160,7 +160,7 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
 
     Returns:
         The same tree. A leaf that is a `psg.factors.Rows` gives a coalesced sparse COO tensor [*shape], as torch.optim.SparseAdam and
-        SGD take it; every other leaf a dense one.
+        SGD take it; every other leaf a dense one, as all do in a batch without samples.
 
     Raises:
         InputError: `weights` is not [n].

@@ -1,0 +1,143 @@
+"""Several processes, each with samples of its own: their sums added up, their samples joined.
+
+Per-sample gradients need no communication; only what is computed from them does. So every process calls psg on its share of a batch, and
+hands the result to one of these functions, all processes alike, as to any of torch.distributed's collectives.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from psg import _trees
+from psg._ambient import never
+from psg._errors import InputError
+from psg.factors import Dense, Factor
+from psg.factors._base import as_real, widen
+
+
+@never
+def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
+    """The sum over all processes: of clipped sums, counts of samples, Fisher diagonals.
+
+    One collective serves all leaves of one dtype and device. Gaussian noise belongs on the result, drawn by generators that are seeded
+    alike in all processes; or each process adds noise of its own before, of 1 / sqrt(processes) the standard deviation.
+
+    Args:
+        tree: Tensors of any shape, such as `ClippedGrad.grads`: the same structure, shapes and dtypes in every process.
+        group: The processes; None for all of them.
+
+    Returns:
+        The same tree, in one new buffer for leaves of one dtype, without history, alike in all processes. Added up in at least float32.
+
+    Raises:
+        InputError: The tree has no leaves, or one that is no dense tensor of numbers; torch.distributed has not been set up.
+
+    Example:
+        >>> import torch
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> all_reduce({"w": torch.ones(2), "count": torch.tensor(8)})
+        {'w': tensor([1., 1.]), 'count': tensor(8)}
+        >>> torch.distributed.destroy_process_group()
+
+    Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020 (one collective for many leaves).
+    """
+    leaves, spec = _trees.flatten(tree)
+    _check_group("all_reduce")
+    if not leaves:
+        raise InputError("psg.distributed.all_reduce: the tree has no leaves.")
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool:
+            got = "dtype torch.bool" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise InputError(f"psg.distributed.all_reduce: expected tensors of numbers, such as a sum of gradients, got {got}.")
+        if leaf.layout != torch.strided:
+            raise InputError(
+                "psg.distributed.all_reduce: got a sparse sum, whose rows differ from process to process: give its to_dense(), or "
+                "all_gather the factors and call psg.tree.sparse_weighted_sum of all samples."
+            )
+    parts = [as_real(leaf.detach()) for leaf in leaves]
+    results: dict[int, Tensor] = {}
+    for kind in dict.fromkeys((part.dtype, part.device) for part in parts):
+        alike = [i for i, part in enumerate(parts) if (part.dtype, part.device) == kind]
+        flat = torch.cat([widen(parts[i]).reshape(-1) for i in alike])
+        dist.all_reduce(flat, group=group)
+        for i, total in zip(alike, flat.split([parts[i].numel() for i in alike]), strict=True):
+            total = total.reshape(parts[i].shape)
+            results[i] = (torch.view_as_complex(total).clone() if leaves[i].is_complex() else total).to(leaves[i].dtype)
+    return _trees.unflatten(spec, [results[i] for i in range(len(leaves))])
+
+
+@never
+def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
+    """The samples of all processes: norms for a quantile, projections, factors for a Gram matrix.
+
+    What the processes hold is described to all of them first, so that an error in one is raised by all and none waits for ever.
+
+    Args:
+        tree: Tensors [n, *] or factors: the same structure, dtypes and shapes but for n in every process.
+        group: The processes; None for all of them.
+
+    Returns:
+        The same tree with the samples of the first process, then those of the second, and so on, without history, alike in all processes.
+        A factor stays one where its kind and shapes agree in all processes, and is materialised where they do not.
+
+    Raises:
+        InputError: The tree has no leaves, or one that has no samples; its leaves disagree on n; the trees differ between processes;
+            torch.distributed has not been set up.
+
+    Example:
+        >>> import torch
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> all_gather(torch.tensor([0.5, 2.0]))
+        tensor([0.5000, 2.0000])
+        >>> torch.distributed.destroy_process_group()
+    """
+    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    _check_group("all_gather")
+    fits = bool(leaves) and all(isinstance(leaf, Factor) or isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves)
+    factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves] if fits else []
+    fits = len({factor.n for factor in factors}) == 1
+    # A process that has no samples need not know what kinds of factors the others' have led to: they send theirs, empty.
+    own = (factors[0].n, str(spec), [factor.take(slice(0)).map(Tensor.cpu) for factor in factors]) if fits else None
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    wrong = [rank for rank, theirs in enumerate(found) if theirs is None]
+    if wrong:
+        raise InputError(f"psg.distributed.all_gather: expected tensors [n, *] or factors of as many samples; not so in processes {wrong}.")
+    sizes, specs, kinds = zip(*found, strict=True)
+    stands_for = [(spec, [(empty.shape, empty.dtype) for empty in theirs]) for spec, theirs in zip(specs, kinds, strict=True)]
+    other = [rank for rank in range(len(found)) if stands_for[rank] != stands_for[0]]
+    if other:
+        raise InputError(f"psg.distributed.all_gather: processes {other} have trees of another structure, shapes or dtypes than process 0.")
+    results: list[Any] = []
+    for leaf, factor, theirs in zip(leaves, factors, zip(*kinds, strict=True), strict=True):
+        filled = [empty for empty, n in zip(theirs, sizes, strict=True) if n] or theirs
+        if not all(_are_alike(empty, filled[0]) for empty in filled):
+            factor = Dense(factor.materialize())
+        elif factor.n == 0:
+            factor = filled[0].map(lambda tensor, device=factor.device: tensor.to(device))
+        joined = factor.map(lambda tensor: _gather(tensor.detach(), sizes, group))
+        results.append(joined.materialize() if isinstance(leaf, Tensor) else joined)
+    return _trees.unflatten(spec, results)
+
+
+def _are_alike(factor: Factor, other: Factor) -> bool:
+    """Whether two factors without samples are made of the same, so that others like them can be joined."""
+    (tensors, spec), (others, other_spec) = _trees.flatten(factor), _trees.flatten(other)
+    return spec == other_spec and [(x.shape, x.dtype) for x in tensors] == [(x.shape, x.dtype) for x in others]
+
+
+def _check_group(name: str) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(f"psg.distributed.{name}: torch.distributed is not set up: call torch.distributed.init_process_group first.")
+
+
+def _gather(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """[n, *] of every process, whose n are `sizes` -> [sum n, *]."""
+    # Collectives want the same size everywhere.
+    padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - len(tensor), *tensor.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather([as_real(part) for part in parts], as_real(padded), group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
