@@ -68,6 +68,11 @@ def root(squared: Tensor) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
+# Below this part of what was added up, in units of its rounding, a squared norm has lost digits that a norm must have.
+_LOST = 1 << 17
+_ROUNDING = 1 << 8
+
+
 def norm_of_norms(parts: list[Tensor]) -> Tensor:
     """[n, k], [n, l], ... -> the norm of every row over all of them, [n]."""
     if len(parts) == 1 and parts[0].shape[1] == 1:
@@ -154,6 +159,26 @@ class Factor(ABC):
     @abstractmethod
     def squared_norm(self) -> Tensor:
         """sum over all entries of |gradient|^2 -> [n], real, at least float32, never negative."""
+
+    @abstractmethod
+    def scale(self) -> Tensor:
+        """sum over the terms that it is made of of |term|^2 -> [n]: what sums of their inner products round in proportion to."""
+
+    def recover(self, squared: Tensor, scale: Tensor) -> Tensor:
+        """Squared norms [n] that were added up from inner products of terms, where these cancel.
+
+        Of terms that sum up to next to nothing rounding leaves some other number: too small a one, and clipping would let the sample
+        through. Those samples' norms come from their gradients themselves; where asking which they are would wait for a device, or
+        cannot be traced, from the most that rounding can have hidden.
+        """
+        eps = torch.finfo(squared.dtype).eps
+        lost = squared < _LOST * eps * scale
+        if self.device.type != "cpu" or _functorch.transform_active() or _functorch.is_traced():
+            return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * scale, squared)
+        if not lost.any():
+            return squared
+        exact = torch.cat([square(as_real(part).flatten(1)).sum(1) for part in self.take(lost).to(wide(self.dtype)).parts()])
+        return squared.masked_scatter(lost, exact)
 
     def norm(self) -> Tensor:
         """The square root of `squared_norm` -> [n]."""

@@ -179,6 +179,9 @@ class Conv(Planned):
     def _patch_gram_norm(self) -> Tensor:
         return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
 
+    def scale(self) -> Tensor:
+        return self._by_group().scale().reshape(self.n, self.geometry.groups).sum(1)
+
     def _pixel_gram_norm(self) -> Tensor:
         # Patches overlap, so the products of all of them are sums of few: <patch_t, patch_s> = sum_k <x[t + k], x[s + k]> over the taps k
         # of the kernel. These run along diagonals of the pixels' Gram matrix, and one spatial dimension can be summed after the other.
@@ -189,8 +192,8 @@ class Conv(Planned):
         for i, options in enumerate(zip(self.cotangent.shape[3:], kernel, stride, padding, dilation, strict=True)):
             patches = _sum_diagonals(patches, 2 + i, 3 + len(size) + i, *options)
         product = patches.reshape(cotangents.shape) * cotangents
-        # Rounding may leave a tiny negative sum of a true zero.
-        return product.sum((1, 2)).reshape(self.n, groups).sum(1).clamp(min=0)
+        squared, scale = product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1)
+        return self.recover(*(value.reshape(self.n, groups).sum(1) for value in (squared, scale)))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.geometry.groups == 1 and 0 < self.n * self.positions <= 128:

@@ -47,6 +47,9 @@ class Dense(Factor):
             return widen(real_rows(self.values)).square().sum(1)
         return self.norm().square()  # reads once and writes nothing, but at zero it has no second derivative
 
+    def scale(self) -> Tensor:
+        return self.squared_norm()
+
     def norm(self) -> Tensor:
         return norm_of_norms(self.partial_norms())
 

@@ -83,9 +83,13 @@ class Outer(Planned):
         return self._gram_norm() if plan == "gram" else self._chunked_norm()
 
     def _gram_norm(self) -> Tensor:
-        # sum_{t,s} <left_t, left_s> <right_t, right_s>; rounding may leave a tiny negative sum of a true zero.
+        # sum_{t,s} <left_t, left_s> <right_t, right_s>
         left, right = (wide_bmm(side, side.transpose(1, 2)) for side in (self.left, self.right))
-        return (left * right).sum((1, 2)).clamp(min=0)
+        product = left * right
+        return self.recover(product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1))
+
+    def scale(self) -> Tensor:
+        return (square(self.left).sum(2) * square(self.right).sum(2)).sum(1)
 
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time, so that the memory is used again and, on a CPU, the norm reads it from cache.

@@ -67,6 +67,9 @@ class Rows(Factor):
                 return self._norm_with_few_repeats(ordered, order, repeated)
         return Dense(self._distinct(ordered, order)[1]).squared_norm()
 
+    def scale(self) -> Tensor:
+        return square(self.cotangent).sum((1, 2))
+
     def _distinct(self, ordered: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of each sample, those with one index added up: index [n, t], values [n, t, d], zero where there are fewer than t."""
         slot = torch.zeros_like(order)

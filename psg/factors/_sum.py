@@ -61,13 +61,16 @@ class Sum(Factor):
         return total
 
     def squared_norm(self) -> Tensor:
-        # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>; rounding may leave a tiny negative sum of a true zero.
+        # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
         total = self._zeros(self.n)
         for i, term in enumerate(self.terms):
             total = total + term.squared_norm()
             for earlier in self.terms[:i]:
                 total = total + 2 * earlier.inner(term)
-        return total.clamp(min=0)
+        return self.recover(total, self.scale()) if len(self.terms) > 1 else total
+
+    def scale(self) -> Tensor:
+        return self._reduce(lambda term: term.scale(), self._zeros(self.n))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._reduce(lambda term: term.weighted_sum(weights), self._zeros(*self.shape)).to(self.dtype)
