@@ -401,7 +401,7 @@ class _Mode(TorchFunctionMode):
             return NotImplemented
         own: dict[Place, Lifted] = {}
         data: dict[Place, Tensor] = {}
-        shared: list[Place] = []
+        shared: dict[Place, Tensor] = {}
         numbers: dict[Place, Any] = {}
         sampled = varied = False  # whether the samples have data of their own, and whether some of it is no lifted value
         for place, argument in places_of(arguments):
@@ -414,7 +414,7 @@ class _Mode(TorchFunctionMode):
                     own[place] = value
                     continue
                 if value is None and not _functorch.is_wrapped(argument):
-                    shared.append(place)  # a frozen parameter: it goes in as it is
+                    shared[place] = argument  # a frozen parameter: it goes in as it is
                     continue
                 if not rule.mixed:
                     return NotImplemented  # every sample has a weight of its own
@@ -447,7 +447,7 @@ class _Mode(TorchFunctionMode):
             outputs = (output,) if single else tuple(output)
             if own and torch.is_grad_enabled():
                 targets = [(place_name(place), value, builder_at(builders, place)) for place, value in own.items()]
-                outputs = self._tap(op, outputs, single, targets, inputs)
+                outputs = self._tap(op, outputs, single, targets, (*inputs, *shared.values()))
             return outputs
 
         outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)

@@ -1,7 +1,6 @@
 """The state of the random number generators that a call may draw from."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -27,14 +26,3 @@ def set_state(state: State) -> None:
 def same_state(state: State, other: State) -> bool:
     """Whether no random number was drawn between the two."""
     return all(torch.equal(value, other[device]) for device, value in state.items())
-
-
-@contextlib.contextmanager
-def replay(state: State) -> Iterator[None]:
-    """Run the body from a state, and put the generators back afterwards."""
-    now = {device: torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device) for device in state}
-    set_state(state)
-    try:
-        yield
-    finally:
-        set_state(now)

@@ -1,6 +1,7 @@
 """Trees of arguments: flattening, in_dims as a prefix tree, paths for messages. Trees are optree's."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -27,6 +28,17 @@ def _adopt(kind: type) -> bool:
 
     Dataclasses, what torch's own pytree knows (transformers' model outputs), and mappings that can be made from a dict (its batches).
     """
+    with _adopting:  # optree takes it but once, and two threads may meet it at once
+        if kind not in _adopted and _register(kind):
+            _adopted.add(kind)
+        return kind in _adopted
+
+
+_adopting = threading.Lock()
+_adopted: set[type] = set()
+
+
+def _register(kind: type) -> bool:
     register: Any = optree.register_pytree_node  # typed for collections; these are nodes of other kinds
     if kind in torch_pytree.SUPPORTED_NODES:
         node = torch_pytree.SUPPORTED_NODES[kind]

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, m
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psg import _ambient, _functorch, _random, _trees
+from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, StateError
 from psg._ops import READS
 from psg.rules._registry import are_disabled
@@ -65,7 +65,8 @@ def jit(
 
     - Tensors among the arguments may change from call to call. New shapes, strides, dtypes or devices are a new signature, and so are
       other Python values (numbers, strings, flags, the tree's structure) and other autocast settings: each is compiled once.
-    - Tensors that fn closes over are read at every call, so that changes in place are seen; one that is *replaced* is not. Functions made
+    - Tensors that fn closes over are read at every call, so that changes in place are seen, those of dtype or shape by compiling anew;
+      one that is *replaced* is not. Functions made
       by `psg.stateless` are looked after: replaced buffers, frozen parameters and submodules and `train()`/`eval()` lead to a new trace.
       Another function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
     - Python values that fn closes over, and what it prints or appends to, are those of the trace. One that fn takes from a tensor, by
@@ -155,10 +156,10 @@ class Jitted:
             return self._fn(*args, **kwargs)  # an empty batch: nothing to compile
         key = (spec, tuple(_signature(leaf) for leaf in leaves), _surroundings(), self._key())
         entry = self._cache.get(key)
-        if entry is None:
+        if entry is None or entry.is_outdated:
             with self._lock:
                 entry = self._cache.get(key)
-                if entry is None:
+                if entry is None or entry.is_outdated:
                     entry = self._cache[key] = self._build(args, kwargs, leaves, spec)
         if entry.program is None or torch.is_grad_enabled() and entry.program.is_tracked:
             return self._fn(*args, **kwargs)
@@ -210,6 +211,11 @@ class _Entry(NamedTuple):
     program: "_Program | None"
     info: Compiled
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it was compiled for other memory: a tensor that the function closes over has changed its dtype or shape in place."""
+        return self.program is not None and self.program.is_outdated
+
 
 class _Trace(NamedTuple):
     """A flat graph, and what it takes to call it."""
@@ -225,6 +231,7 @@ class _Program:
 
     def __init__(self, trace: _Trace, tensors: list[Tensor], compile: _Compile) -> None:
         self._trace = trace
+        self._expected = [_signature(tensor) for tensor in trace.captured]
         with _ambient.off(), torch.no_grad():
             self._run = compile(trace.graph, [tensor.detach() for tensor in (*tensors, *trace.captured)])
 
@@ -233,6 +240,11 @@ class _Program:
         with _ambient.off(), torch.no_grad():
             outputs = self._run(*(tensor.detach() for tensor in (*tensors, *self._trace.captured)))
         return _trees.unflatten(self._trace.spec, _trees.fill(self._trace.leaves, outputs))
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether what the function closes over has other shapes, strides, dtypes or devices than it was compiled for."""
+        return any(_signature(tensor) != expected for tensor, expected in zip(self._trace.captured, self._expected, strict=True))
 
     @property
     def is_tracked(self) -> bool:
@@ -351,13 +363,15 @@ def _signature(leaf: Any) -> Hashable:
         raise InputError(
             f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it before jit."
         ) from None
-    return type(leaf), leaf
+    # Numbers as they are written: 0.0 and -0.0 are equal and differ, a NaN equals none.
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 
 
 def _surroundings() -> Hashable:
     """What a trace depends on beside the arguments."""
     autocast = tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
-    return autocast, are_disabled(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    numerics = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    return autocast, are_disabled(), plans.asked(), numerics
 
 
 def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:

@@ -14,7 +14,8 @@ All answers give one result, up to rounding. A model of costs chooses, from oper
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ class _Settings(NamedTuple):
     measure: bool
 
 
-_settings = _Settings({}, 512 << 20, False)
+_DEFAULT = _Settings({}, 512 << 20, False)
+_settings: ContextVar[_Settings] = ContextVar("psg_plans", default=_DEFAULT)
 _measured: dict[Any, str] = {}
 
 
@@ -50,7 +52,7 @@ def using(
 ) -> Iterator[None]:
     """A context in which norms and sums are computed so. It changes time and memory, and no result beyond rounding.
 
-    It holds for all threads of the process, and nests: what is None stays as it is. An answer that a parameter does not have (a "gram" of
+    It holds for the thread that enters it, and nests: what is None stays as it is. An answer that a parameter does not have (a "gram" of
     one position) is passed over, and the cost model chooses.
 
     Args:
@@ -71,23 +73,30 @@ def using(
         ...     psg.explain(loss)(params, x, y).leaves[1].plan
         'Gram of patches, native weight gradient'
     """
-    global _settings
     asked = {"norm": norm, "gram": gram, "materialize": materialize}
     for question, answer in asked.items():
         if answer is not None and not callable(answer) and answer not in _ANSWERS[question]:
             raise InputError(f"psg.plans.using({question}={answer!r}): expected one of {_ANSWERS[question]}, or a function.")
     if keep_bytes is not None and keep_bytes < 0:
         raise InputError(f"psg.plans.using(keep_bytes={keep_bytes}): expected a number of bytes that is at least 0.")
-    before = _settings
-    _settings = _Settings(
-        {**before.choices, **{question: answer for question, answer in asked.items() if answer is not None}},
-        before.keep_bytes if keep_bytes is None else keep_bytes,
-        before.measure if measure is None else measure,
+    before = _settings.get()
+    token = _settings.set(
+        _Settings(
+            {**before.choices, **{question: answer for question, answer in asked.items() if answer is not None}},
+            before.keep_bytes if keep_bytes is None else keep_bytes,
+            before.measure if measure is None else measure,
+        )
     )
     try:
         yield
     finally:
-        _settings = before
+        _settings.reset(token)
+
+
+def asked() -> Hashable:
+    """What `using` asks for here: equal where the same is asked for."""
+    choices, *rest = _settings.get()
+    return tuple(sorted(choices.items())), *rest
 
 
 def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
@@ -104,19 +113,20 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     """
     if len(costs) == 1:
         return next(iter(costs))
-    asked = _settings.choices.get(question)
+    settings = _settings.get()
+    asked = settings.choices.get(question)
     if asked is not None:
         answer = asked(factor, costs) if callable(asked) else asked
         if answer in costs:
             return answer
-    if _settings.measure and factor.n and not factor.is_differentiated and not _functorch.is_traced():
+    if settings.measure and factor.n and not factor.is_differentiated and not _functorch.is_traced():
         return _fastest(question, costs, factor, run)
     return min(costs, key=lambda answer: costs[answer])
 
 
 def may_keep(count: int) -> bool:
     """Whether so many bytes may be kept for one parameter."""
-    return count <= _settings.keep_bytes
+    return count <= _settings.get().keep_bytes
 
 
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:

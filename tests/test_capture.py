@@ -372,3 +372,18 @@ def test_what_vmap_gets_wrong_is_sent_around_inside_transforms_too(transform, in
         warnings.simplefilter("ignore", psg.FallbackWarning)
         found = psg.per_sample_grad(fn)(w, x)
     assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+def test_a_frozen_matrix_that_is_written_into_after_it_was_read(device):
+    """The product's gradient would read what it holds now; plain PyTorch raises too."""
+
+    def fn(w, x):
+        frozen = torch.eye(3, device=x.device)
+        product = torch.einsum("i,ij,jk->k", x, w, frozen)
+        frozen.mul_(2)
+        return product.sum()
+
+    w, x = torch.randn(3, 3, device=device), torch.randn(5, 3, device=device)
+    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        psg.per_sample_grad(fn)(w, x)

@@ -1,6 +1,7 @@
 """psg.jit: traced, compiled, compared; padded to buckets; what it looks at again and what it cannot bake in."""
 
 import logging
+import math
 import random
 import shutil
 import threading
@@ -221,6 +222,20 @@ def test_what_fn_closes_over_is_read_at_every_call(device):
     assert len(fast.cache_info()) == 1
 
 
+@pytest.mark.parametrize("change", [lambda module: module.bfloat16(), lambda module: module.weight.set_(torch.arange(16.0)[::2])])
+def test_what_fn_closes_over_may_change_its_layout(change, device):
+    """A compiler's code would read the new memory as the old."""
+    frozen = torch.nn.LayerNorm(8, device=device).requires_grad_(False)
+    frozen.weight.copy_(torch.arange(8.0) + 1)
+    loss = lambda w, x: (frozen.weight * w * x).sum()  # noqa: E731
+    fast = psg.jit(psg.per_sample_grad(loss), backend="eager")
+    w, x = torch.ones(8, device=device), torch.ones(2, 8, device=device)
+    same(fast(w, x), frozen.weight.expand(2, 8))
+    change(frozen)
+    same(fast(w, x), frozen.weight.expand(2, 8).to(w.dtype))
+    assert len(fast.cache_info()) == 1
+
+
 def test_a_literal_tensor_is_a_constant(device):
     p, x = linear_args(device)
     fn = psg.per_sample_norm(lambda p, x: linear_loss(p, x) * torch.tensor(2.0, device=x.device))
@@ -333,6 +348,16 @@ def test_python_values_dtypes_strides_and_autocast_are_part_of_the_signature(dev
     assert len(fast.cache_info()) == 5
     fast.cache_clear()
     assert fast.cache_info() == []
+
+
+def test_zeros_have_signs_and_plans_are_part_of_the_signature(device):
+    fast = psg.jit(psg.per_sample_grad(lambda w, x, sign: (w * x).sum() * math.copysign(1, sign)), backend="eager")
+    w, x = torch.ones(3, device=device), torch.ones(2, 3, device=device)
+    same(fast(w, x, sign=0.0), x)
+    same(fast(w, x, sign=-0.0), -x)
+    with psg.plans.using(norm="gram"):
+        same(fast(w, x, sign=0.0), x)
+    assert len(fast.cache_info()) == 3
 
 
 def test_argument_trees(device):

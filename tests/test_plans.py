@@ -1,5 +1,7 @@
 """Who chooses how norms and sums are computed, and that no choice changes a result."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,10 +79,27 @@ def test_what_is_asked_for_is_what_runs(problem):
 
 
 def test_settings_are_put_back_after_an_error(device):
-    before = plans._settings
+    before = plans.asked()
     with pytest.raises(ZeroDivisionError), plans.using(norm="gram", keep_bytes=3, measure=True):
         raise ZeroDivisionError
-    assert plans._settings == before
+    assert plans.asked() == before
+
+
+def test_settings_are_those_of_a_thread():
+    before, inside, left = plans.asked(), threading.Event(), threading.Event()
+
+    def other():
+        with plans.using(norm="gram"):
+            inside.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(10)
+    with plans.using(keep_bytes=1):
+        left.set()
+        thread.join()
+    assert plans.asked() == before
 
 
 def test_a_function_may_choose_for_one_parameter(device):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import threading
 
 import optree
 import pytest
@@ -147,3 +148,24 @@ def test_a_tree_of_gradients_can_be_mapped(tensors, x):
     grads = psg.per_sample_grad(by_attributes)(Frozen(*tensors), x)
     doubled = tree_map(lambda leaf: 2 * leaf, grads)
     assert_trees_close(psg.tree.norm(doubled), 2 * psg.tree.norm(grads))
+
+
+def test_threads_meet_a_container_at_once():
+    """optree takes a node once; whoever comes second finds it there."""
+    for _ in range(30):
+        kind = dataclasses.make_dataclass("Fresh", ["x"])
+        ready, failures = threading.Barrier(4), []
+
+        def work(kind=kind, ready=ready, failures=failures):
+            ready.wait()
+            try:
+                assert len(_trees.flatten([kind(1), kind(2)])[0]) == 2
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
