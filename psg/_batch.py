@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch
+from psg import _functorch, _pass
 from psg._capture import Captured, WritesInput
 from psg._errors import InputError, PsgError, StateError
 from psg._lifted import Lifted, anchor, pull_back
@@ -152,12 +152,13 @@ def _one_pass(
     for position, value in values.items():
         value.handle = tensors[position] = tensors[position].detach().requires_grad_()
     mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs, look, choices)
-    with torch.enable_grad(), mode:
-        outputs = function(tensors)
-    if mode.failure is not None:
-        raise mode.failure  # which fn has handled
-    uses = [list(value.uses) for value in values.values()]
-    mode.backward(outputs[0])
+    with _pass.lasting():
+        with torch.enable_grad(), mode:
+            outputs = function(tensors)
+        if mode.failure is not None:
+            raise mode.failure  # which fn has handled
+        uses = [list(value.uses) for value in values.values()]
+        mode.backward(outputs[0])
     pull_back(mode.values, list(values.values()), n)
     factors = [value.factor(n).detach() for value in values.values()]
     return Captured(tuple(output.detach() for output in outputs), factors, uses)

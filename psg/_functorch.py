@@ -6,6 +6,7 @@ wraps. The light way, taken here, reads the wrapped value, pops vmap off the int
 Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,6 +18,7 @@ from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.utils import parametrize
+from torch.nn.utils.stateless import _reparametrize_module
 
 
 class Stale(Exception):
@@ -38,9 +40,8 @@ def now() -> int:
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def made_before(tensor: Tensor, moment: int) -> bool:
-    """Whether autograd recorded the op that made this tensor before a moment."""
-    node: Any = tensor.grad_fn
+def made_before(node: Any, moment: int) -> bool:
+    """Whether autograd recorded the op that this node stands for before a moment."""
     return node._sequence_nr() < moment
 
 
@@ -133,6 +134,11 @@ def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor],
     return tuple([wrap(output, level) for output in outputs])
 
 
+def holding(module: torch.nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    """A context in which a module holds other parameters and buffers, by name: what `torch.func.functional_call` calls it in."""
+    return _reparametrize_module(module, tensors)
+
+
 class uncached:
     """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps values of whatever parameters came first.
 
@@ -159,6 +165,13 @@ def gradients(losses: Tensor, targets: Sequence[Any]) -> Sequence[Tensor | None]
     """`torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True)`, without its checks of shapes."""
     return torch.autograd.graph._engine_run_backward(
         (losses,), (torch.ones_like(losses),), False, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
+
+
+def accumulate(loss: Tensor) -> None:
+    """`loss.backward(retain_graph=True)`, which a mode does not see: it sees the ops that backward passes of fn's own call."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), True, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch, _random, _trees
+from psg import _functorch, _pass, _random, _trees
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Diverged, capture
@@ -69,7 +69,7 @@ def run(call: Call, method: str) -> Result:
     state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
     for rung in rungs[:-1]:
         try:
-            result = _RUNGS[rung](call)
+            result = _run(rung, call)
             break
         except (InputError, StateError):
             raise
@@ -80,13 +80,18 @@ def run(call: Call, method: str) -> Result:
                 _random.set_state(state)
     else:
         try:
-            result = _RUNGS[rungs[-1]](call)
+            result = _run(rungs[-1], call)
         except Exception as error:
             _refuse_stale(call, error)
             raise
     if reasons and not pinned:
         _warn_once(call, result.rung, reasons)
     return result._replace(reasons=tuple(reasons)) if reasons else result
+
+
+def _run(rung: str, call: Call) -> Result:
+    with _pass.of_its_own():
+        return _RUNGS[rung](call)
 
 
 def _refuse_stale(call: Call, error: Exception) -> None:
@@ -220,7 +225,7 @@ def _run_loop(call: Call) -> Result:
             _random.set_state(state)
         leaves = call.sample(i)
         gradients, loss, extra = gradient(call, leaves, aux)
-        rows.append((*(g.to_dense() if g.is_sparse else g for g in gradients), loss, *extra))
+        rows.append((*gradients, loss, *extra))
         if call.randomness == "error" and not _random.same_state(state, _random.get_state(leaves[i] for i in call.tensors)):
             raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
     stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -241,10 +246,14 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
         if not leaves[position].requires_grad:
             leaves[position].requires_grad_()
     own = [leaves[position] for position in call.params]
-    with torch.enable_grad(), _Guard("loop", call, leaves):
-        loss, extra = call.evaluate(leaves)
-    found = torch.autograd.grad(loss, own, create_graph=history, allow_unused=True) if loss.requires_grad else [None] * len(own)
-    gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(own, found, strict=True)]
+    with torch.enable_grad(), _pass.lasting():
+        with _Guard("loop", call, leaves) as guard:
+            loss, extra = call.evaluate(leaves)
+        if not history:
+            gradients = _pass.gradients(loss, own, _Again(call, guard.met), lambda nodes: call.outside.expect(nodes, own))
+        else:
+            found = torch.autograd.grad(loss, own, create_graph=True, allow_unused=True) if loss.requires_grad else [None] * len(own)
+            gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
     outputs = loss, *aux.split(extra)
     loss, *extra = outputs if history else [output.detach() for output in outputs]
     return gradients, loss, extra
@@ -301,10 +310,13 @@ class _Guard(TorchFunctionMode):
         self.rung, self.differentiated, self.traced = rung, differentiated, _functorch.is_traced()
         self.outside, self.own = call.outside, frozenset(id(leaf) for leaf in own)
         self.failure: Exception | None = None
+        self.met: set[int] = set()  # what has met an op, by id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            self.outside.look(func, leaves_of(args, kwargs or {}), self.own)
+            leaves = leaves_of(args, kwargs or {})
+            self.met.update(map(id, leaves))
+            self.outside.look(func, leaves, self.own)
             return self._checked(func, *self.outside.replace((args, kwargs or {})))
         except Exception as error:
             self.failure = error
@@ -328,6 +340,24 @@ class _Guard(TorchFunctionMode):
             if output is not NotImplemented:
                 return output
         return func(*args, **kwargs)
+
+
+class _Again(TorchFunctionMode):
+    """Watches what a backward pass runs again, as a checkpointed layer's does: it must meet the parameters that the forward pass met."""
+
+    def __init__(self, call: Call, met: set[int]) -> None:
+        super().__init__()
+        self.call, self.met = call, met
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in leaves_of(args, kwargs or {}):
+            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.met:
+                raise StateError(
+                    f"{self.call.name}: the backward pass runs a part of fn again, as checkpointed, reversible and adjoint layers do, with "
+                    f"a module's own parameter (of shape {tuple(leaf.shape)}) in the place of the one that fn was given: functional_call "
+                    "has ended by then. Make fn with psg.stateless, which holds the parameters in place until the end."
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def empty(call: Call) -> Result:

@@ -3,7 +3,7 @@
 Whoever differentiates the result may mean them too. They are seen where they meet an op; the modes that watch fn ask here.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
+from psg._errors import StateError
 from psg._ops import METADATA, PREDICATES, leaves_of, substitute
 
 # Ops through which nothing is differentiated.
@@ -29,6 +30,9 @@ class Outside:
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
         """Look for such tensors among the leaves of an op's arguments; those whose ids are in `own` do not count."""
+
+    def expect(self, nodes: list[Any], own: Sequence[Tensor]) -> None:
+        """Make sure that all such tensors which the loss' graph leads to have been met."""
 
     def replace(self, arguments: Any) -> Any:
         """The same arguments, with other tensors in the places of those."""
@@ -55,9 +59,27 @@ class Watched(Outside):
                 if not any(leaf is other for other in self.met):
                     self.met.append(leaf)
 
+    def expect(self, nodes: list[Any], own: Sequence[Tensor]) -> None:
+        """Refuse those that no op has shown: nothing could be put into their places for a derivative."""
+        known = {tensor.grad_fn for tensor in self.met} | {
+            id(tensor._base if tensor._is_view() else tensor) for tensor in (*self.met, *own)
+        }
+        for node in filter(self._is_new, nodes):
+            for before, _ in node.next_functions:
+                what = id(before.variable) if hasattr(before, "variable") else before
+                if before is not None and not self._is_new(before) and what not in known:
+                    raise StateError(
+                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function, where psg cannot follow it. "
+                        "Make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is wanted."
+                    )
+
+    def _is_new(self, node: Any) -> bool:
+        """Whether a node of a graph is an op of fn's."""
+        return not hasattr(node, "variable") and not _functorch.made_before(node, self._start)
+
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
         if tensor.grad_fn is not None:
-            return _functorch.made_before(tensor, self._start)
+            return _functorch.made_before(tensor.grad_fn, self._start)
         return id(tensor._base if tensor._is_view() else tensor) not in own
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -1,14 +1,15 @@
 """From an nn.Module to a function of one sample and the parameters it is differentiated for."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from psg import _ambient, _functorch, _trees
+from psg import _ambient, _functorch, _pass, _trees
 from psg._errors import InputError, StateError
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
@@ -35,8 +36,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         grad, detached: they share their memory with the module's.
 
     Raises:
-        InputError: No parameter requires grad, or a lazy one has no shape yet. At a call: the output has no loss, or a name in `params` is
-            not, or no longer, the first name of a parameter.
+        InputError: No parameter requires grad, a lazy one has no shape yet, or the module is a DataParallel. At a call: the output has no
+            loss, or a name in `params` is not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, or the module has changed one of its buffers.
 
     Example:
@@ -50,6 +51,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     """
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
+    if isinstance(module, nn.DataParallel):
+        raise InputError("stateless(DataParallel): it copies its module at every call. Give that module itself.")
     turn = _turns.setdefault(module, threading.RLock())
     with turn:
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -63,8 +66,10 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        with turn, _functorch.uncached():
-            output = _call(module, params, positional, keyword)
+        with _pass.until_its_end() as stack:
+            stack.enter_context(turn)
+            stack.enter_context(_functorch.uncached())
+            output = _call(module, params, positional, keyword, stack)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     def cache_key() -> tuple[Any, ...]:
@@ -79,22 +84,20 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     return loss, params
 
 
-def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]) -> Any:
-    """Call the module with other parameters; raise if that has changed a buffer."""
+def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+    """Call the module with other parameters, which it holds until the stack is left; raise if that has changed a buffer."""
     # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
     params = _under_all_names(module, params, _tensors(children, "_parameters"))
     buffers = {name: _ambient.usable(buffer) for name, buffer in _tensors(children, "_buffers").items()}
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    if isinstance(module, torch.jit.ScriptModule):
-        state = buffers
-        output = _call_script(module, params, positional, keyword)
-    else:
-        state = {**params, **buffers}
-        output = torch.func.functional_call(module, state, tuple(positional), keyword, tie_weights=False)
-    # A buffer that was assigned anew is a new tensor in `state`; one that was written into has a new version.
-    changed = [name for name, buffer in buffers.items() if state[name] is not buffer or buffer._version != versions[name]]
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    stack.enter_context(_scripted_holding(module, params) if scripted else _functorch.holding(module, {**params, **buffers}))
+    output = module(*positional, **keyword)
+    # A buffer that was assigned anew is another tensor; one that was written into has a new version.
+    now = buffers if scripted else _tensors(children, "_buffers")
+    changed = [name for name, buffer in buffers.items() if now.get(name) is not buffer or buffer._version != versions[name]]
     if changed:
         owner = changed[0].rpartition(".")[0]
         kind = _kind(children[owner])
@@ -105,8 +108,9 @@ def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], k
     return output
 
 
-def _call_script(module: torch.jit.ScriptModule, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any]) -> Any:
-    """`functional_call` for a scripted or traced module: its parameter slots hold other tensors while it runs."""
+@contextlib.contextmanager
+def _scripted_holding(module: torch.jit.ScriptModule, params: dict[str, Tensor]) -> Iterator[None]:
+    """A context in which the parameter slots of a scripted or traced module hold other tensors."""
     slots = {}
     for name in params:
         *path, attribute = name.split(".")
@@ -117,7 +121,7 @@ def _call_script(module: torch.jit.ScriptModule, params: dict[str, Tensor], posi
     try:
         for name, (holder, attribute, _) in slots.items():
             holder.setattr(attribute, params[name])
-        return module(*positional, **keyword)
+        yield
     finally:
         for holder, attribute, own in slots.values():
             holder.setattr(attribute, own)

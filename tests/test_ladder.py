@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
+from torch import nn
 
 import psg
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
@@ -517,3 +518,101 @@ def test_a_tracer_inside_fn_goes_to_the_loop(device):
     with pytest.warns(psg.FallbackWarning, match="tracer inside fn"):
         values, _ = psg.per_sample_value_and_grad(fn)(w, x)
     assert_trees_close(values, torch.stack([fn(w, sample) for sample in x]))
+
+
+class Again(torch.autograd.Function):
+    """A reversible layer's way: its backward pass runs the layer again, and adds to the `.grad` of whatever parameters that meets."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), cotangent)
+        return x.grad, None
+
+
+RUN_AGAIN = {
+    "checkpointed": lambda layer, x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False),
+    "checkpointed by a function": lambda layer, x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True),
+    "reversible": lambda layer, x: Again.apply(x, layer),
+}
+
+
+class RunsAgain(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.first = nn.Linear(3, 4)
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        return self.way(self.layer, self.first(x))
+
+
+@pytest.mark.parametrize("way", RUN_AGAIN.values(), ids=RUN_AGAIN)
+def test_layers_that_run_again_in_the_backward_pass(way, device):
+    """They read the parameters that they were called with, whatever values the module has of its own; and leave no gradient there."""
+    module = RunsAgain(way).to(device)
+    loss, own = psg.stateless(module, lambda output, y: (output * y).sum().sin())
+    params = {name: value + torch.randn_like(value) for name, value in own.items()}
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    plain = RunsAgain(lambda layer, x: layer(x)).to(device)
+    plain.load_state_dict(params)
+    expected = loop_grad(psg.stateless(plain, lambda output, y: (output * y).sum().sin())[0])(params, x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_trees_close(psg.per_sample_grad(loss)(params, x, y), expected)
+        assert_trees_close(loop_grad(loss)(params, x, y), expected)  # the oracle itself
+        assert psg.check(loss)(params, x, y).error < 1e-12
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert_trees_close(dict(module.named_parameters()), own)
+
+
+@pytest.mark.parametrize("way", RUN_AGAIN.values(), ids=RUN_AGAIN)
+def test_layers_that_run_again_after_functional_call_are_refused(way, device):
+    module = RunsAgain(way).to(device)
+
+    def loss(params, x):
+        return torch.func.functional_call(module, params, (x,)).square().sum()
+
+    params = {name: value.detach() + 1 for name, value in module.named_parameters()}
+    with pytest.raises(psg.StateError, match="runs a part of fn again"):
+        psg.per_sample_grad(loss, method="loop")(params, torch.randn(N, 3, device=device))
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, y = ctx.saved_tensors
+        return cotangent * y, cotangent * x
+
+
+@pytest.mark.parametrize("make", [lambda leaf: leaf, lambda leaf: leaf * 2, lambda leaf: leaf[1:]])
+def test_what_is_closed_over_and_hidden_in_a_function(make, device):
+    leaf = torch.randn(4, device=device, requires_grad=True)
+    closed = make(leaf)
+    w, x = torch.randn(len(closed), device=device), torch.randn(N, len(closed), device=device)
+
+    def hidden(w, x):
+        return Times.apply(w * x, closed).sum().sin()
+
+    with pytest.raises(psg.StateError, match="closes over a tensor that requires grad"):
+        psg.per_sample_grad(hidden, method="loop")(w, x)
+    with torch.no_grad():
+        found = psg.per_sample_grad(hidden, method="loop")(w, x)
+    seen = psg.per_sample_grad(lambda w, x: (Times.apply(w, x) * closed).sum().sin(), method="loop")(w, x)
+    assert_trees_close(found, seen.detach())
+    assert seen.requires_grad and leaf.grad is None
+    torch.autograd.grad(seen.sum(), leaf)  # its graph is there, and what it was made of too

@@ -8,6 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
+from psg import _pass
 from psg._errors import InputError
 from psg._trees import NAMESPACE, flatten, unflatten
 
@@ -46,16 +47,17 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         values, auxes, rows = [], [], []
         for i in range(batch.n):
             # Whatever the caller has switched off: inference mode would make every gradient a silent zero.
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), _pass.lasting():
                 arguments = batch.sample(i)
                 targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
+                row = _grad(value, targets) if isinstance(value, Tensor) and value.dim() == 0 else None
             if not isinstance(value, Tensor) or value.dim() != 0:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
                 raise InputError(f"loop_grad: fn must return a scalar tensor for one sample, got {got}")
             values.append(value.detach())
             auxes.append(tree_map(Tensor.detach, aux))
-            rows.append(_grad(value, targets))
+            rows.append(row)
         if batch.n:
             values, aux, grads = torch.stack(values), _stack(auxes), _stack(rows)
         else:
@@ -140,10 +142,7 @@ class Batch:
 
 def _grad(value: Tensor, targets: list[Tree]) -> list[Tree]:
     leaves, spec = flatten(targets)
-    used = value.requires_grad and bool(leaves)
-    grads = torch.autograd.grad(value, leaves, allow_unused=True) if used else [None] * len(leaves)
-    dense = [torch.zeros_like(x) if grad is None else grad.to_dense() for x, grad in zip(leaves, grads, strict=True)]
-    return unflatten(spec, dense)
+    return unflatten(spec, _pass.gradients(value, leaves))
 
 
 def _stack(rows: Sequence[Tree]) -> Tree:
