@@ -240,6 +240,7 @@ class _Mode(TorchFunctionMode):
     def start(self, handles: Sequence[Tensor]) -> None:
         """Learn vmap's level and the wrappers under which the function holds the parameters."""
         self.level = _functorch.current_level()
+        self.own = _functorch.Pass(self.level)
         for value, handle in zip(self.params, handles, strict=True):
             value.handle = handle
             if value.value is not None:
@@ -247,16 +248,19 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return self._route(func, args, kwargs or {})
+            output = self._route(func, args, kwargs or {})
         except Exception as error:
             self.failure = error
             raise
+        self.own.claim(output)
+        return output
 
     def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is."""
         if func in METADATA:
             return func(*args, **kwargs)
         leaves = leaves_of(args, kwargs)
+        self.own.refuse_foreign(leaves)
         self.look(func, leaves)
         target = target_of(func, args, kwargs)
         if target is not None:

@@ -65,6 +65,32 @@ def is_batched(tensor: Tensor, level: int) -> bool:
     return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
 
 
+class Pass:
+    """What one pass under vmap makes, so that what another has left behind is known for it: a new pass has the level of the last.
+
+    Args:
+        levels: The pass' own.
+    """
+
+    def __init__(self, *levels: int) -> None:
+        self._levels = levels
+        self._mark = object()
+
+    def claim(self, output: Any) -> None:
+        """Mark what an op of this pass has given."""
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and _C.maybe_get_level(tensor) in self._levels:
+                tensor.__dict__["_psg_pass"] = self._mark
+
+    def refuse_foreign(self, leaves: Sequence[Any]) -> None:
+        """Raise Stale if one of these was made by another pass at this level."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.__dict__.get("_psg_pass", self._mark) is not self._mark:
+                level = _C.maybe_get_level(leaf)
+                if level in self._levels or level < 0:  # what grad has wrapped has none after its end
+                    raise Stale("a tensor of an earlier pass")
+
+
 def tangents_apart() -> bool:
     """Whether the caller runs in a jvp inside of two vmaps, psg's and one of fn's own, which may have the tangents without the values."""
     kinds = [interpreter.key() for interpreter in _C.get_interpreter_stack() or ()]

@@ -97,9 +97,9 @@ def _run(rung: str, call: Call) -> Result:
 def _refuse_stale(call: Call, error: Exception) -> None:
     if _functorch.Stale.seen_in(error):
         raise StateError(
-            f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
-            "made for the samples of that call, and is dead. Make it anew in every call, or outside of fn (a forward pass of the module "
-            "before psg's first call fills its caches), and clear what is kept now."
+            f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was made "
+            "from the samples or the parameters of that call, and is dead. Make it anew in every call, and clear what is kept now; what "
+            "depends on neither may be made outside of fn."
         ) from error
 
 
@@ -250,13 +250,23 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
         with _Guard("loop", call, leaves) as guard:
             loss, extra = call.evaluate(leaves)
         if not history:
-            gradients = _pass.gradients(loss, own, _Again(call, guard.met), lambda nodes: call.outside.expect(nodes, own))
+            gradients = _pass.gradients(loss, own, _Again(call, guard.met), lambda nodes: _look(call, nodes, own))
         else:
             found = torch.autograd.grad(loss, own, create_graph=True, allow_unused=True) if loss.requires_grad else [None] * len(own)
             gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
     outputs = loss, *aux.split(extra)
     loss, *extra = outputs if history else [output.detach() for output in outputs]
     return gradients, loss, extra
+
+
+def _look(call: Call, nodes: list[Any], own: list[Tensor]) -> None:
+    """Refuse what a loss has been computed from beside its sample and what is closed over."""
+    for leaf in own:
+        leaf.__dict__["_psg_sample"] = True
+    for node in nodes:
+        if hasattr(node, "variable") and "_psg_sample" in node.variable.__dict__ and not any(node.variable is leaf for leaf in own):
+            raise _functorch.Stale("a value of the parameters of another sample")
+    call.outside.expect(nodes, own)
 
 
 def _nested_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
@@ -311,16 +321,25 @@ class _Guard(TorchFunctionMode):
         self.outside, self.own = call.outside, frozenset(id(leaf) for leaf in own)
         self.failure: Exception | None = None
         self.met: set[int] = set()  # what has met an op, by id
+        self.own_pass: _functorch.Pass | None = None
+        if rung == "vmap":
+            grad = _functorch.current_level()
+            self.own_pass = _functorch.Pass(grad - 1, grad)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             leaves = leaves_of(args, kwargs or {})
             self.met.update(map(id, leaves))
+            if self.own_pass is not None:
+                self.own_pass.refuse_foreign(leaves)
             self.outside.look(func, leaves, self.own)
-            return self._checked(func, *self.outside.replace((args, kwargs or {})))
+            output = self._checked(func, *self.outside.replace((args, kwargs or {})))
         except Exception as error:
             self.failure = error
             raise
+        if self.own_pass is not None:
+            self.own_pass.claim(output)
+        return output
 
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)

@@ -309,19 +309,35 @@ def test_a_constant_that_fn_keeps_serves_later_calls(make, sizes, device):
     assert not psg._functorch.is_wrapped(kept[0])
 
 
+@pytest.mark.parametrize("size", [5, 1])
+@pytest.mark.parametrize("make", [lambda w, x: 2 * x, lambda w, x: x > 0, lambda w, x: 2 * w, lambda w, x: (w * x).split(2)[0].sum()])
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
-def test_a_tensor_of_the_samples_that_fn_keeps_is_refused(method, device):
+def test_a_tensor_of_the_samples_that_fn_keeps_is_refused(method, make, size, device):
     kept = []
 
     def fn(w, x):
         if not kept:
-            kept.append(2 * x)
+            kept.append(make(w, x))
         return (w * x * kept[0]).sum()
 
     w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
     psg.per_sample_grad(fn, method=method)(w, x)
     with pytest.raises(psg.StateError, match="kept from an earlier call"):
-        psg.per_sample_grad(fn, method=method)(w, x[:1])
+        psg.per_sample_grad(fn, method=method)(w, x[:size])
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_value_of_the_parameters_that_fn_keeps_is_refused_by_the_loop(calls, device):
+    kept = {}
+
+    def fn(w, x, key):
+        return (w * x * kept.setdefault(key, 2 * w)).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    grad = psg.per_sample_grad(fn, method="loop")
+    grad(w, x[:1], key=1)
+    with pytest.raises((psg.StateError, RuntimeError), match="kept from an earlier call|backward through the graph a second time"):
+        grad(w, x, key=calls)
 
 
 @pytest.mark.parametrize("number", [lambda x: torch.tensor(0.5, device=x.device), lambda x: x[0, 0].abs()])
