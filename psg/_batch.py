@@ -220,7 +220,7 @@ class _BatchMode(TorchFunctionMode):
             answer = self.by_handle[id(args[0])].ask(func) if met else func(*args, **kwargs)
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         if not met:
-            return func(*args, **kwargs)
+            return _pass.straighten(func, func(*args, **kwargs))
         if _functorch.current_level() != self.level:
             names = ", ".join(self.names[id(leaf)] for leaf in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')

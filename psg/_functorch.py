@@ -80,12 +80,12 @@ class Pass:
         """Mark what an op of this pass has given."""
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and _C.maybe_get_level(tensor) in self._levels:
-                tensor.__dict__["_psg_pass"] = self._mark
+                vars(tensor)["_psg_pass"] = self._mark
 
     def refuse_foreign(self, leaves: Sequence[Any]) -> None:
         """Raise Stale if one of these was made by another pass at this level."""
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.__dict__.get("_psg_pass", self._mark) is not self._mark:
+            if isinstance(leaf, Tensor) and vars(leaf).get("_psg_pass", self._mark) is not self._mark:
                 level = _C.maybe_get_level(leaf)
                 if level in self._levels or level < 0:  # what grad has wrapped has none after its end
                     raise Stale("a tensor of an earlier pass")

@@ -97,9 +97,9 @@ def _run(rung: str, call: Call) -> Result:
 def _refuse_stale(call: Call, error: Exception) -> None:
     if _functorch.Stale.seen_in(error):
         raise StateError(
-            f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was made "
-            "from the samples or the parameters of that call, and is dead. Make it anew in every call, and clear what is kept now; what "
-            "depends on neither may be made outside of fn."
+            f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
+            "made from the samples or the parameters of that call, and is dead. Make it anew in every call, and clear what is kept now; "
+            "what depends on neither may be made outside of fn."
         ) from error
 
 
@@ -262,9 +262,9 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
 def _look(call: Call, nodes: list[Any], own: list[Tensor]) -> None:
     """Refuse what a loss has been computed from beside its sample and what is closed over."""
     for leaf in own:
-        leaf.__dict__["_psg_sample"] = True
+        vars(leaf)["_psg_sample"] = True
     for node in nodes:
-        if hasattr(node, "variable") and "_psg_sample" in node.variable.__dict__ and not any(node.variable is leaf for leaf in own):
+        if hasattr(node, "variable") and "_psg_sample" in vars(node.variable) and not any(node.variable is leaf for leaf in own):
             raise _functorch.Stale("a value of the parameters of another sample")
     call.outside.expect(nodes, own)
 
@@ -358,7 +358,8 @@ class _Guard(TorchFunctionMode):
                 output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        return _pass.straighten(func, output) if self.rung == "loop" else output
 
 
 class _Again(TorchFunctionMode):

@@ -10,8 +10,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
 
@@ -48,6 +50,26 @@ def until_its_end() -> Iterator[contextlib.ExitStack]:
     else:
         with contextlib.ExitStack() as stack:
             yield stack
+
+
+def straighten(func: Any, output: Any) -> Any:
+    """The output of an op, arranged so that its cotangent comes contiguous where torch's CPU kernel is wrong for another layout.
+
+    That is the backward of batch_norm for a batch of one image whose cotangent is channels last.
+    """
+    if func in _BATCH_NORMS and output.ndim > 3 and output.requires_grad:
+        output.register_hook(Tensor.contiguous)
+    return output
+
+
+_BATCH_NORMS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
+
+
+class Straight(TorchFunctionMode):
+    """Straightens every op."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return straighten(func, func(*args, **(kwargs or {})))
 
 
 def gradients(

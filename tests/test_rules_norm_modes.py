@@ -1,5 +1,7 @@
 """Normalisation by statistics that are given, in every memory layout, and under autocast and in half precision."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,3 +145,31 @@ def test_half_precision(name, mode, device):
     found.clear()
     loop_grad(loss(True), **options)(*args)
     assert set(found) == {ruled}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop", "batch"])
+def test_channels_last_cotangents_of_single_images(method, affine, kind, dims, n, device):
+    """As tokens give them. On a CPU torch's own backward is wrong for one image then, and so would be a loop that does not see to it."""
+    norm = getattr(nn, kind.__name__.replace("1", str(dims)))(3, affine=affine).to(device).eval()
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](2, 3, 3, padding=1).to(device)
+    frozen = {**dict(norm.named_parameters()), **dict(norm.named_buffers())}
+    params = {name: value.detach() for name, value in conv.named_parameters()}
+    x, y = torch.randn(n, 2, *(4, 5, 3)[:dims], device=device), torch.randn(n, math.prod((4, 5, 3)[:dims]), 3, device=device)
+    frozen = {name: value.detach() for name, value in frozen.items()}
+
+    def score(params, x, y, tokens):
+        output = torch.func.functional_call(norm, frozen, (torch.func.functional_call(conv, params, (x,)),))
+        if tokens:
+            return (output.flatten(2).transpose(1, 2) * y).sum((1, 2))
+        return (output.flatten(2) * y.transpose(1, 2).contiguous()).sum((1, 2))
+
+    def one(params, x, y, tokens):
+        return score(params, x[None], y[None], tokens)[0]
+
+    expected = loop_grad(one)(params, x, y, tokens=False)
+    assert_trees_close(psg.per_sample_grad(score if method == "batch" else one, method=method)(params, x, y, tokens=True), expected)
+    assert_trees_close(loop_grad(one)(params, x, y, tokens=True), expected)

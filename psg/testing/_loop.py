@@ -50,7 +50,8 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
             with torch.inference_mode(False), torch.enable_grad(), _pass.lasting():
                 arguments = batch.sample(i)
                 targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
-                value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
+                with _pass.Straight():
+                    value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
                 row = _grad(value, targets) if isinstance(value, Tensor) and value.dim() == 0 else None
             if not isinstance(value, Tensor) or value.dim() != 0:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
