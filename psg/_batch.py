@@ -379,13 +379,12 @@ class _BatchMode(TorchFunctionMode):
         return split.join(*outputs)
 
     def backward(self, losses: Tensor) -> None:
-        """Two backward passes: the cotangents, and which sample each row of them belongs to."""
+        """Three backward passes: the cotangents, and which sample each row of them belongs to."""
         if losses.shape != (self.n,) or not losses.requires_grad:
             return
         # What is computed again for the backward pass taps it anew, to no purpose.
         taps, self.taps = self.taps, []
         targets = [edge for tap in taps for edge in tap.edges]
-        weights = loss_weights(losses)
         handles = [value.handle for value in self.values if value.handle is not None]
         # Edges alone: a call with tensors would go to the mode itself, which would not be in force below it.
         output: Any = [get_gradient_edge(losses)]
@@ -400,11 +399,14 @@ class _BatchMode(TorchFunctionMode):
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
                 f"say), or as it is. {_FOR_ONE_SAMPLE}"
             )
-        second = first
+        weights = [loss_weights(losses, seed) for seed in (0, 1)]
+        weighted = [first, first]
         if self.n > 1 and targets:
             with self:
-                second = torch.autograd.grad(output, inputs[: len(targets)], [weights], allow_unused=True)
-        pairs = zip(first, second, strict=True)
+                weighted = [
+                    torch.autograd.grad(output, inputs[: len(targets)], [own], allow_unused=True, retain_graph=True) for own in weights
+                ]
+        sides = zip(first, *weighted, strict=True)
         # Functions of double precision are often rounded to single somewhere, and under autocast to less; cancellation amplifies it.
         dtypes = [torch.float32, *(own.dtype for own in first if own is not None)]
         coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -413,7 +415,7 @@ class _BatchMode(TorchFunctionMode):
         with torch.no_grad():
             for tap in taps:
                 try:
-                    self._collect(tap, [next(pairs) for _ in tap.edges], weights, losses, coarsest**0.5)
+                    self._collect(tap, [next(sides) for _ in tap.edges], weights, losses, coarsest**0.5)
                 except StateError as error:
                     if tap.choice is None or tap.choice in self.choices.known:
                         mixed = mixed or error
@@ -424,24 +426,22 @@ class _BatchMode(TorchFunctionMode):
         if mixed is not None:
             raise mixed
 
-    def _collect(
-        self, tap: _Tap, arrived: list[tuple[Tensor | None, Tensor | None]], weights: Tensor, losses: Tensor, rounding: float
-    ) -> None:
-        pairs = [(own, other) for own, other in arrived if own is not None and other is not None and own.numel()]
-        if not pairs:
+    def _collect(self, tap: _Tap, arrived: list[tuple[Any, ...]], weights: list[Tensor], losses: Tensor, rounding: float) -> None:
+        present = [sides for sides in arrived if sides[0] is not None and sides[0].numel()]
+        if not present:
             return
-        rows = len(pairs[0][0])
+        rows = len(present[0][0])
         if any(tensor._version != version for tensor, version in tap.inputs):
             raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
-        flat, weighted = (torch.cat([side.reshape(rows, -1).double() for side in sides], 1) for sides in zip(*pairs, strict=True))
-        if self.n > 1 and not (flat.isfinite().all() and weighted.isfinite().all()):
+        flat, *weighted = (torch.cat([side.reshape(rows, -1).double() for side in sides], 1) for sides in zip(*present, strict=True))
+        if self.n > 1 and not all(side.isfinite().all() for side in (flat, *weighted)):
             raise NotFinite(losses)
-        eps = max(torch.finfo(own.dtype).eps for own, _ in pairs)
-        table = groups(owners(tap.op, flat, weighted, weights.double(), eps, rounding), self.n)
+        eps = max(torch.finfo(own.dtype).eps for own, *_ in present)
+        table = groups(owners(tap.op, flat, weighted, [own.double() for own in weights], eps, rounding), self.n)
         if tap.shapes is None:
             cotangent: Any = arrived[0][0]
         else:
-            cotangent = tuple(zero if own is None else own for (own, _), zero in zip(arrived, tap.shapes, strict=True))
+            cotangent = tuple(zero if own is None else own for (own, *_), zero in zip(arrived, tap.shapes, strict=True))
         for name, value, build in tap.builders:
             value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", rows).regroup(table))
 

@@ -3,7 +3,9 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
+from numbers import Number
 from typing import Any
 
 import torch
@@ -319,6 +321,9 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
             )
 
 
+_PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator)
+
+
 def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, default: bool) -> int | None:
     if dim is None:
         return None
@@ -329,6 +334,11 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
             raise InputError(
                 f"{name}: {paths[position]} is a {type(leaf).__name__}, which is neither a tensor nor a tree that optree knows. Convert it "
                 'with torch.as_tensor, or register its type with optree (namespace="psg"), or pass it by keyword to share it.'
+            )
+        if not isinstance(leaf, _PLAIN) and not callable(leaf):
+            raise InputError(
+                f"{name}: {paths[position]} is a {type(leaf).__name__}, which may hold a batch that psg does not see. Register its type "
+                'with optree (namespace="psg"), or say with in_dims (None for it), or by passing it by keyword, that all samples share it.'
             )
         return None  # a number, a string, a flag: the same for every sample
     if not -leaf.ndim <= dim < leaf.ndim:

@@ -4,6 +4,7 @@ Each rung is right wherever the one above cannot run. A rung that raises hands o
 own error and is raised as it is.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -118,7 +119,8 @@ def _warn_once(call: Call, rung: str, reasons: list[tuple[str, str]]) -> None:
         f"{call.name}: {why}. The result comes from method={rung!r} and is right; the cost is {_COST[rung]}. "
         f"Pass method={rung!r} to choose it without this warning."
     )
-    warn_once((getattr(call.fn, "__code__", type(call.fn)), rung, reasons[-1][1]), message)
+    fn = inspect.unwrap(call.fn)
+    warn_once((getattr(fn, "__code__", type(fn)), getattr(fn, "__qualname__", None), rung, reasons[-1][1]), message)
 
 
 # The rungs

@@ -2,8 +2,12 @@
 
 The cotangent of a row is linear in the weights of the losses: a second backward pass, for sum_i w_i losses[i] with distinct w_i, gives w_i
 times the first one's on every row that only loss i depends on. So the ratio tells the sample, however fn has reshaped, sorted or routed
-its rows; and a row on which two losses depend is found out, for its ratio is none of the weights but by chance.
+its rows. A row on which two losses depend has a ratio between weights, which with many samples may well be near that of a third; so a
+third pass with other weights must name the same sample. What is accepted by chance then is a row in some 1000 of such. A share of another
+loss that is as small as rounding, 1e-4 of a row or so, cannot be seen.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,40 +15,41 @@ from torch import Tensor
 from psg._errors import StateError
 
 
-def loss_weights(losses: Tensor) -> Tensor:
-    """The distinct weights of the second backward pass, [n]."""
-    n, generator = len(losses), torch.Generator().manual_seed(0)
+def loss_weights(losses: Tensor, seed: int) -> Tensor:
+    """Distinct weights for a backward pass, [n]; those of two seeds have nothing to do with each other."""
+    n, generator = len(losses), torch.Generator().manual_seed(seed)
     # In [1, 2], so that no sample's cotangent outweighs another's; shuffled and uneven, so that no pattern of fn's looks like one of ours
     # and no mean of two weights is a third.
     steps = torch.randperm(n, generator=generator) + torch.rand(n, generator=generator, dtype=torch.float64) / 4
     return (1 + steps / n).to(losses)
 
 
-def owners(op: str, cotangent: Tensor, weighted: Tensor, weights: Tensor, eps: float, rounding: float) -> Tensor:
+def owners(op: str, cotangent: Tensor, weighted: Sequence[Tensor], weights: Sequence[Tensor], eps: float, rounding: float) -> Tensor:
     """Which sample each row [rows, *] belongs to, [rows]; n for a row that no loss depends on.
 
     Args:
         op: Whose output has the rows, for the message.
         cotangent: Of the sum of the losses.
-        weighted: Of their weighted sum.
-        weights: Those of the losses.
+        weighted: Of their weighted sums.
+        weights: Those of the losses in each sum, [n].
         eps: That of the cotangents' dtype.
         rounding: How far off a row may be, relative to itself.
 
     Raises:
-        StateError: A row's two cotangents are not one weight apart.
+        StateError: A row's cotangents are not one sample's weights apart.
     """
-    n, largest = len(weights), torch.maximum(cotangent.abs(), weighted.abs()).amax(1, keepdim=True)
+    n, largest = len(weights[0]), torch.stack([side.abs().amax(1, keepdim=True) for side in (cotangent, *weighted)]).amax(0)
     used = largest[:, 0] != 0
     if n == 1:
         return torch.where(used, 0, 1)
     # In units of the row's largest entry, whose square may be beyond the dtype.
-    unit, other = (tensor / torch.where(largest == 0, 1, largest) for tensor in (cotangent, weighted))
+    unit, *others = (tensor / torch.where(largest == 0, 1, largest) for tensor in (cotangent, *weighted))
     squared = unit.square().sum(1)
-    ordered, order = weights.sort()
-    ratio = (unit * other).sum(1) / torch.where(squared == 0, 1, squared)
-    nearest = torch.searchsorted((ordered[1:] + ordered[:-1]) / 2, ratio)
-    residual = (other - ordered[nearest][:, None] * unit).square().sum(1).sqrt()
+    ordered, order = weights[0].sort()
+    ratio = (unit * others[0]).sum(1) / torch.where(squared == 0, 1, squared)
+    found = order[torch.searchsorted((ordered[1:] + ordered[:-1]) / 2, ratio)]
+    residuals = [other - own[found][:, None] * unit for other, own in zip(others, weights, strict=True)]
+    residual = torch.stack(residuals).square().sum(2).amax(0).sqrt()
     # Beyond a quarter of the distance between two weights rounding would hide them. What is negligible beside the largest row may be all
     # rounding; how much fn rounds, it shows on the larger rows.
     gap = 0.25 * float((ordered[1:] - ordered[:-1]).min())
@@ -59,7 +64,7 @@ def owners(op: str, cotangent: Tensor, weighted: Tensor, weights: Tensor, eps: f
             f'method="batch": the output of {op} has a row on which more than one loss depends, or whose sample rounding hides. Each loss '
             "must depend on rows of its own; normalise over no batch, or use a smaller chunk_size or a wider dtype."
         )
-    return torch.where(used, order[nearest], n)
+    return torch.where(used, found, n)
 
 
 def groups(owners: Tensor, n: int) -> Tensor:

@@ -269,7 +269,8 @@ def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
     if policy not in POLICIES.values() and not getattr(policy, "_bounded", False):
         return math.inf
     if len(groups) == 1:
-        return groups[0].clip_norm
+        only = groups[0].clip_norm
+        return only.clone() if isinstance(only, Tensor) else only  # of its own: whoever adapts the clip norm may write into it
     if any(isinstance(group.clip_norm, Tensor) for group in groups):
         return torch.linalg.vector_norm(torch.stack([torch.as_tensor(group.clip_norm) for group in groups]))
     return math.hypot(*(group.clip_norm for group in groups))

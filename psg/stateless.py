@@ -8,9 +8,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees
 from psg._errors import InputError, StateError
+from psg._ops import METADATA, leaves_of
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -38,7 +40,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     Raises:
         InputError: No parameter requires grad, a lazy one has no shape yet, or the module is a DataParallel. At a call: the output has no
             loss, or a name in `params` is not, or no longer, the first name of a parameter.
-        StateError: At a call: a batch normalisation is in training mode, or the module has changed one of its buffers.
+        StateError: At a call: a batch normalisation is in training mode, the module has changed one of its buffers, or it has used a
+            parameter that it also holds outside of its registered ones, in a list say.
 
     Example:
         >>> import torch, psg
@@ -54,6 +57,7 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     if isinstance(module, nn.DataParallel):
         raise InputError("stateless(DataParallel): it copies its module at every call. Give that module itself.")
     turn = _turns.setdefault(module, threading.RLock())
+    strays = _strays(module)
     with turn:
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not params:
@@ -69,7 +73,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         with _pass.until_its_end() as stack:
             stack.enter_context(turn)
             stack.enter_context(_functorch.uncached())
-            output = _call(module, params, positional, keyword, stack)
+            with _Strays(strays) if strays else contextlib.nullcontext():
+                output = _call(module, params, positional, keyword, stack)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     def cache_key() -> tuple[Any, ...]:
@@ -81,6 +86,7 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
             return children, tuple(child.training for _, child in children), tuple(map(id, held))
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
+    loss.__qualname__ = f"stateless({_kind(module)}).loss"
     return loss, params
 
 
@@ -155,6 +161,36 @@ def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
         f"stateless: params has {name!r}, which is no parameter of {_kind(module)}. Pass what stateless gave, or a part of it; if the "
         "module has changed since, by a parametrization say, call stateless again."
     )
+
+
+def _strays(module: nn.Module) -> dict[int, str]:
+    """The parameters that the module also holds where it looks for none, in a list say: their names, by id."""
+    names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    held: list[Any] = []
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"):
+                held += value.values()
+            else:
+                held += value if isinstance(value, (list, tuple)) else [value]
+    return {id(value): names[id(value)] for value in held if id(value) in names}
+
+
+class _Strays(TorchFunctionMode):
+    """Refuses them: what the module holds there is not what it was called with."""
+
+    def __init__(self, strays: dict[int, str]) -> None:
+        super().__init__()
+        self._names = strays
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in () if func in METADATA else leaves_of(args, kwargs or {}):
+            if isinstance(leaf, nn.Parameter) and id(leaf) in self._names:
+                raise StateError(
+                    f"stateless: the module uses its parameter {self._names[id(leaf)]!r} from a list, dict or attribute that is no "
+                    "registered parameter, where no other can take its place. Use it by its registered name."
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:

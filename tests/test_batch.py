@@ -473,5 +473,20 @@ def test_activation_checkpointing(whole, device):
 
     params, x = detached(layers), torch.randn(4, 3, 4, device=device)
     grads = psg.per_sample_grad(fn, method="batch")(params, x)
-    assert len(calls) == 3  # forward, and again for each of the two backward passes
+    assert len(calls) == 4  # forward, and again for each of the three backward passes
     assert_trees_close(grads, loop_grad(one(fn))(params, x))
+
+
+@pytest.mark.parametrize("n", [8, 1024])
+def test_a_row_of_all_samples_with_one_feature(n, device):
+    """Its cotangents for all losses are parallel: between a thousand weights, the ratio of any two is near one of them."""
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(1, 3, device=device), torch.randn(n, 3, device=device)
+    for _ in range(20):
+        shares = torch.randn(n, generator=generator).to(device)
+
+        def fn(w, x, shares=shares):
+            return F.linear(x[:1], w)[0] * shares + 0 * x.sum(1)
+
+        with pytest.raises(psg.StateError, match="a row on which more than one loss depends"):
+            psg.per_sample_grad(fn, method="batch")(w, x)

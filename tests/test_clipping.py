@@ -357,3 +357,11 @@ def test_adapted_clip_norms_clip_their_share(args):
 def test_adapt_refuses(call, message):
     with pytest.raises(psg.InputError, match=message):
         call(torch.ones(4))
+
+
+def test_sensitivity_is_that_of_the_call(device):
+    """A clip norm that is adapted in place, between clipping and noise, must not change what the noise is scaled to."""
+    clip_norm = torch.tensor(2.0, device=device)
+    out = psg.clipped_grad(lambda w, x: (w * x).sum(), clip_norm)(torch.ones(3, device=device), torch.ones(4, 3, device=device))
+    clip_norm.fill_(1.0)
+    assert out.sensitivity == 2.0

@@ -438,3 +438,53 @@ def test_threads_take_turns_in_a_module(scripted, hasty_threads, device):
     for i, want in enumerate(expected):
         assert len(found[i]) == 20 and all(torch.equal(got, want) for got in found[i])
     assert [parameter.data_ptr() for parameter in module.parameters()] == own
+
+
+@pytest.mark.parametrize("hold", [lambda w: [w], lambda w: {"w": w}, lambda w: (w,)], ids=["list", "dict", "tuple"])
+def test_a_parameter_held_in_a_list_is_refused_where_it_is_used(hold, device):
+    """`functional_call` puts nothing there: its gradient would be dropped."""
+
+    class Tied(nn.Module):
+        def __init__(self, uses):
+            super().__init__()
+            self.first = nn.Linear(3, 3, bias=False)
+            self.uses, self.held = uses, hold(self.first.weight)
+
+        def forward(self, x):
+            tied = next(iter(self.held.values() if isinstance(self.held, dict) else self.held))
+            assert tied.shape == (3, 3)
+            return F.linear(self.first(x), tied) if self.uses else self.first(x)
+
+    x = torch.randn(5, 3, device=device)
+    for uses in (False, True):
+        module = Tied(uses).to(device)
+        loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+        if uses:
+            with pytest.raises(psg.StateError, match="'first.weight' from a list"):
+                psg.per_sample_grad(loss)(params, x, x)
+        else:
+            assert_trees_close(psg.per_sample_grad(loss)(params, x, x), loop_grad(loss)(params, x, x))
+
+
+def test_each_kind_of_module_has_its_own_warning(device):
+    class Old(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent * 2
+
+    class First(nn.Linear):
+        def forward(self, x):
+            return Old.apply(super().forward(x))
+
+    class Second(First):
+        pass
+
+    x = torch.randn(2, 3, device=device)
+    for kind in (First, Second):
+        loss, params = psg.stateless(kind(3, 3).to(device), lambda output, y: (output * y).sum())
+        with pytest.warns(psg.FallbackWarning):
+            psg.per_sample_grad(loss)(params, x, x)

@@ -107,14 +107,26 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 # Rows x Rows: sum_{t,s} [index_t = index'_s] <c_t, c'_s>
 
 
+def _prefers_tables(x: Rows, other: int, samples: int, others: int) -> bool:
+    """Whether gradients that are materialised meet at less cost than their positions, t and `other`, of so many samples in every pair."""
+    (rows, d), t, size = x.shape, x.index.shape[1], x.cotangent.element_size()
+    fresh, used = plans.written(x.device, x.dtype), plans.used(x.device, x.dtype)
+    positions = samples * others * t * other * (2 * d + 3 * fresh * size)
+    return positions > rows * d * (2 * samples * others + (samples + others) * (fresh + used) * size)
+
+
 @_pair(_inner, Rows, Rows)
-def _(x: Rows, y: Rows) -> Tensor:
+def _(x: Rows, y: Rows) -> Tensor | None:
+    if _prefers_tables(x, y.index.shape[1], 1, 1):
+        return None
     same = x.index[:, :, None] == y.index[:, None, :]
     return (wide_bmm(x.cotangent, y.cotangent.transpose(1, 2)) * same).sum((1, 2))
 
 
 @_pair(_gram, Rows, Rows)
-def _(x: Rows, y: Rows) -> Tensor:
+def _(x: Rows, y: Rows) -> Tensor | None:
+    if _prefers_tables(x, y.index.shape[1], x.n, y.n):
+        return None
     # Sample by sample, so that no more than t x m s pairs are held at a time.
     other = widen(y.cotangent).flatten(0, 1)
     index = y.index.reshape(-1)
@@ -129,14 +141,18 @@ def _(x: Rows, y: Rows) -> Tensor:
 
 
 @_pair(_inner, Rows, Outer)
-def _(x: Rows, y: Outer) -> Tensor:
+def _(x: Rows, y: Outer) -> Tensor | None:
+    if _prefers_tables(x, y.positions, 1, 1):
+        return None
     s, t = y.positions, x.index.shape[1]
     left = widen(y.left).gather(2, x.index[:, None, :].expand(x.n, s, t))
     return (left * wide_bmm(y.right, x.cotangent.transpose(1, 2))).sum((1, 2))
 
 
 @_pair(_gram, Rows, Outer)
-def _(x: Rows, y: Outer) -> Tensor:
+def _(x: Rows, y: Outer) -> Tensor | None:
+    if _prefers_tables(x, y.positions, x.n, y.n):
+        return None
     left, right = widen(y.left), widen(y.right)
     rows = [(left[:, :, own] * (right @ cotangent.T)).sum((1, 2)) for own, cotangent in zip(x.index, widen(x.cotangent), strict=True)]
     return torch.stack(rows) if rows else left.new_zeros(0, y.n)

@@ -53,6 +53,8 @@ class Rows(Factor):
         return scatter_rows(rows, self.cotangent, self.n * self.num_rows).reshape(self.n, *self.shape)
 
     def squared_norm(self) -> Tensor:
+        if self._is_small:
+            return Dense(self.to(wide(self.dtype)).materialize()).squared_norm()
         if _functorch.is_traced() and not self.is_differentiated:
             return _norm_op(self.index, self.cotangent, self.num_rows)
         # Positions with the same index add up before they are squared. Sorting gives each distinct index of a sample a slot below t,
@@ -69,6 +71,11 @@ class Rows(Factor):
 
     def scale(self) -> Tensor:
         return square(self.cotangent).sum((1, 2))
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether a sample's whole table takes no more than its cotangent."""
+        return self.num_rows <= self.index.shape[1]
 
     def _distinct(self, ordered: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of each sample, those with one index added up: index [n, t], values [n, t, d], zero where there are fewer than t."""
@@ -112,8 +119,11 @@ class Rows(Factor):
         cotangent = widen(self.cotangent)
         return (direction.to(cotangent.dtype)[self.index] * cotangent).sum((1, 2))
 
+    def settle(self) -> Factor:
+        return Dense(self.materialize()) if self._is_small else self
+
     def plan(self) -> str:
-        return "sorted rows, one scatter"
+        return "materialised and kept" if self._is_small else "sorted rows, one scatter"
 
     def regroup(self, table: Tensor) -> Factor:
         return Rows(gather_groups(self.index, table), gather_groups(self.cotangent, table), self.num_rows)
