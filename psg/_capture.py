@@ -30,6 +30,8 @@ from psg._ops import (
     FACTORIES,
     GRAD_FN,
     IS_LEAF,
+    LOCATING,
+    MASKED,
     METADATA,
     PREDICATES,
     Node,
@@ -290,6 +292,12 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
+        if func in MASKED and any(map(self._is_own_mask, leaves[1:])):
+            rest = substitute(args[1:], lambda leaf: self._agreed(func, leaf) if self._is_own_mask(leaf) else leaf)
+            with self:
+                return func(args[0], *rest, **kwargs)
+        if func in LOCATING and _functorch.is_batched(args[0], self.level):
+            return func(self._agreed(func, args[0] != 0), *args[1:], **kwargs)
         if func in CONSTANTS and not self.habits.fills and args and _functorch.is_batched(args[0], self.level):
             wrapped = (isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:])
             if not any(wrapped):
@@ -333,10 +341,24 @@ class _Mode(TorchFunctionMode):
             values = _functorch.physical(args[0], self.level, self.n).detach()
             if values[0].numel() != 1:
                 return func(values[0], *args[1:], **kwargs)  # the function's own error
-            distinct, labels = values.reshape(self.n).unique(return_inverse=True)
+            told = values != 0 if func == Tensor.__bool__ else values
+            distinct, labels = told.reshape(self.n).unique(return_inverse=True)
             if len(distinct) > 1:
                 raise Diverged(name_of(func), labels)
             return func(values[0], *args[1:], **kwargs)
+
+    def _is_own_mask(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dtype == torch.bool and _functorch.is_batched(leaf, self.level)
+
+    def _agreed(self, func: Any, mask: Tensor) -> Tensor:
+        """A mask of every sample as one for all, if they agree."""
+        with _functorch.below():
+            values = _functorch.physical(mask, self.level, self.n)
+            if mask.numel():
+                distinct, labels = values.reshape(self.n, -1).unique(dim=0, return_inverse=True)
+                if len(distinct) > 1:
+                    raise Diverged(name_of(func), labels)
+            return values[0]
 
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""

@@ -42,9 +42,15 @@ CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__compl
 # Python values too, but taken from memory by no op: no tracer sees them.
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
+# What a mask says where: how many entries come out is a Python value too.
+MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
+LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
+
+# What a function may make to write into; a copy too.
 FACTORIES = {
     *(torch.zeros, torch.ones, torch.full, torch.empty, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
-    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new, Tensor.new_tensor),
+    *(torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone),
 }
 
 # Those that make what a mask is made of, and seldom what is written into.
@@ -56,11 +62,11 @@ _DERIVING = frozenset(
     """
     add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid logsigmoid tanh softplus softmax
     log_softmax relu silu gelu elu clamp clamp_min clamp_max clip where maximum minimum sum mean var std norm vector_norm matrix_norm
-    linalg_norm linalg_vector_norm cumsum cumprod prod amax amin logsumexp normalize lerp
+    linalg_norm linalg_vector_norm var_mean std_mean batch_norm interpolate cumsum cumprod prod amax amin logsumexp normalize lerp
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ __rmatmul__
     __getitem__ matmul mm mv bmm addmm einsum linear outer dot kron tensordot
-    t T mT transpose swapaxes swapdims permute movedim reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand expand_as
-    broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather
+    t T mT transpose swapaxes swapdims permute movedim moveaxis reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand
+    expand_as broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather
     diagonal diag tril triu cat concat concatenate stack hstack vstack flip roll pad as_strided
     to type type_as float double half bfloat16 contiguous clone _weight_norm
     """.split()
@@ -105,7 +111,7 @@ def derives(func: Any) -> bool:
 def target_of(func: Any, args: Any, kwargs: Any) -> Any:
     """What the call writes into, or None."""
     if _writes(func):
-        return args[0]
+        return args[0] if args else next(iter(kwargs.values()))
     position = _inplace_position(func)
     if position is not None and (kwargs.get("inplace") or (position < len(args) and args[position])):
         return args[0] if args else kwargs.get("input")

@@ -403,3 +403,69 @@ def test_a_frozen_matrix_that_is_written_into_after_it_was_read(device):
     with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"), warnings.catch_warnings():
         warnings.simplefilter("ignore", psg.FallbackWarning)
         psg.per_sample_grad(fn)(w, x)
+
+
+def writes_into(make):
+    def fn(w, x):
+        made = make(x)
+        made[1:3] += (w @ x)[1:3].to(made.dtype)
+        return made.sin().sum()
+
+    return fn
+
+
+def adds_up(w, x):
+    total = torch.tensor(0.0, device=x.device)
+    for row in w:
+        total += (row * x).sum().sin()
+    return total
+
+
+def initialised(w, x):
+    return (w @ x * torch.nn.init.constant_(torch.empty(4, device=x.device), 2.0)).sin().sum()
+
+
+def masked(mask):
+    def fn(w, x):
+        y, where = w @ x, mask(x)
+        made = torch.zeros_like(x)
+        made[where] = y[where].sin()
+        return (
+            made.sum() + torch.masked_select(y, where).square().sum() + y[where.nonzero()[:, 0]].cos().sum() + y[None][:, where].exp().sum()
+        )
+
+    return fn
+
+
+STAYS = {
+    "a write into arange": writes_into(lambda x: torch.arange(4.0, device=x.device)),
+    "a write into linspace": writes_into(lambda x: torch.linspace(0, 1, 4, device=x.device)),
+    "a write into eye": writes_into(lambda x: torch.eye(4, device=x.device)[0]),
+    "a write into a copy of a constant": writes_into(lambda x: CONSTANT.to(x.device).clone()),
+    "a sum that starts as a tensor": adds_up,
+    "initialisation": initialised,
+    "equal": lambda w, x: (w @ x).sin().sum() if torch.equal(x, x.clone()) and not x.equal(x[:2]) else w.sum(),
+    "allclose": lambda w, x: (w @ x).sin().sum() if x.allclose(x + 1e-12) and not torch.allclose(x, x + 1) else w.sum(),
+    "allclose of nan": lambda w, x: (
+        (w @ x).sum() if not torch.allclose(x / 0, x) and torch.allclose(x * torch.nan, x * torch.nan, equal_nan=True) else w.sum()
+    ),
+    "is_nonzero": lambda w, x: (w @ x).sin().sum() if torch.is_nonzero(x.square().sum()) else w.sum(),
+    "moveaxis": lambda w, x: (torch.moveaxis(w * x, 0, 1) @ x).sin().sum(),
+    "a mask that all samples share": masked(lambda x: x < 100),
+    "a mask of two kinds": masked(lambda x: torch.arange(4, device=x.device) < 2 + (x[0] > 0)),
+    "weight standardisation": lambda w, x: (F.batch_norm(w[None], None, None, training=True)[0] @ x).sin().sum(),
+    "moments": lambda w, x: ((w - torch.var_mean(w, 1, keepdim=True)[1]) / torch.std_mean(w, 1, keepdim=True)[0] @ x).sin().sum(),
+    "interpolation": lambda w, x: (F.interpolate(w[None, None], (4, 6), mode="bilinear")[0, 0, :, 1:5] @ x).sin().sum(),
+}
+CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("fn", STAYS.values(), ids=STAYS)
+def test_stays_on_the_first_rung(fn, device):
+    w, x = torch.randn(4, 4, device=device), torch.randn(6, 4, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = psg.per_sample_grad(fn)(w, x)
+        assert psg.explain(fn)(w, x).rung == "capture"
+    assert_trees_close(found, loop_grad(fn)(w, x))
+    assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
