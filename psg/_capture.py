@@ -74,6 +74,10 @@ class _WritesDerived(Unsupported):
     """The function writes into a value that was computed from parameters once for all samples."""
 
 
+class _Differentiates(Unsupported):
+    """The function calls autograd itself."""
+
+
 class WritesInput(Unsupported):
     """The function writes into one of its inputs that is no parameter."""
 
@@ -133,11 +137,15 @@ def capture(
             _random.set_state(state)
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
-            given = [tensor.clone() if habits.copied and i not in params else tensor for i, tensor in enumerate(tensors)]
+            given = [tensor.clone() if habits.copied and i not in params else tensor.detach() for i, tensor in enumerate(tensors)]
             return _one_pass(function, given, in_dims, params, n, randomness, look, settle, habits)
         except WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             habits = habits._replace(copied=True)
+        except _Differentiates:
+            # A rule's output is differentiated for the data alone, and a value that is computed once stands apart from its parameter:
+            # derivatives that fn takes itself, for both and to be differentiated again, are those of lifted values.
+            habits = habits._replace(ruled=False, derives=False)
         except _WritesDerived:
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             habits = habits._replace(derives=False)
@@ -158,11 +166,13 @@ class _Habits(NamedTuple):
         copied: The inputs are copies that the function may write into.
         derives: Ops on parameters alone are computed once.
         fills: Tensors that the function makes are made for every sample.
+        ruled: Known ops run by their rules.
     """
 
     copied: bool = False
     derives: bool = True
     fills: bool = False
+    ruled: bool = True
 
 
 def _one_pass(
@@ -199,6 +209,9 @@ def _one_pass(
     pull_back(mode.values, lifted, n)
     factors = [value.factor(n) for value in lifted]
     return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted], mode.nbytes)
+
+
+_SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
 class _Tap(NamedTuple):
@@ -274,7 +287,12 @@ class _Mode(TorchFunctionMode):
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
-        rule = _registry.find_rule(func) if here else None
+        if func in (torch.autograd.grad, Tensor.requires_grad_, _SET_REQUIRES_GRAD) and here:
+            if func != torch.autograd.grad:
+                return self._require_grad(func, *args, **kwargs)
+            if not any(isinstance(leaf, Tensor) and self._is_elsewhere(leaf) for leaf in leaves):  # as those of torch.func.vjp are
+                return self._differentiate(*args, **kwargs)
+        rule = _registry.find_rule(func) if here and self.habits.ruled else None
         if rule is not None:
             output = self._run_rule(name_of(func), rule, args, kwargs)
             if output is not NotImplemented:
@@ -282,7 +300,7 @@ class _Mode(TorchFunctionMode):
         if not here:
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
-        decompose = _registry.find_decomposition(func, differentiated=not here)
+        decompose = _registry.find_decomposition(func, differentiated=not here or not self.habits.ruled)
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)
@@ -312,6 +330,49 @@ class _Mode(TorchFunctionMode):
                 output = output.expand(self.n, *output.shape).clone()
             return _functorch.wrap(output, self.level)
         return output
+
+    def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
+        """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
+        if id(tensor) in self.by_handle and not flag:
+            raise Unsupported("requires_grad_(False) of a parameter")
+        if id(tensor) in self.by_handle or not _functorch.is_batched(tensor, self.level):
+            return func(tensor, flag) if id(tensor) not in self.by_handle else tensor
+        with _functorch.below():
+            _functorch.value_of(tensor).requires_grad_(flag)
+        return tensor
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
+
+    def _differentiate(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad`, of all samples at once: since they do not meet, of the sum of their outputs."""
+        if self.habits.ruled:
+            raise _Differentiates("fn calls torch.autograd.grad")
+        outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
+        if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
+            # What fn has made to differentiate for is one for all samples; the next pass makes it for each.
+            raise RuntimeError("torch.autograd.grad of or for a tensor that is the same for all samples")
+        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else [None] * len(outputs) if grad_outputs is None else grad_outputs
+        if any(own is None and output.numel() != 1 for own, output in zip(given, outputs, strict=True)):
+            raise Unsupported("torch.autograd.grad of an output that is no scalar")
+        cotangents = [torch.ones_like(output) if own is None else own for own, output in zip(given, outputs, strict=True)]
+        with _functorch.below():
+            sides = [[_functorch.physical(tensor, self.level, self.n) for tensor in group] for group in (outputs, cotangents)]
+            targets = [_functorch.value_of(tensor) for tensor in inputs]
+            options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize_grads}
+            found = torch.autograd.grad(sides[0], targets, sides[1], retain_graph=True, **options)
+        return tuple(None if own is None else _functorch.wrap_like(own, tensor) for own, tensor in zip(found, inputs, strict=True))
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A tensor like a sample's own, without its values: one for all samples, and so for those of a later call, should fn keep it."""

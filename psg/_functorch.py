@@ -142,6 +142,11 @@ def wrap(value: Tensor, level: int) -> Tensor:
     return _C._add_batch_dim(value, 0, level)
 
 
+def wrap_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """Wrap what lies in memory's terms as the value of a tensor under vmap does."""
+    return _C._add_batch_dim(value, _C.maybe_get_bdim(tensor), _C.maybe_get_level(tensor))
+
+
 class below:
     """A context: run the body one transform further down the stack."""
 

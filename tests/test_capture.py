@@ -469,3 +469,103 @@ def test_stays_on_the_first_rung(fn, device):
         assert psg.explain(fn)(w, x).rung == "capture"
     assert_trees_close(found, loop_grad(fn)(w, x))
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+def network(p, x):
+    return (torch.tanh(F.linear(x, p["w"], p["b"])) @ p["v"]).sum(-1)
+
+
+def force(p, x):
+    x = x.clone().requires_grad_()
+    energy = network(p, x)
+    (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy.square() + slope.square().sum()
+
+
+def laplacian(p, x):
+    x.requires_grad_()
+    slope = torch.autograd.grad(network(p, x), x, create_graph=True)[0]
+    second = [torch.autograd.grad(slope[i], x, create_graph=True)[0][i] for i in range(len(x))]
+    return (sum(second) + slope.sum().sin()).square()
+
+
+def assigned(p, x):
+    x = x.detach()
+    x.requires_grad = True
+    rows = F.layer_norm(torch.stack([x, x.sin()]), x.shape)
+    (slope,) = torch.autograd.grad(network(p, rows), x, torch.tensor([1.0, 2.0], device=x.device), create_graph=True)
+    return slope.square().sum() if x.requires_grad else x.sum()
+
+
+def not_differentiated_again(p, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(network(p, x), x)
+    assert not slope.requires_grad
+    return (network(p, x) + slope.sum()).square()
+
+
+def of_what_fn_makes(p, x):
+    offset = torch.zeros_like(x[:1]).requires_grad_()
+    (slope,) = torch.autograd.grad(network(p, x + offset), offset, create_graph=True)
+    return slope.square().sum()
+
+
+def unused_inputs(p, x):
+    x, other = x.clone().requires_grad_(), (2 * x).requires_grad_()
+    slope, nothing = torch.autograd.grad(network(p, x), (x, other), create_graph=True, allow_unused=True)
+    assert nothing is None
+    return slope.square().sum()
+
+
+def inner_step(p, x):
+    """A parameter's transpose is no value of its own here: what is differentiated for the parameter goes through it."""
+    loss = ((x @ p["w"].T) + (p["w"][0] * x).sum()).square().sum()
+    (slope,) = torch.autograd.grad(loss, p["w"], create_graph=True)
+    return (x @ (p["w"] - 0.1 * slope).T).sin().sum() + (p["b"] * p["v"][:, 0]).sum()
+
+
+def jacobian(p, x):
+    return torch.autograd.functional.jacobian(lambda x: network(p, x[None]).sin(), x, create_graph=True).square().sum()
+
+
+def recurrent(p, x):
+    x = x[None, None].clone().requires_grad_()
+    output, _ = torch.rnn_tanh(x, x.new_zeros(1, 1, 4), [p["w"], torch.diag(p["b"])], False, 1, 0.0, False, False, True)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return slope.square().sum() + p["v"].sum()
+
+
+DIFFERENTIATE = [force, laplacian, assigned, not_differentiated_again, of_what_fn_makes, unused_inputs, inner_step, jacobian, recurrent]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("fn", DIFFERENTIATE)
+def test_functions_that_call_autograd_stay_on_the_first_rung(fn, n, device):
+    params = {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device), "v": torch.randn(4, 2, device=device)}
+    x = torch.randn(n, 3, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        values, found = psg.per_sample_value_and_grad(fn)(params, x)
+        assert psg.explain(fn)(params, x).rung == "capture"
+    want_values, expected = loop_value_and_grad(fn)(params, x)
+    assert_trees_close(found, expected)
+    assert_trees_close(values, want_values)
+    assert not x.requires_grad and not any(value.requires_grad for value in params.values())
+
+
+def test_a_module_whose_output_is_a_derivative(device):
+    class Force(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    loss, params = psg.stateless(Force().to(device), F.mse_loss)
+    x, y = torch.randn(2, 4, 3, device=device)
+    out = psg.clipped_grad(loss, 0.1)(params, x, y)
+    grads = loop_grad(loss)(params, x, y)
+    assert_trees_close(out.grads, psg.testing.reference_clipped_sum(grads, 0.1))
+    assert psg.explain(loss)(params, x, y).rung == "capture"
