@@ -1,4 +1,4 @@
-"""Everything psg asks of torch's internals, behind a few functions; no other file touches them.
+"""What psg asks of functorch's internals, behind a few functions.
 
 A rule wants to see the *physical* batch: the tensors under vmap's wrappers, with the samples in dim 0. The public way there is an
 `autograd.Function` whose `vmap` static method is the rule; it costs some 200 microseconds a call, thirty times the price of the op it

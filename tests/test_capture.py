@@ -455,6 +455,45 @@ STAYS = {
     "a mask of two kinds": masked(lambda x: torch.arange(4, device=x.device) < 2 + (x[0] > 0)),
     "weight standardisation": lambda w, x: (F.batch_norm(w[None], None, None, training=True)[0] @ x).sin().sum(),
     "moments": lambda w, x: ((w - torch.var_mean(w, 1, keepdim=True)[1]) / torch.std_mean(w, 1, keepdim=True)[0] @ x).sin().sum(),
+    **{
+        f"{name}_": lambda w, x, name=name, args=args: getattr(w @ x * 1.0, f"{name}_")(*args(x)).sin().sum()
+        for name, args in {
+            "addcmul": lambda x: (x, x),
+            "addcdiv": lambda x: (x, x.exp()),
+            "clamp": lambda x: (-0.5, 0.5),
+            "clip": lambda x: (-0.5,),
+            "cumprod": lambda x: (0,),
+            "cumsum": lambda x: (0,),
+            "fmod": lambda x: (0.7,),
+            "hypot": lambda x: (x,),
+            "index_copy": lambda x: (0, torch.tensor([1, 3], device=x.device), x[:2]),
+            "lerp": lambda x: (x, 0.3),
+            "remainder": lambda x: (0.7,),
+            "scatter": lambda x: (0, x[:2].abs().long() % 4, x[2:]),
+            "square": lambda x: (),
+            "xlogy": lambda x: (x.exp(),),
+        }.items()
+    },
+    "tril_": lambda w, x: (w * x).tril_().sin().sum() + (w * x).triu_(1).cos().sum(),
+    "addmm_": lambda w, x: (w * x).addmm_(w, w * x).addr_(x, x, alpha=2).sin().sum(),
+    "one hot by scatter_": lambda w, x: (w @ x @ torch.zeros_like(x).scatter_(0, x[:1].abs().long() % 4, 1.0)[:, None]).sum(),
+    **{
+        f"kl_div {reduction} {log}": lambda w, x, reduction=reduction, log=log: F.kl_div(
+            (w * x).log_softmax(1), x.log_softmax(0) if log else x.softmax(0), reduction=reduction, log_target=log
+        ).sum()
+        for reduction in ("none", "sum", "batchmean")
+        for log in (False, True)
+    },
+    "global averages, channels last": lambda w, x: (
+        F.adaptive_avg_pool2d((w * x)[None, None].expand(1, 3, 4, 4).contiguous(memory_format=torch.channels_last), (1, 1)).sin().sum()
+        + F.adaptive_avg_pool3d((w * x)[None, None], 1).sin().sum()
+    ),
+    "padded sequences": lambda w, x: torch.nn.utils.rnn.pad_sequence([w @ x, (w @ x)[:2]], batch_first=True, padding_value=2.0).sin().sum(),
+    "sequences padded on the left": lambda w, x: (
+        (torch.nn.utils.rnn.pad_sequence([w * x, (w * x)[:2]], padding_side="left") * torch.arange(2.0, device=x.device)[:, None])
+        .sin()
+        .sum()
+    ),
     "interpolation": lambda w, x: (F.interpolate(w[None, None], (4, 6), mode="bilinear")[0, 0, :, 1:5] @ x).sin().sum(),
 }
 CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)

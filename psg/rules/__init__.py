@@ -1,6 +1,6 @@
 """Rules: fast paths for known ops. One file an op family: formula and source, then the rule."""
 
-from psg.rules import attention, conv, embedding, leaks, linear, loss, normalization, products, recurrent
+from psg.rules import attention, conv, embedding, leaks, linear, loss, missing, normalization, products, recurrent
 from psg.rules._registry import disabled, primitive, registered, rule
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "leaks",
     "linear",
     "loss",
+    "missing",
     "normalization",
     "primitive",
     "products",

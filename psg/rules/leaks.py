@@ -53,36 +53,6 @@ leak(
     rungs=("capture", "vmap"),
 )
 
-
-# What vmap does not know, from what it does.
-
-
-@decomposition(torch.equal)
-@decomposition(Tensor.equal)
-def _equal(input: Tensor, other: Tensor) -> bool:
-    return input.shape == other.shape and bool((input == other).all())
-
-
-@decomposition(torch.allclose)
-@decomposition(Tensor.allclose)
-def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    near = ((input - other).abs() <= atol + rtol * other.abs()) & input.isfinite() & other.isfinite()
-    close = near | (input == other)
-    return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
-
-
-@decomposition(torch.moveaxis)
-@decomposition(Tensor.moveaxis)
-def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
-    return input.movedim(source, destination)
-
-
-@decomposition(torch.is_nonzero)
-@decomposition(Tensor.is_nonzero)
-def _is_nonzero(input: Tensor) -> bool:
-    return bool(input)
-
-
 OWN_GENERATOR = "fn draws from a generator that it is given or makes: one seeded in fn draws the same for every sample, and vmap would not"
 
 # Position and name of the running mean, and of the flag under which it is updated.

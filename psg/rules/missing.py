@@ -1,0 +1,83 @@
+"""Ops that vmap does not know, or runs sample by sample: from others that it does know."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psg.rules._registry import decomposition
+
+
+@decomposition(torch.equal)
+@decomposition(Tensor.equal)
+def _equal(input: Tensor, other: Tensor) -> bool:
+    return input.shape == other.shape and bool((input == other).all())
+
+
+@decomposition(torch.allclose)
+@decomposition(Tensor.allclose)
+def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    near = ((input - other).abs() <= atol + rtol * other.abs()) & input.isfinite() & other.isfinite()
+    close = near | (input == other)
+    return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
+
+
+@decomposition(torch.moveaxis)
+@decomposition(Tensor.moveaxis)
+def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
+    return input.movedim(source, destination)
+
+
+def _written_back(op: Any) -> Callable[..., Any]:
+    # Of a copy: what the op keeps for its backward must not be what is written into.
+    return lambda input, *args, **kwargs: input.copy_(op(input.clone(), *args, **kwargs))
+
+
+# In place, vmap runs these sample by sample.
+for _name in (
+    *("addcdiv", "addcmul", "addmm", "addr", "clamp", "clip", "cumprod", "cumsum", "fmod", "heaviside", "hypot", "index_copy", "ldexp"),
+    *("lerp", "remainder", "scatter", "square", "tril", "triu", "xlogy"),
+):
+    for _holder in (Tensor, torch):
+        if hasattr(_holder, f"{_name}_"):
+            decomposition(getattr(_holder, f"{_name}_"))(_written_back(getattr(Tensor, _name)))
+
+
+@decomposition(F.kl_div)
+def _kl_div(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False
+) -> Any:
+    if size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean", "batchmean"):
+        return NotImplemented
+    terms = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
+    if reduction == "batchmean":
+        return terms.sum() / input.shape[0] if input.ndim else terms.sum()
+    return {"none": lambda: terms, "sum": terms.sum, "mean": terms.mean}[reduction]()
+
+
+@decomposition(F.adaptive_avg_pool2d)
+@decomposition(F.adaptive_avg_pool3d)
+def _global_average(input: Tensor, output_size: Any) -> Any:
+    sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size] * (input.ndim - 2)
+    if any(size != 1 for size in sizes) or input.numel() == 0:
+        return NotImplemented
+    return input.mean([-1 - k for k in range(len(sizes))], keepdim=True)
+
+
+@decomposition(vars(torch._C)["_nn"].pad_sequence)
+def _pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
+    longest = max(len(sequence) for sequence in sequences)
+    rows = []
+    for sequence in sequences:
+        gap = longest - len(sequence)
+        sides = (0, gap) if padding_side == "right" else (gap, 0)
+        rows.append(F.pad(sequence, (*(0, 0) * (sequence.ndim - 1), *sides), value=padding_value))
+    return torch.stack(rows, 0 if batch_first else 1)
+
+
+@decomposition(torch.is_nonzero)
+@decomposition(Tensor.is_nonzero)
+def _is_nonzero(input: Tensor) -> bool:
+    return bool(input)
