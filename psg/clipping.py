@@ -109,7 +109,8 @@ def adapt(
 
     Args:
         clip_norm: The one of this step: a number or a scalar tensor, greater than 0 (from 0 it does not move).
-        norms: `ClippedGrad.norms`, [n]. One that is not finite counts as larger.
+        norms: `ClippedGrad.norms`, [n], or what `group_norms` holds for one of several clip norms. One that is not finite counts as
+            larger.
         expected_batch_size: The mean number of samples in a batch, a public number; the size itself where nothing is private.
         quantile: Which share of the norms is to stay unclipped, in [0, 1].
         rate: The learning rate, at least 0.

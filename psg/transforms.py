@@ -84,6 +84,8 @@ class ClippedGrad(NamedTuple):
         nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
         sensitivity: The most by which one sample can change `grads` in L2 norm: the clip norm, sqrt(sum C^2) over groups, inf for a
             policy of the user's.
+        group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
+            masked samples. With one clip norm for all they are `norms`; with several, what each is adapted by.
     """
 
     grads: Any
@@ -93,6 +95,7 @@ class ClippedGrad(NamedTuple):
     aux: Any
     nonfinite: Tensor
     sensitivity: float | Tensor
+    group_norms: Any
 
 
 @_ambient.untraced
@@ -353,10 +356,14 @@ def clipped_grad(
                 raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
 
         call, (reduced, _, aux) = run(args, kwargs, reduce, check)
-        coefs = {leaf: coef for group, coef in zip(groups, reduced.coefs, strict=True) for leaf in group.leaves}
-        grads, coefs = call.gradient_tree(reduced.sums), call.gradient_tree([coefs[i] for i in range(len(reduced.sums))])
+
+        def by_leaf(values: list[Tensor]) -> Any:
+            own = {leaf: value for group, value in zip(groups, values, strict=True) for leaf in group.leaves}
+            return call.gradient_tree([own[i] for i in range(len(own))])
+
+        grads, coefs, group_norms = call.gradient_tree(reduced.sums), by_leaf(reduced.coefs), by_leaf(reduced.group_norms)
         bound = clipping.sensitivity(groups, scale)
-        return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound)
+        return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound, group_norms)
 
     return _wrap("clipped_grad", fn, options, clipped, _first_clipped, masked=True)
 
@@ -373,11 +380,12 @@ class _Reduced(NamedTuple):
 
 
 class _Clipped(NamedTuple):
-    """What is left of a chunk in clipped_grad; sums in the order of the leaves, coefs in that of the groups."""
+    """What is left of a chunk in clipped_grad; sums in the order of the leaves, coefs and their norms in that of the groups."""
 
     sums: list[Tensor]
     norms: Tensor
     coefs: list[Tensor]
+    group_norms: list[Tensor]
     values: Tensor
     nonfinite: Tensor
 
@@ -422,8 +430,8 @@ def _first(result: Any, n: int) -> Any:
 
 
 def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
-    norms, coefs, values, aux = _first((result.norms, result.clip_coef, result.values, result.aux), n)
-    return result._replace(norms=norms, clip_coef=coefs, values=values, aux=aux)
+    rows = ("norms", "clip_coef", "values", "aux", "group_norms")
+    return result._replace(**{name: _first(getattr(result, name), n) for name in rows})
 
 
 def _over_batches(
@@ -566,7 +574,7 @@ class _ClippedSums:
         self.dtypes: list[torch.dtype] = []
 
     def add(self, start: int, part: _Clipped) -> None:
-        self.rows.add(start, [part.norms, part.values, *part.coefs])
+        self.rows.add(start, [part.norms, part.values, *part.coefs, *part.group_norms])
         sums = [*part.sums, part.nonfinite]
         if not self.sums:
             self.sums, self.dtypes = sums, [total.dtype for total in sums]
@@ -578,9 +586,10 @@ class _ClippedSums:
             torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
 
     def result(self) -> _Clipped:
-        norms, values, *coefs = self.rows.result()
+        norms, values, *groups = self.rows.result()
         *sums, nonfinite = [total.to(dtype) for total, dtype in zip(self.sums, self.dtypes, strict=True)]
-        return _Clipped(sums, norms, coefs, values, nonfinite)
+        half = len(groups) // 2
+        return _Clipped(sums, norms, groups[:half], groups[half:], values, nonfinite)
 
 
 def _has_history(tensor: Tensor) -> bool:
@@ -609,24 +618,25 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
 def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
     factors = [factor.settle() for factor in result.factors]
     joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
-    norms, values, apart = norm_of(joints), result.values, [joint.norm for joint in joints]
+    norms, values = norm_of(joints), result.values
+    apart = [norms] if len(groups) == 1 else [joint.norm for joint in joints]
     keep, nonfinite = None, torch.zeros((), dtype=torch.int64)
     if not _all_count(norms, mask):
         finite = norms < math.inf  # which NaN is not
         keep = finite if mask is None else finite & mask
         nonfinite = (~finite if mask is None else ~finite & mask).sum()
         if mask is not None:
-            norms, values = torch.where(mask, norms, 0), torch.where(mask, values, 0)
+            norms, values, *apart = (torch.where(mask, value, 0) for value in (norms, values, *apart))
         # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
         joints = [joint.zero(keep) for joint in joints]
 
     coefs = []
     sums: dict[int, Tensor] = {}
-    for group, joint, own in zip(groups, joints, [norms] if len(groups) == 1 else apart, strict=True):
+    for group, joint, own in zip(groups, joints, apart, strict=True):
         coef = call.outside.run(scale, own, group.clip_norm)
         coefs.append(coef if keep is None else torch.where(keep, coef, 0))
         sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
-    return _Clipped([sums[i] for i in range(len(factors))], norms, coefs, values, nonfinite)
+    return _Clipped([sums[i] for i in range(len(factors))], norms, coefs, apart, values, nonfinite)
 
 
 def _all_count(norms: Tensor, mask: Tensor | None) -> bool:

@@ -58,6 +58,7 @@ def test_everything_it_returns(args):
     assert_trees_close(out.norms, norms)
     assert_trees_close(out.values, values)
     assert_trees_close(out.clip_coef, {name: coef for name in grads})
+    assert_trees_close(out.group_norms, {name: norms for name in grads})
     assert out.nonfinite.item() == 0 and out.nonfinite.dim() == 0
     assert float(out.sensitivity) == clip_norm
     assert out.aux is None
@@ -65,7 +66,7 @@ def test_everything_it_returns(args):
 
 def test_no_flag_changes_the_shape_of_the_result(args):
     fields = psg.ClippedGrad._fields
-    assert fields == ("grads", "norms", "clip_coef", "values", "aux", "nonfinite", "sensitivity")
+    assert fields == ("grads", "norms", "clip_coef", "values", "aux", "nonfinite", "sensitivity", "group_norms")
     with_aux = psg.clipped_grad(lambda p, x: (loss(p, x), x), 1.0, has_aux=True)(*args)
     assert type(with_aux) is psg.ClippedGrad
     assert_trees_close(with_aux.aux, args[1])
@@ -365,3 +366,24 @@ def test_sensitivity_is_that_of_the_call(device):
     out = psg.clipped_grad(lambda w, x: (w * x).sum(), clip_norm)(torch.ones(3, device=device), torch.ones(4, 3, device=device))
     clip_norm.fill_(1.0)
     assert out.sensitivity == 2.0
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_norms_of_groups(masked, chunk_size, args):
+    """What each clip norm is adapted by: no second pass for them."""
+    grads = loop_grad(loss)(*args)
+    count = len(next(iter(grads.values())))
+    mask = torch.arange(count, device=next(iter(grads.values())).device) != 1 if masked else None
+    own = {name: reference_norm(leaf) for name, leaf in grads.items()}
+    out = psg.clipped_grad(loss, PerLeaf({name: norm.median().item() for name, norm in own.items()}), chunk_size=chunk_size)(
+        *args, mask=mask
+    )
+    assert_trees_close(out.group_norms, {name: norm if mask is None else norm * mask for name, norm in own.items()})
+    labels = {name: "bias" if "b" in name else "weight" for name in grads}
+    grouped = psg.clipped_grad(loss, PerGroup(lambda path: labels[path[0]], {"bias": 1.0, "weight": 2.0}), chunk_size=chunk_size)(*args)
+    for label in set(labels.values()):
+        together = reference_norm({name: leaf for name, leaf in grads.items() if labels[name] == label})
+        assert_trees_close(
+            [grouped.group_norms[name] for name in grads if labels[name] == label], [together] * list(labels.values()).count(label)
+        )
