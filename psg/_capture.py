@@ -130,7 +130,6 @@ def capture(
     """
     tensors = [tensor.detach() for tensor in tensors]
     habits = _Habits()
-    first: RuntimeError | None = None
     state = _random.get_state(tensors) if randomness == "same" else None
     while True:
         if state is not None:
@@ -150,13 +149,11 @@ def capture(
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             habits = habits._replace(derives=False)
         except RuntimeError as error:
-            if isinstance(error, PsgError):
+            if habits.fills or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
-            if first is not None:
-                raise first from None
             # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
             # which under vmap is one for all samples. Give every sample its own.
-            first, habits = error, habits._replace(fills=True)
+            habits = habits._replace(fills=True)
 
 
 class _Habits(NamedTuple):
