@@ -43,7 +43,7 @@ def failure(function, *args):
 
 def work(rank, path):
     """What one process finds; the tests read it."""
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", psg.FallbackWarning)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=len(SIZES))
     loss, params, ids, labels = problem()
