@@ -152,12 +152,13 @@ def _one_pass(
     for position, value in values.items():
         value.handle = tensors[position] = tensors[position].detach().requires_grad_()
     mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs, look, choices)
-    with _pass.lasting():
-        with torch.enable_grad(), mode:
-            outputs = function(tensors)
-        if mode.failure is not None:
-            raise mode.failure  # which fn has handled
-        uses = [list(value.uses) for value in values.values()]
+    called = _pass.Pass()
+    with torch.enable_grad(), _pass.opened(called), mode:
+        outputs = function(tensors)
+    if mode.failure is not None:
+        raise mode.failure  # which fn has handled
+    uses = [list(value.uses) for value in values.values()]
+    with called.again():
         mode.backward(outputs[0])
     pull_back(mode.values, list(values.values()), n)
     factors = [value.factor(n).detach() for value in values.values()]

@@ -3,9 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
-from numbers import Number
 from typing import Any
 
 import torch
@@ -321,7 +319,20 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
             )
 
 
-_PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator)
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether an object that is no tree has tensors among its attributes, or theirs; functions and modules may."""
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or callable(value):
+        return False
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else getattr(value, "__dict__", {}).values()
+    )
+    return any(_holds_tensors(item, depth - 1) for item in items)
 
 
 def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, default: bool) -> int | None:
@@ -335,10 +346,10 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
                 f"{name}: {paths[position]} is a {type(leaf).__name__}, which is neither a tensor nor a tree that optree knows. Convert it "
                 'with torch.as_tensor, or register its type with optree (namespace="psg"), or pass it by keyword to share it.'
             )
-        if not isinstance(leaf, _PLAIN) and not callable(leaf):
+        if _holds_tensors(leaf):
             raise InputError(
-                f"{name}: {paths[position]} is a {type(leaf).__name__}, which may hold a batch that psg does not see. Register its type "
-                'with optree (namespace="psg"), or say with in_dims (None for it), or by passing it by keyword, that all samples share it.'
+                f"{name}: {paths[position]} is a {type(leaf).__name__} that holds tensors, a batch perhaps, that psg does not see. "
+                'Register its type with optree (namespace="psg"), or share it: with in_dims (None for it), or by passing it by keyword.'
             )
         return None  # a number, a string, a flag: the same for every sample
     if not -leaf.ndim <= dim < leaf.ndim:

@@ -30,6 +30,7 @@ from psg._ops import (
     FACTORIES,
     GRAD_FN,
     IS_LEAF,
+    LIKENESSES,
     LOCATING,
     MASKED,
     METADATA,
@@ -149,11 +150,11 @@ def capture(
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             habits = habits._replace(derives=False)
         except RuntimeError as error:
-            if habits.fills or isinstance(error, (PsgError, torch.OutOfMemoryError)):
+            if habits.fills == len(FACTORIES) or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
             # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
             # which under vmap is one for all samples. Give every sample its own.
-            habits = habits._replace(fills=True)
+            habits = habits._replace(fills=habits.fills + 1)
 
 
 class _Habits(NamedTuple):
@@ -162,13 +163,14 @@ class _Habits(NamedTuple):
     Attributes:
         copied: The inputs are copies that the function may write into.
         derives: Ops on parameters alone are computed once.
-        fills: Tensors that the function makes are made for every sample.
+        fills: How many kinds of the tensors that the function makes are made for every sample: first those that are most often written
+            into; what is made for every sample has no Python value.
         ruled: Known ops run by their rules.
     """
 
     copied: bool = False
     derives: bool = True
-    fills: bool = False
+    fills: int = 0
     ruled: bool = True
 
 
@@ -192,7 +194,7 @@ def _one_pass(
     mode = _Mode(n, lifted, inputs, look, settle, habits)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        mode.start([samples[position] for position in params])
+        mode.start(samples, [samples[position] for position in params])
         with mode:
             outputs = function(samples)
         if mode.failure is not None:
@@ -249,10 +251,11 @@ class _Mode(TorchFunctionMode):
         self.nbytes = 0
         self.failure: Exception | None = None
 
-    def start(self, handles: Sequence[Tensor]) -> None:
-        """Learn vmap's level and the wrappers under which the function holds the parameters."""
+    def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
+        """Learn vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
         self.level = _functorch.current_level()
         self.own = _functorch.Pass(self.level)
+        self.own.claim(samples)
         for value, handle in zip(self.params, handles, strict=True):
             value.handle = handle
             if value.value is not None:
@@ -260,19 +263,21 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            output = self._route(func, args, kwargs or {})
+            if func in METADATA:
+                return func(*args, **(kwargs or {}))
+            kwargs = kwargs or {}
+            leaves = leaves_of(args, kwargs)
+            marked = self.own.owns(leaves) and func not in LIKENESSES
+            output = self._route(func, args, kwargs, leaves)
+            if marked:
+                self.own.claim(output, target_of(func, args, kwargs))
+            return output
         except Exception as error:
             self.failure = error
             raise
-        self.own.claim(output)
-        return output
 
-    def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _route(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         """Run a call by a rule, below vmap, or as it is."""
-        if func in METADATA:
-            return func(*args, **kwargs)
-        leaves = leaves_of(args, kwargs)
-        self.own.refuse_foreign(leaves)
         self.look(func, leaves)
         target = target_of(func, args, kwargs)
         if target is not None:
@@ -307,11 +312,13 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
-        if func in MASKED and any(map(self._is_own_mask, leaves[1:])):
-            rest = substitute(args[1:], lambda leaf: self._agreed(func, leaf) if self._is_own_mask(leaf) else leaf)
+        if func in MASKED and "mask" in kwargs:
+            args, kwargs = (*args, kwargs["mask"]), {}
+        if func in MASKED and len(args) > 1 and any(map(self._is_own_mask, leaves_of(args[1:2], {}))):
+            index = substitute(args[1], lambda leaf: self._agreed(func, leaf) if self._is_own_mask(leaf) else leaf)
             with self:
-                return func(args[0], *rest, **kwargs)
-        if func in LOCATING and _functorch.is_batched(args[0], self.level):
+                return func(args[0], index, *args[2:], **kwargs)
+        if func in LOCATING and args and _functorch.is_batched(args[0], self.level):
             return func(self._agreed(func, args[0] != 0), *args[1:], **kwargs)
         if func in CONSTANTS and not self.habits.fills and args and _functorch.is_batched(args[0], self.level):
             wrapped = (isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:])
@@ -322,7 +329,11 @@ class _Mode(TorchFunctionMode):
             return self._run_lifted(func, met, args, kwargs)
         self._avoid_leak(func, args, kwargs)
         output = func(*args, **kwargs)
-        if self.habits.fills and func in FACTORIES and isinstance(output, Tensor) and not _functorch.is_wrapped(output):
+        if (
+            any(func in kind for kind in FACTORIES[: self.habits.fills])
+            and isinstance(output, Tensor)
+            and not _functorch.is_wrapped(output)
+        ):
             with _functorch.below():
                 output = output.expand(self.n, *output.shape).clone()
             return _functorch.wrap(output, self.level)

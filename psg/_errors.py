@@ -27,11 +27,11 @@ class FallbackWarning(UserWarning):
 warned: set[Hashable] = set()
 
 
-def warn_once(key: Hashable, message: str) -> None:
-    """Warn of a descent, at the user's own call, once for a key."""
+def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWarning) -> None:
+    """Warn, of a descent unless told otherwise, at the user's own call, once for a key."""
     if key not in warned:
         warned.add(key)
-        warnings.warn(message, FallbackWarning, stacklevel=_stack_level())
+        warnings.warn(message, category, stacklevel=_stack_level())
 
 
 def _stack_level() -> int:

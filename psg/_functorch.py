@@ -76,19 +76,24 @@ class Pass:
         self._levels = levels
         self._mark = object()
 
-    def claim(self, output: Any) -> None:
-        """Mark what an op of this pass has given."""
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+    def claim(self, output: Any, target: Any = None) -> None:
+        """Mark what is made from the samples or the parameters of this pass, and what that is written into."""
+        for tensor in (*output, target) if isinstance(output, (tuple, list)) else (output, target):
             if isinstance(tensor, Tensor) and _C.maybe_get_level(tensor) in self._levels:
                 vars(tensor)["_psg_pass"] = self._mark
 
-    def refuse_foreign(self, leaves: Sequence[Any]) -> None:
-        """Raise Stale if one of these was made by another pass at this level."""
+    def owns(self, leaves: Sequence[Any]) -> bool:
+        """Whether one of these is marked. Raises Stale if one was made by another pass at this level."""
+        marked = False
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and vars(leaf).get("_psg_pass", self._mark) is not self._mark:
+            mark = vars(leaf).get("_psg_pass") if isinstance(leaf, Tensor) else None
+            if mark is self._mark:
+                marked = True
+            elif mark is not None:
                 level = _C.maybe_get_level(leaf)
                 if level in self._levels or level < 0:  # what grad has wrapped has none after its end
                     raise Stale("a tensor of an earlier pass")
+        return marked
 
 
 def tangents_apart() -> bool:

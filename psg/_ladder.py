@@ -17,7 +17,7 @@ from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Diverged, capture
 from psg._errors import InputError, PsgError, StateError, warn_once
-from psg._ops import leaves_of
+from psg._ops import LIKENESSES, leaves_of, target_of
 from psg.factors import Dense, Factor, concat
 from psg.rules._registry import are_disabled, find_decomposition, find_leak
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
@@ -91,7 +91,7 @@ def run(call: Call, method: str) -> Result:
 
 
 def _run(rung: str, call: Call) -> Result:
-    with _pass.of_its_own():
+    with _pass.opened(None):
         return _RUNGS[rung](call)
 
 
@@ -203,6 +203,8 @@ def _run_vmap(call: Call) -> Result:
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
         with _Guard("vmap", call, differentiated=differentiated) as guard:
+            if guard.own_pass is not None:
+                guard.own_pass.claim(tensors)
             loss, extra = call.evaluate(call.filled(tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}") from guard.failure
@@ -247,12 +249,15 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
         leaves[position] = leaves[position].clone()
         if not leaves[position].requires_grad:
             leaves[position].requires_grad_()
-    own = [leaves[position] for position in call.params]
-    with torch.enable_grad(), _pass.lasting():
-        with _Guard("loop", call, leaves) as guard:
+    own, called = [leaves[position] for position in call.params], _pass.Pass()
+    with torch.enable_grad():
+        with _pass.opened(called), _Guard("loop", call, leaves) as guard:
             loss, extra = call.evaluate(leaves)
         if not history:
-            gradients = _pass.gradients(loss, own, _Again(call, guard.met), lambda nodes: _look(call, nodes, own))
+            with called.again():
+                gradients = _pass.gradients(
+                    loss, own, _Again(call, guard.met, called), lambda nodes: _look(call, nodes, own, guard.recorded)
+                )
         else:
             found = torch.autograd.grad(loss, own, create_graph=True, allow_unused=True) if loss.requires_grad else [None] * len(own)
             gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
@@ -261,14 +266,15 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
     return gradients, loss, extra
 
 
-def _look(call: Call, nodes: list[Any], own: list[Tensor]) -> None:
+def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> None:
     """Refuse what a loss has been computed from beside its sample and what is closed over."""
+    ids = set(map(id, own))
     for leaf in own:
         vars(leaf)["_psg_sample"] = True
     for node in nodes:
-        if hasattr(node, "variable") and "_psg_sample" in vars(node.variable) and not any(node.variable is leaf for leaf in own):
+        if hasattr(node, "variable") and "_psg_sample" in vars(node.variable) and id(node.variable) not in ids:
             raise _functorch.Stale("a value of the parameters of another sample")
-    call.outside.expect(nodes, own)
+    call.outside.expect(nodes, seen | ids)
 
 
 def _nested_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
@@ -323,6 +329,7 @@ class _Guard(TorchFunctionMode):
         self.outside, self.own = call.outside, frozenset(id(leaf) for leaf in own)
         self.failure: Exception | None = None
         self.met: set[int] = set()  # what has met an op, by id
+        self.recorded: set[int] = set()  # and what has met one that autograd records
         self.own_pass: _functorch.Pass | None = None
         if rung == "vmap":
             grad = _functorch.current_level()
@@ -331,17 +338,19 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             leaves = leaves_of(args, kwargs or {})
-            self.met.update(map(id, leaves))
-            if self.own_pass is not None:
-                self.own_pass.refuse_foreign(leaves)
+            ids = set(map(id, leaves))
+            self.met |= ids
+            if torch.is_grad_enabled():
+                self.recorded |= ids
+            marked = self.own_pass is not None and self.own_pass.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves, self.own)
             output = self._checked(func, *self.outside.replace((args, kwargs or {})))
+            if marked and self.own_pass is not None:
+                self.own_pass.claim(output, target_of(func, args, kwargs or {}))
+            return output
         except Exception as error:
             self.failure = error
             raise
-        if self.own_pass is not None:
-            self.own_pass.claim(output)
-        return output
 
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)
@@ -367,17 +376,23 @@ class _Guard(TorchFunctionMode):
 class _Again(TorchFunctionMode):
     """Watches what a backward pass runs again, as a checkpointed layer's does: it must meet the parameters that the forward pass met."""
 
-    def __init__(self, call: Call, met: set[int]) -> None:
+    def __init__(self, call: Call, met: set[int], called: _pass.Pass) -> None:
         super().__init__()
-        self.call, self.met = call, met
+        self.call, self.met, self.called = call, met, called
+        self.shapes = {call.leaves[position].shape for position in call.params}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in leaves_of(args, kwargs or {}):
-            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.met:
+            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.met and leaf.shape in self.shapes:
                 raise StateError(
                     f"{self.call.name}: the backward pass runs a part of fn again, as checkpointed, reversible and adjoint layers do, with "
                     f"a module's own parameter (of shape {tuple(leaf.shape)}) in the place of the one that fn was given: functional_call "
                     "has ended by then. Make fn with psg.stateless, which holds the parameters in place until the end."
+                )
+            if id(leaf) in self.called.ambiguous:
+                raise StateError(
+                    f"{self.call.name}: the backward pass runs a part of a module again, as a checkpointed layer's does, and fn has called "
+                    "that module with several sets of parameters: which of them is not known by then. Take the checkpointing out."
                 )
         return func(*args, **(kwargs or {}))
 

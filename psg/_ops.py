@@ -46,12 +46,17 @@ READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
 LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
 
-# What a function may make to write into; a copy too.
-FACTORIES = {
-    *(torch.zeros, torch.ones, torch.full, torch.empty, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+# Of a tensor they take its shape, dtype and device alone.
+LIKENESSES = {
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new, Tensor.new_tensor),
-    *(torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone),
 }
+
+# What a function may make to write into: often, and now and then.
+FACTORIES: list[set[Any]] = [
+    {torch.zeros, torch.ones, torch.full, torch.empty, *LIKENESSES},
+    {torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone},
+]
 
 # Those that make what a mask is made of, and seldom what is written into.
 CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}

@@ -3,7 +3,7 @@
 Whoever differentiates the result may mean them too. They are seen where they meet an op; the modes that watch fn ask here.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
-from psg._errors import StateError
+from psg._errors import warn_once
 from psg._ops import METADATA, PREDICATES, leaves_of, substitute
 
 # Ops through which nothing is differentiated.
-_CONSTANT = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
+CONSTANT = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
 
 
 class Outside:
@@ -31,8 +31,8 @@ class Outside:
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
         """Look for such tensors among the leaves of an op's arguments; those whose ids are in `own` do not count."""
 
-    def expect(self, nodes: list[Any], own: Sequence[Tensor]) -> None:
-        """Make sure that all such tensors which the loss' graph leads to have been met."""
+    def expect(self, nodes: list[Any], seen: set[int]) -> None:
+        """Make sure that all such tensors which the loss' graph leads to have met an op; `seen` has the ids of what has."""
 
     def replace(self, arguments: Any) -> Any:
         """The same arguments, with other tensors in the places of those."""
@@ -52,25 +52,26 @@ class Watched(Outside):
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
         """Note those among them that autograd would record."""
-        if func in _CONSTANT or not torch.is_grad_enabled():
+        if func in CONSTANT or not torch.is_grad_enabled():
             return
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):
                 if not any(leaf is other for other in self.met):
                     self.met.append(leaf)
 
-    def expect(self, nodes: list[Any], own: Sequence[Tensor]) -> None:
-        """Refuse those that no op has shown: nothing could be put into their places for a derivative."""
-        known = {tensor.grad_fn for tensor in self.met} | {
-            id(tensor._base if tensor._is_view() else tensor) for tensor in (*self.met, *own)
-        }
+    def expect(self, nodes: list[Any], seen: set[int]) -> None:
+        """Warn of those that no op has shown: nothing could be put into their places for a derivative."""
+        known = seen | {tensor.grad_fn for tensor in self.met} | {id(tensor._base) for tensor in self.met if tensor._is_view()}
         for node in filter(self._is_new, nodes):
             for before, _ in node.next_functions:
                 what = id(before.variable) if hasattr(before, "variable") else before
                 if before is not None and not self._is_new(before) and what not in known:
-                    raise StateError(
-                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function, where psg cannot follow it. "
-                        "Make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is wanted."
+                    warn_once(
+                        ("hidden", node.name()),
+                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function or a scripted one, where psg "
+                        "cannot follow it: the result has no derivative for that tensor. Make it one of fn's arguments, or detach it, or "
+                        "call psg under torch.no_grad() if no derivative is wanted.",
+                        UserWarning,
                     )
 
     def _is_new(self, node: Any) -> bool:

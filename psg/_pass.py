@@ -17,39 +17,49 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
 
-_open: ContextVar[contextlib.ExitStack | None] = ContextVar("psg_pass", default=None)
+Held = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Pass:
+    """What fn has been called with, for its backward pass."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[dict[str, Tensor], Held]] = {}
+        self.ambiguous: set[int] = set()  # by id, what was held by an owner that was called with other tensors too
+
+    def remember(self, owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
+        """Note a context in which an owner (a module) holds these tensors, with which it has been called."""
+        known, _ = self._held.setdefault(id(owner), (tensors, held))
+        if {name: id(tensor) for name, tensor in known.items()} != {name: id(tensor) for name, tensor in tensors.items()}:
+            self.ambiguous.update(id(tensor) for tensor in (*known.values(), *tensors.values()))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A context for the backward pass."""
+        with contextlib.ExitStack() as stack:
+            # In one order everywhere: each waits for its turn.
+            for _, (_, held) in sorted(self._held.items()):
+                stack.enter_context(held())
+            yield
+
+
+_open: ContextVar[Pass | None] = ContextVar("psg_pass", default=None)
 
 
 @contextlib.contextmanager
-def of_its_own() -> Iterator[None]:
-    """A context for a call of psg, which may stand inside a pass of another: what fn enters is left as soon as fn says."""
-    token = _open.set(None)
+def opened(new: Pass | None) -> Iterator[Pass | None]:
+    """A context in which fn's calls are noted in this pass; in none, for a call of psg that stands inside another's."""
+    token = _open.set(new)
     try:
-        yield
+        yield new
     finally:
         _open.reset(token)
 
 
-@contextlib.contextmanager
-def lasting() -> Iterator[None]:
-    """A context for a pass, forward and backward: what fn enters by `until_its_end` is left with it."""
-    with contextlib.ExitStack() as stack:
-        token = _open.set(stack)
-        try:
-            yield
-        finally:
-            _open.reset(token)
-
-
-@contextlib.contextmanager
-def until_its_end() -> Iterator[contextlib.ExitStack]:
-    """A context whose stack is that of the pass around it; one that ends with the body where there is none."""
-    around = _open.get()
-    if around is not None:
-        yield around
-    else:
-        with contextlib.ExitStack() as stack:
-            yield stack
+def remember(owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
+    """`Pass.remember` of the pass that is open, if one is."""
+    if (now := _open.get()) is not None:
+        now.remember(owner, tensors, held)
 
 
 def straighten(func: Any, output: Any) -> Any:
@@ -98,18 +108,33 @@ def gradients(
     else:
         # Whatever a function adds to its leaves itself is found in their `.grad`; nobody else's is to change.
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-        others = [leaf for leaf in leaves if not any(leaf is target for target in targets)]
+        own = {id(target) for target in targets}
+        others = [leaf for leaf in leaves if id(leaf) not in own]
         before = [leaf.grad for leaf in others]
         for leaf in (*targets, *others):
             leaf.grad = None
         try:
-            with watch:
+            with watch, _unhooked(others):
                 _functorch.accumulate(loss)
             found = [target.grad for target in targets]
         finally:
             for leaf, grad in zip(others, before, strict=True):
                 leaf.grad = grad
     return [torch.zeros_like(target) if own is None else own.to_dense() for target, own in zip(targets, found, strict=True)]
+
+
+@contextlib.contextmanager
+def _unhooked(leaves: Sequence[Any]) -> Iterator[None]:
+    """A context in which the hooks of these leaves are not called."""
+    held = [hooks for leaf in leaves for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if hooks]
+    kept = [hooks.copy() for hooks in held]
+    for hooks in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(held, kept, strict=True):
+            hooks.update(own)
 
 
 def _nodes_of(loss: Tensor) -> list[Any]:

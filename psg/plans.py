@@ -16,6 +16,7 @@ import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,15 @@ def using(
 def asked() -> Hashable:
     """What `using` asks for here: equal where the same is asked for."""
     choices, *rest = _settings.get()
-    return tuple(sorted(choices.items())), *rest
+    # A function that is written where it is asked for is another one each time, and says the same.
+    told = {question: _told(answer) for question, answer in choices.items()}
+    return tuple(sorted(told.items(), key=lambda item: item[0])), *rest
+
+
+def _told(answer: Choice) -> Hashable:
+    if isinstance(answer, FunctionType) and not (answer.__closure__ or answer.__defaults__ or answer.__kwdefaults__):
+        return answer.__code__
+    return answer
 
 
 def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees
 from psg._errors import InputError, StateError
-from psg._ops import METADATA, leaves_of
+from psg._ops import LIKENESSES, METADATA, PREDICATES, leaves_of, name_of
+from psg._outside import CONSTANT
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -70,11 +71,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        with _pass.until_its_end() as stack:
-            stack.enter_context(turn)
-            stack.enter_context(_functorch.uncached())
-            with _Strays(strays) if strays else contextlib.nullcontext():
-                output = _call(module, params, positional, keyword, stack)
+        with turn, _functorch.uncached():
+            output = _call(module, params, positional, keyword, turn, strays)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     def cache_key() -> tuple[Any, ...]:
@@ -90,19 +88,31 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     return loss, params
 
 
-def _call(module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any], stack: contextlib.ExitStack) -> Any:
-    """Call the module with other parameters, which it holds until the stack is left; raise if that has changed a buffer."""
+def _call(
+    module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any], turn: Any, strays: dict[int, str]
+) -> Any:
+    """Call the module with other parameters; raise if that has changed a buffer."""
     # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
     params = _under_all_names(module, params, _tensors(children, "_parameters"))
     buffers = {name: _ambient.usable(buffer) for name, buffer in _tensors(children, "_buffers").items()}
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    scripted = isinstance(module, torch.jit.ScriptModule)
-    stack.enter_context(_scripted_holding(module, params) if scripted else _functorch.holding(module, {**params, **buffers}))
-    output = module(*positional, **keyword)
+    scripted = module if isinstance(module, torch.jit.ScriptModule) else None
+
+    @contextlib.contextmanager
+    def holding() -> Iterator[None]:
+        with turn, _functorch.uncached():
+            with _scripted_holding(scripted, params) if scripted else _functorch.holding(module, {**params, **buffers}):
+                yield
+
+    met = {key: name for key, name in strays.items() if name in params}
+    with holding(), _Strays(met) if met else contextlib.nullcontext():
+        output = module(*positional, **keyword)
+        now = buffers if scripted else _tensors(children, "_buffers")
+    # What runs again in the backward pass is to find the same.
+    _pass.remember(module, params, holding)
     # A buffer that was assigned anew is another tensor; one that was written into has a new version.
-    now = buffers if scripted else _tensors(children, "_buffers")
     changed = [name for name, buffer in buffers.items() if now.get(name) is not buffer or buffer._version != versions[name]]
     if changed:
         owner = changed[0].rpartition(".")[0]
@@ -176,6 +186,10 @@ def _strays(module: nn.Module) -> dict[int, str]:
     return {id(value): names[id(value)] for value in held if id(value) in names}
 
 
+# What tells of a parameter no more than its shape, or is not differentiated.
+_HARMLESS = METADATA | PREDICATES | CONSTANT | LIKENESSES
+
+
 class _Strays(TorchFunctionMode):
     """Refuses them: what the module holds there is not what it was called with."""
 
@@ -184,8 +198,9 @@ class _Strays(TorchFunctionMode):
         self._names = strays
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in () if func in METADATA else leaves_of(args, kwargs or {}):
-            if isinstance(leaf, nn.Parameter) and id(leaf) in self._names:
+        for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in _HARMLESS else ():
+            shapes = name_of(func) in ("to", "type_as", "expand_as", "view_as", "reshape_as") and leaf is not args[0]
+            if isinstance(leaf, nn.Parameter) and id(leaf) in self._names and leaf.requires_grad and not shapes:
                 raise StateError(
                     f"stateless: the module uses its parameter {self._names[id(leaf)]!r} from a list, dict or attribute that is no "
                     "registered parameter, where no other can take its place. Use it by its registered name."

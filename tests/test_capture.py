@@ -608,3 +608,46 @@ def test_a_module_whose_output_is_a_derivative(device):
     grads = loop_grad(loss)(params, x, y)
     assert_trees_close(out.grads, psg.testing.reference_clipped_sum(grads, 0.1))
     assert psg.explain(loss)(params, x, y).rung == "capture"
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w, x: torch.arange(3.0, device=x.device) + 1,
+        lambda w, x: torch.zeros_like(w.detach()) + 2,
+        lambda w, x: x.new_full((3,), 2.0) * 2,
+    ],
+)
+def test_constants_that_fn_keeps_serve_on_every_rung(make, method, write, device):
+    kept = []
+
+    def fn(w, x):
+        if write:
+            room = torch.zeros(3, device=x.device)
+            room[1:] = x[1:]  # which makes every tensor that fn makes one of each sample's own
+            x = room + x
+        if not kept:
+            kept.append(make(w, x))
+        return (w * x * kept[0]).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    if write and method == "vmap":
+        return  # vmap does not take such a write
+    first, second = (psg.per_sample_grad(fn, method=method)(w, x) for _ in range(2))
+    assert_trees_close(first, second)
+
+
+def test_a_mask_may_be_made_in_place_and_named(device):
+    def fn(w, x):
+        mask = torch.zeros(4, dtype=torch.bool, device=x.device)
+        mask[1:3] = x[1:3] > 0
+        same = torch.ones(4, dtype=torch.bool, device=x.device) & (x < 100)
+        return (w @ x * mask).sin().sum() + (w @ x).masked_select(mask=same).cos().sum()
+
+    w, x = torch.randn(4, 4, device=device), torch.randn(6, 4, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        found = psg.per_sample_grad(fn)(w, x)
+    assert_trees_close(found, loop_grad(fn)(w, x))

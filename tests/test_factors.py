@@ -568,3 +568,18 @@ def test_norms_of_what_nearly_cancels_have_derivatives(device):
     with psg.plans.using(norm="gram"):
         found = torch.autograd.grad(factor.squared_norm().sum(), factor.right)
     assert_trees_close(found, torch.autograd.grad(factor.materialize().square().sum(), factor.right))
+
+
+@pytest.mark.parametrize("eps", [1e-4, 4e-4, 1e-3, 4e-3])
+def test_norms_of_terms_that_cancel_as_a_whole(eps, device):
+    """Positions that add up to large terms: what the terms lose between them is in proportion to these, not to the positions."""
+    generator = torch.Generator().manual_seed(0)
+    t = 4000
+    left, right = (1 + 0.1 * torch.randn(2, t, 3, generator=generator, dtype=torch.float32) for _ in range(2))
+    first, second = Outer(left.to(device), right.to(device)), Outer(-left.to(device), right.to(device) * (1 + eps))
+    factor = Sum([first, second], left[:, 0, :0].to(device), torch.Size((3, 3)))
+    exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1)
+    with psg.plans.using(norm="gram"):
+        assert ((factor.norm() / exact - 1).abs() < 5e-3).all()
+        traced = make_fx(lambda factor: factor.norm())(factor)(factor)
+    assert (traced >= exact * 0.99).all()

@@ -1,5 +1,6 @@
 """capture -> vmap(grad) -> loop: which rung runs, what it says, and whose error it raises."""
 
+import threading
 import warnings
 
 import pytest
@@ -608,11 +609,94 @@ def test_what_is_closed_over_and_hidden_in_a_function(make, device):
     def hidden(w, x):
         return Times.apply(w * x, closed).sum().sin()
 
-    with pytest.raises(psg.StateError, match="closes over a tensor that requires grad"):
-        psg.per_sample_grad(hidden, method="loop")(w, x)
+    with pytest.warns(UserWarning, match="closes over a tensor that requires grad"):
+        assert not psg.per_sample_grad(hidden, method="loop")(w, x).requires_grad
     with torch.no_grad():
         found = psg.per_sample_grad(hidden, method="loop")(w, x)
     seen = psg.per_sample_grad(lambda w, x: (Times.apply(w, x) * closed).sum().sin(), method="loop")(w, x)
     assert_trees_close(found, seen.detach())
     assert seen.requires_grad and leaf.grad is None
     torch.autograd.grad(seen.sum(), leaf)  # its graph is there, and what it was made of too
+
+
+def test_what_fn_does_with_the_module_besides_sees_its_own_parameters(device):
+    """A proximal term, a teacher: the parameters that the module was called with are put in place for the call and the backward alone."""
+    module = nn.Linear(3, 2).to(device)
+    loss, own = psg.stateless(module, lambda output, y: (output - y).square().sum())
+    params = {name: value + 1 for name, value in own.items()}
+
+    def proximal(params, x, y):
+        first = loss(params, x, y)
+        near = sum((params[name] - value.detach()).square().sum() for name, value in module.named_parameters())
+        with torch.no_grad():
+            teacher = module(x)
+        return first + near + (torch.func.functional_call(module, params, (x,)) - teacher).square().sum()
+
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    captured = psg.per_sample_grad(proximal, method="capture")(params, x, y)
+    assert_trees_close(psg.per_sample_grad(proximal, method="loop")(params, x, y), captured)
+    assert_trees_close(loop_grad(proximal)(params, x, y), captured)
+
+
+def test_a_checkpointed_module_with_two_sets_of_parameters_is_refused(device):
+    module = RunsAgain(RUN_AGAIN["checkpointed"]).to(device)
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+
+    def twice(params, x, y):
+        return loss(params, x, y) + loss({name: 2 * value for name, value in params.items()}, x, y)
+
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    with pytest.raises(psg.StateError, match="several sets of parameters"):
+        psg.per_sample_grad(twice, method="loop")(params, x, y)
+
+
+def test_threads_that_loop_over_two_modules_in_other_orders(device):
+    modules = [nn.Linear(3, 2).to(device) for _ in range(2)]
+    (first, p), (second, q) = (psg.stateless(module, lambda output, y: (output * y).sum().sin()) for module in modules)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    orders = [lambda p, q, x, y: first(p, x, y) + second(q, x, y), lambda p, q, x, y: second(q, x, y) + first(p, x, y)]
+    expected = psg.per_sample_grad(orders[0], argnums=(0, 1))(p, q, x, y)
+    found = []
+
+    def work(fn):
+        for _ in range(20):
+            found.append(psg.per_sample_grad(fn, argnums=(0, 1), method="loop")(p, q, x, y))
+
+    threads = [threading.Thread(target=work, args=(fn,), daemon=True) for fn in orders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 40
+    for own in found:
+        assert_trees_close(own, expected)
+
+
+def test_hooks_of_others_do_not_fire(device):
+    """Of what fn closes over, under an autograd function of Python's: an optimizer that is hooked there would take a step."""
+    other, calls = torch.randn(3, device=device, requires_grad=True), []
+    other.register_post_accumulate_grad_hook(calls.append)
+    other.register_hook(calls.append)
+    other.grad = torch.ones_like(other)
+    w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    with torch.no_grad():
+        psg.per_sample_grad(lambda w, x: (Times.apply(w, x) * other).sum(), method="loop")(w, x)
+    assert not calls and (other.grad == 1).all()
+    (other * 2).sum().backward()
+    assert len(calls) == 2  # they are back
+
+
+@pytest.mark.parametrize("method", ["loop", "auto"])
+def test_samples_that_fn_differentiates_for_on_the_loop(method, device):
+    def fn(w, x):
+        x.requires_grad_()
+        energy = (w * x).sum().sin() * (1 if float(x.detach().sum()) > 0 else 2)
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        made = torch.zeros_like(w, requires_grad=True)
+        return slope.square().sum() + (made * w).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))

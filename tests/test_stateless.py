@@ -488,3 +488,16 @@ def test_each_kind_of_module_has_its_own_warning(device):
         loss, params = psg.stateless(kind(3, 3).to(device), lambda output, y: (output * y).sum())
         with pytest.warns(psg.FallbackWarning):
             psg.per_sample_grad(loss)(params, x, x)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_part_of_a_recurrent_layer_s_parameters(kind, device):
+    """torch keeps them in a list too, and sets what is exchanged there."""
+    layer = kind(3, 4, batch_first=True).to(device)
+    loss, params = psg.stateless(layer, lambda output, y: (output[0] * y).sum())
+    part = {name: value for name, value in params.items() if "bias" in name}
+    x, y = torch.randn(5, 2, 3, device=device), torch.randn(5, 2, 4, device=device)
+    with torch.no_grad():
+        found = psg.per_sample_grad(loss)(part, x, y)
+    whole = loop_grad(loss)(params, x, y)
+    assert_trees_close(found, {name: whole[name] for name in part})

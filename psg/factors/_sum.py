@@ -62,12 +62,15 @@ class Sum(Factor):
 
     def squared_norm(self) -> Tensor:
         # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
-        total = self._zeros(self.n)
+        total = scale = self._zeros(self.n)
         for i, term in enumerate(self.terms):
-            total = total + term.squared_norm()
+            squared = term.squared_norm()
+            total = total + squared
+            # Terms may cancel, and so may the positions of each.
+            scale = scale + squared if isinstance(term, Dense) else scale + squared + term.scale()
             for earlier in self.terms[:i]:
                 total = total + 2 * earlier.inner(term)
-        return self.recover(total, self.scale()) if len(self.terms) > 1 else total
+        return self.recover(total, scale) if len(self.terms) > 1 else total
 
     def scale(self) -> Tensor:
         return self._reduce(lambda term: term.scale(), self._zeros(self.n))

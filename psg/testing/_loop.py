@@ -47,12 +47,14 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         values, auxes, rows = [], [], []
         for i in range(batch.n):
             # Whatever the caller has switched off: inference mode would make every gradient a silent zero.
-            with torch.inference_mode(False), torch.enable_grad(), _pass.lasting():
+            called = _pass.Pass()
+            with torch.inference_mode(False), torch.enable_grad():
                 arguments = batch.sample(i)
                 targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
-                with _pass.Straight():
+                with _pass.opened(called), _pass.Straight():
                     value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
-                row = _grad(value, targets) if isinstance(value, Tensor) and value.dim() == 0 else None
+                with called.again():
+                    row = _grad(value, targets) if isinstance(value, Tensor) and value.dim() == 0 else None
             if not isinstance(value, Tensor) or value.dim() != 0:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
                 raise InputError(f"loop_grad: fn must return a scalar tensor for one sample, got {got}")
