@@ -86,7 +86,7 @@ class Pass:
         """Whether one of these is marked. Raises Stale if one was made by another pass at this level."""
         marked = False
         for leaf in leaves:
-            mark = vars(leaf).get("_psg_pass") if isinstance(leaf, Tensor) else None
+            mark = leaf.__dict__.get("_psg_pass") if isinstance(leaf, Tensor) else None
             if mark is self._mark:
                 marked = True
             elif mark is not None:

@@ -91,7 +91,7 @@ def run(call: Call, method: str) -> Result:
 
 
 def _run(rung: str, call: Call) -> Result:
-    with _pass.opened(None):
+    with _pass.opened(None):  # this call may stand inside another's pass
         return _RUNGS[rung](call)
 
 

@@ -134,13 +134,21 @@ def _scripted_holding(module: torch.jit.ScriptModule, params: dict[str, Tensor])
         for part in path:
             holder = holder.getattr(part)
         slots[name] = (holder, attribute, holder.getattr(attribute))
+    others = {id(own): params[name] for name, (_, _, own) in slots.items()}
+    # Recurrent layers hold theirs in a list too, from which they read them.
+    layers = [child._c for child in module.modules() if isinstance(child, torch.jit.ScriptModule) and child._c.hasattr("_flat_weights")]
+    lists = [(layer, layer.getattr("_flat_weights")) for layer in layers]
     try:
         for name, (holder, attribute, _) in slots.items():
             holder.setattr(attribute, params[name])
+        for layer, weights in lists:
+            layer.setattr("_flat_weights", [others.get(id(weight), weight) for weight in weights])
         yield
     finally:
         for holder, attribute, own in slots.values():
             holder.setattr(attribute, own)
+        for layer, weights in lists:
+            layer.setattr("_flat_weights", weights)
 
 
 def _tensors(children: dict[str, nn.Module], slots: str) -> dict[str, Tensor]:

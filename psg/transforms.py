@@ -303,8 +303,8 @@ def clipped_grad(
 ) -> Callable[..., ClippedGrad]:
     """The function that gives the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
 
-    Formal guarantee: with the built-in policies each sample's term has L2 norm at most `sensitivity`, up to rounding in the dtype of the
-    norms; a sample whose norm is not finite, and a masked one, adds exactly zero.
+    Formal guarantee: with the built-in policies each sample's term has L2 norm at most `sensitivity`, up to rounding in the dtypes of
+    the norms and of the gradients; a sample whose norm is not finite, and a masked one, adds exactly zero.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
