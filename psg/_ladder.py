@@ -338,10 +338,8 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             leaves = leaves_of(args, kwargs or {})
-            ids = set(map(id, leaves))
-            self.met |= ids
-            if torch.is_grad_enabled():
-                self.recorded |= ids
+            if self.rung == "loop":
+                self._note(leaves)
             marked = self.own_pass is not None and self.own_pass.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves, self.own)
             output = self._checked(func, *self.outside.replace((args, kwargs or {})))
@@ -351,6 +349,12 @@ class _Guard(TorchFunctionMode):
         except Exception as error:
             self.failure = error
             raise
+
+    def _note(self, leaves: list[Any]) -> None:
+        ids = set(map(id, leaves))
+        self.met |= ids
+        if torch.is_grad_enabled():
+            self.recorded |= ids
 
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)

@@ -28,8 +28,9 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
 
     Args:
         module: Any module, scripted and traced ones and those of exported programs included; its mode (train or eval) at the time of a
-            call counts. While the function runs, the module holds the parameters that it was given. Threads that call functions of one
-            module take turns; let none use the module itself meanwhile, nor functions of another module that shares submodules with it.
+            call counts. While the function runs, and while a loop runs backward, the module holds the parameters that it was given.
+            Threads that call functions of one module take turns; let none use the module itself meanwhile, nor functions of another
+            module that shares submodules with it.
         criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
             `F.cross_entropy` with its default reduction gives. None if the module's output is the loss, or has it as `.loss`.
 
@@ -58,8 +59,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     if isinstance(module, nn.DataParallel):
         raise InputError("stateless(DataParallel): it copies its module at every call. Give that module itself.")
     turn = _turns.setdefault(module, threading.RLock())
-    strays = _strays(module)
     with turn:
+        strays = _strays(module)
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
