@@ -197,10 +197,10 @@ class uncached:
             uncached._turn.release()
 
 
-def gradients(losses: Tensor, targets: Sequence[Any]) -> Sequence[Tensor | None]:
+def gradients(losses: Tensor, targets: Sequence[Any], create_graph: bool = False) -> Sequence[Tensor | None]:
     """`torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True)`, without its checks of shapes."""
     return torch.autograd.graph._engine_run_backward(
-        (losses,), (torch.ones_like(losses),), False, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
+        (losses,), (torch.ones_like(losses),), create_graph, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
     )
 
 

@@ -253,14 +253,14 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
     with torch.enable_grad():
         with _pass.opened(called), _Guard("loop", call, leaves) as guard:
             loss, extra = call.evaluate(leaves)
-        if not history:
-            with called.again():
-                gradients = _pass.gradients(
-                    loss, own, _Again(call, guard.met, called), lambda nodes: _look(call, nodes, own, guard.recorded)
-                )
-        else:
-            found = torch.autograd.grad(loss, own, create_graph=True, allow_unused=True) if loss.requires_grad else [None] * len(own)
-            gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
+        again = _Again(call, guard.met, called)
+        with called.again():
+            if not history:
+                gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded))
+            else:
+                with again:
+                    found = _functorch.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
+                gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
     outputs = loss, *aux.split(extra)
     loss, *extra = outputs if history else [output.detach() for output in outputs]
     return gradients, loss, extra

@@ -11,6 +11,7 @@ from torch import nn
 
 import psg
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
+from psg.testing._loop import tree_map
 
 
 def rung(fn, *args, **options):
@@ -700,3 +701,17 @@ def test_samples_that_fn_differentiates_for_on_the_loop(method, device):
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", psg.FallbackWarning)
         assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.parametrize("way", ["checkpointed"])
+def test_layers_that_run_again_where_a_derivative_may_be_asked_for(way, device):
+    """The factors of a function that closes over what requires grad are dense and have a history: these values too."""
+    module = RunsAgain(RUN_AGAIN[way]).to(device)
+    loss, own = psg.stateless(module, lambda output, y: (output * y).sum().sin())
+    params = {name: value + torch.randn_like(value) for name, value in own.items()}
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    closed = torch.ones((), device=device, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = psg.tree.materialize(psg.factored_grad(lambda p, x, y: loss(p, x, y) * closed)(params, x, y))
+    assert_trees_close(tree_map(torch.Tensor.detach, found), loop_grad(loss)(params, x, y))
