@@ -89,7 +89,9 @@ class Outer(Planned):
         return self.recover(product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1))
 
     def scale(self) -> Tensor:
-        return (square(self.left).sum(2) * square(self.right).sum(2)).sum(1)
+        # Norms read once and write nothing.
+        left, right = (torch.linalg.vector_norm(side, dim=2, dtype=wide(self.dtype)) for side in (self.left, self.right))
+        return (left * right).square().sum(1)
 
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time, so that the memory is used again and, on a CPU, the norm reads it from cache.
