@@ -325,13 +325,10 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
         return True
     if depth == 0 or callable(value):
         return False
-    items = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else getattr(value, "__dict__", {}).values()
-    )
+    if isinstance(value, (list, tuple)):
+        items = value
+    else:
+        items = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
     return any(_holds_tensors(item, depth - 1) for item in items)
 
 

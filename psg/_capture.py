@@ -341,10 +341,12 @@ class _Mode(TorchFunctionMode):
 
     def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
         """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
-        if id(tensor) in self.by_handle and not flag:
-            raise Unsupported("requires_grad_(False) of a parameter")
-        if id(tensor) in self.by_handle or not _functorch.is_batched(tensor, self.level):
-            return func(tensor, flag) if id(tensor) not in self.by_handle else tensor
+        if id(tensor) in self.by_handle:
+            if not flag:
+                raise Unsupported("requires_grad_(False) of a parameter")
+            return tensor
+        if not _functorch.is_batched(tensor, self.level):
+            return func(tensor, flag)
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(flag)
         return tensor

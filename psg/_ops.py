@@ -49,12 +49,12 @@ LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
 # Of a tensor they take its shape, dtype and device alone.
 LIKENESSES = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
-    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new, Tensor.new_tensor),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
 }
 
 # What a function may make to write into: often, and now and then.
 FACTORIES: list[set[Any]] = [
-    {torch.zeros, torch.ones, torch.full, torch.empty, *LIKENESSES},
+    {torch.zeros, torch.ones, torch.full, torch.empty, Tensor.new, Tensor.new_tensor, *LIKENESSES},
     {torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone},
 ]
 

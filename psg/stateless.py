@@ -104,13 +104,13 @@ def _call(
     @contextlib.contextmanager
     def holding() -> Iterator[None]:
         with turn, _functorch.uncached():
-            with _scripted_holding(scripted, params) if scripted else _functorch.holding(module, {**params, **buffers}):
+            with _functorch.holding(module, {**params, **buffers}) if scripted is None else _scripted_holding(scripted, params):
                 yield
 
     met = {key: name for key, name in strays.items() if name in params}
     with holding(), _Strays(met) if met else contextlib.nullcontext():
         output = module(*positional, **keyword)
-        now = buffers if scripted else _tensors(children, "_buffers")
+        now = buffers if scripted is not None else _tensors(children, "_buffers")
     # What runs again in the backward pass is to find the same.
     _pass.remember(module, params, holding)
     # A buffer that was assigned anew is another tensor; one that was written into has a new version.
