@@ -23,15 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import get_gradient_edge
 
 from psg import _functorch, _pass
 from psg._capture import Captured, WritesInput
 from psg._errors import InputError, PsgError, StateError
-from psg._lifted import Lifted, anchor, pull_back
+from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._ops import (
-    CARRIES,
     GRAD_FN,
     METADATA,
     PREDICATES,
@@ -148,20 +146,20 @@ def _one_pass(
     choices: _Choices,
 ) -> Captured:
     tensors = list(tensors)
-    values = {position: Lifted.parameter(tensors[position], None, n) for position in params}
-    for position, value in values.items():
-        value.handle = tensors[position] = tensors[position].detach().requires_grad_()
-    mode = _BatchMode(n, dict(zip(params.values(), values.values(), strict=True)), inputs, look, choices)
+    values = [Lifted.parameter(tensors[position], None, n, name) for position, name in params.items()]
+    mode = _BatchMode(n, values, inputs, look, choices)
+    for position, value in zip(params, values, strict=True):
+        tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
     called = _pass.Pass()
     with torch.enable_grad(), _pass.opened(called), mode:
         outputs = function(tensors)
     if mode.failure is not None:
         raise mode.failure  # which fn has handled
-    uses = [list(value.uses) for value in values.values()]
+    uses = [list(value.uses) for value in values]
     with called.again():
         mode.backward(outputs[0])
-    pull_back(mode.values, list(values.values()), n)
-    factors = [value.factor(n).detach() for value in values.values()]
+    pull_back(mode.values, values, n)
+    factors = [value.factor(n).detach() for value in values]
     return Captured(tuple(output.detach() for output in outputs), factors, uses)
 
 
@@ -169,32 +167,16 @@ _BACKWARD = {torch.autograd.grad, Tensor.backward}
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
 
-class _Tap(NamedTuple):
-    """Where a rule's output joins the graph, and what to make of the cotangent that arrives there."""
-
-    op: str
-    edges: tuple[GradientEdge, ...]
-    shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
-    builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
-    inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
-    choice: _Choice | None  # under what to remember that its rows are not the samples' own
-
-
-class _BatchMode(TorchFunctionMode):
+class _BatchMode(Watch):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: dict[str, Lifted], inputs: Sequence[Tensor], look: Callable[..., None], choices: _Choices) -> None:
-        super().__init__()
-        self.n = n
+    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], look: Callable[..., None], choices: _Choices) -> None:
+        super().__init__(n, params)
         self.look = look
         self.choices = choices
         self.level = _functorch.current_level()
-        self.owned = {_functorch.memory_of(value.leaf) for value in params.values()}
+        self.owned = {_functorch.memory_of(value.leaf) for value in params}
         self.inputs = {_functorch.memory_of(tensor) for tensor in inputs if tensor.numel()} - self.owned
-        self.names = {id(value.handle): name for name, value in params.items()}
-        self.by_handle = {id(value.handle): value for value in params.values()}
-        self.values = list(params.values())  # and, as they appear, the derived ones
-        self.taps: list[_Tap] = []
         self.failure: PsgError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,14 +198,14 @@ class _BatchMode(TorchFunctionMode):
                 f'method="batch": {name_of(func)} at {_user_line()} makes derivatives that are differentiated in turn; rules give no such '
                 f"derivatives. {_FOR_ONE_SAMPLE}"
             )
-        met = [leaf for leaf in leaves if id(leaf) in self.by_handle]
+        met = self.met(leaves)
         if func in PREDICATES:
-            answer = self.by_handle[id(args[0])].ask(func) if met else func(*args, **kwargs)
+            answer = met[0].ask(func) if met else func(*args, **kwargs)
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         if not met:
             return _pass.straighten(func, func(*args, **kwargs))
         if _functorch.current_level() != self.level:
-            names = ", ".join(self.names[id(leaf)] for leaf in met)
+            names = ", ".join(value.name for value in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         computes = func != Tensor.register_hook  # a hook would be called for what is pulled back, and for no rule's gradient
@@ -239,10 +221,10 @@ class _BatchMode(TorchFunctionMode):
             if output is not NotImplemented:
                 return output
         positions = others[0] if others and not any(map(_differentiable, others)) else None
-        choice = None if positions is None else (name_of(func), self.names[id(met[0])], tuple(positions.shape))
+        choice = None if positions is None else (name_of(func), met[0].name, tuple(positions.shape))
         if choice is not None and _computable_once(func, args, kwargs) and self._is_for_all(choice):
             return self._derive(func, met, args, kwargs)
-        if func in IN_PLACE and args[0] is not met[0]:
+        if func in IN_PLACE and args[0] is not met[0].handle:
             with self:  # of a copy, which rules may still read when the data is gone
                 return args[0].copy_(IN_PLACE[func](args[0].clone(), *args[1:], **kwargs))
         output = self._run_rule(func, args, kwargs, choice)
@@ -258,7 +240,7 @@ class _BatchMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if computes and not any(map(_differentiable, others)) and not _leaks(func, args, kwargs):
             return self._derive(func, met, args, kwargs)
-        names = ", ".join(self.names[id(leaf)] for leaf in met)
+        names = ", ".join(value.name for value in met)
         raise InputError(
             f'method="batch": {names} reaches {name_of(func)} at {_user_line()}, for which there is no rule that fits. Write one with '
             'psg.rule, freeze the parameter, or write fn for one sample and use method="auto".'
@@ -278,27 +260,19 @@ class _BatchMode(TorchFunctionMode):
         if memory in self.inputs:
             raise WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
-    def _derive(self, func: Any, met: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on parameters alone, or with integers that say where, is computed once; what comes out is known by its history."""
-        args, kwargs = substitute((args, kwargs), self._history)
+        args, kwargs = substitute((args, kwargs), self.history)
         output = func(*args, **kwargs)
         several = isinstance(output, (tuple, list))
         parts = list(output) if several else [output]
         for i, part in enumerate(parts):
-            if not (isinstance(part, Tensor) and part.requires_grad):
-                continue
-            lifted = Lifted.derivation(part, self.n)
-            carry = CARRIES.get(name_of(func))
-            parent = self.by_handle[id(met[0])]
-            if carry is not None and parent.value is not None:
-                lifted.carry = (parent, carry(parent.value, part))
-            lifted.handle = parts[i] = part.detach().requires_grad_()
-            self.by_handle[id(lifted.handle)] = lifted
-            self.names[id(lifted.handle)] = f"{name_of(func)} of {self.names[id(met[0])]}"
-            self.values.append(lifted)
-            lifted.uses = parent.uses
-        for leaf in met:
-            self.by_handle[id(leaf)].uses.append(f"{name_of(func)}: derived")
+            if isinstance(part, Tensor) and part.requires_grad:
+                value = Lifted.derivation(part, met[0], name_of(func), self.n)
+                parts[i] = self.hold(value, part.detach().requires_grad_())
+                self.values.append(value)
+        for value in met:
+            value.uses.append(f"{name_of(func)}: derived")
         return tuple(parts) if several else parts[0]
 
     def _is_for_all(self, choice: _Choice) -> bool:
@@ -310,31 +284,25 @@ class _BatchMode(TorchFunctionMode):
             return True
         return False
 
-    def _expand(self, func: Any, handle: Tensor, args: Any, kwargs: Any) -> Any:
+    def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
         """A parameter repeated along dim 0, where each repetition may be a sample's own; NotImplemented if it is for all of them."""
-        value = self.by_handle[id(handle)]
         if value.value is None:
             return NotImplemented
-        args, kwargs = substitute((args, kwargs), lambda leaf: value.value if leaf is handle else leaf)
+        args, kwargs = substitute((args, kwargs), lambda leaf: value.value if leaf is value.handle else leaf)
         output, shape = func(*args, **kwargs), value.value.shape
         inner = shape[1:] if len(shape) == output.ndim else shape
         along = zip(inner, output.shape[output.ndim - len(inner) :], strict=True)
         repeated = (len(shape) < output.ndim or shape[0] == 1) and all(size in (1, full) for size, full in along)
-        choice = name_of(func), self.names[id(handle)], tuple(output.shape)
+        choice = name_of(func), value.name, tuple(output.shape)
         if not repeated or not torch.is_grad_enabled() or self._is_for_all(choice):
             return NotImplemented
-        output, edge = anchor(output.clone())
 
         def build(cotangent: Tensor) -> Factor:
             return Dense(sum_to(cotangent, inner).reshape(len(cotangent), *shape))
 
-        self.taps.append(_Tap(choice[0], (edge,), None, [(choice[1], value, build)], [], choice))
+        (output,) = self.tap(choice[0], (output.clone(),), True, [(choice[1], value, build)], [], choice)
         value.uses.append(f"{choice[0]}: rule")
         return output
-
-    def _history(self, leaf: Any) -> Any:
-        value = self.by_handle.get(id(leaf))
-        return leaf if value is None else value.history
 
     def _run_rule(self, func: Any, args: Any, kwargs: Any, choice: _Choice | None) -> Any:
         """Run the op's rule with every row of the data as a sample of its own, and tap its output; NotImplemented if none fits."""
@@ -370,11 +338,9 @@ class _BatchMode(TorchFunctionMode):
         single = isinstance(output, Tensor)
         outputs = (output,) if single else tuple(output)
         if torch.is_grad_enabled():
-            outputs, edges = zip(*map(anchor, outputs), strict=True)
-            targets = [(self.names[id(value.handle)], value, builder_at(builders, place)) for place, value in own.items()]
-            shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
-            versions = [(tensor, tensor._version) for place, tensor in places_of(bound) if place not in own]
-            self.taps.append(_Tap(name_of(func), edges, shapes, targets, versions, choice))
+            targets = [(value.name, value, builder_at(builders, place)) for place, value in own.items()]
+            read = [tensor for place, tensor in places_of(bound) if place not in own]
+            outputs = self.tap(name_of(func), outputs, single, targets, read, choice)
         for value in own.values():
             value.uses.append(f"{name_of(func)}: rule")
         return split.join(*outputs)
@@ -383,10 +349,10 @@ class _BatchMode(TorchFunctionMode):
         """Three backward passes: the cotangents, and which sample each row of them belongs to."""
         if losses.shape != (self.n,) or not losses.requires_grad:
             return
-        # What is computed again for the backward pass taps it anew, to no purpose.
-        taps, self.taps = self.taps, []
+        # What is computed again for the backward pass is lifted and tapped anew, to no purpose.
+        values, taps, self.taps = list(self.values), self.taps, []
         targets = [edge for tap in taps for edge in tap.edges]
-        handles = [value.handle for value in self.values if value.handle is not None]
+        handles: list[Any] = [value.handle for value in values]
         # Edges alone: a call with tensors would go to the mode itself, which would not be in force below it.
         output: Any = [get_gradient_edge(losses)]
         inputs: Any = [*targets, *map(get_gradient_edge, handles)]
@@ -394,7 +360,7 @@ class _BatchMode(TorchFunctionMode):
         with self:
             arrived = torch.autograd.grad(output, inputs, [ones], allow_unused=True, retain_graph=self.n > 1)
         first, unseen = arrived[: len(targets)], arrived[len(targets) :]
-        names = [self.names[id(handle)] for handle, gradient in zip(handles, unseen, strict=True) if gradient is not None]
+        names = [value.name for value, gradient in zip(values, unseen, strict=True) if gradient is not None]
         if names:
             raise InputError(
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
@@ -418,33 +384,29 @@ class _BatchMode(TorchFunctionMode):
                 try:
                     self._collect(tap, [next(sides) for _ in tap.edges], weights, losses, coarsest**0.5)
                 except StateError as error:
-                    if tap.choice is None or tap.choice in self.choices.known:
+                    if tap.guess is None or tap.guess in self.choices.known:
                         mixed = mixed or error
                     else:
-                        shared.add(tap.choice)
+                        shared.add(tap.guess)
         if shared:
             raise _SharedRows(shared)
         if mixed is not None:
             raise mixed
 
-    def _collect(self, tap: _Tap, arrived: list[tuple[Any, ...]], weights: list[Tensor], losses: Tensor, rounding: float) -> None:
+    def _collect(self, tap: Tap, arrived: list[tuple[Any, ...]], weights: list[Tensor], losses: Tensor, rounding: float) -> None:
         present = [sides for sides in arrived if sides[0] is not None and sides[0].numel()]
         if not present:
             return
         rows = len(present[0][0])
-        if any(tensor._version != version for tensor, version in tap.inputs):
+        if tap.is_outdated:
             raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
         flat, *weighted = (torch.cat([side.reshape(rows, -1).double() for side in sides], 1) for sides in zip(*present, strict=True))
         if self.n > 1 and not all(side.isfinite().all() for side in (flat, *weighted)):
             raise NotFinite(losses)
         eps = max(torch.finfo(own.dtype).eps for own, *_ in present)
         table = groups(owners(tap.op, flat, weighted, [own.double() for own in weights], eps, rounding), self.n)
-        if tap.shapes is None:
-            cotangent: Any = arrived[0][0]
-        else:
-            cotangent = tuple(zero if own is None else own for (own, *_), zero in zip(arrived, tap.shapes, strict=True))
-        for name, value, build in tap.builders:
-            value.terms.append(value.accept(build(cotangent), f"{name} of {tap.op}", rows).regroup(table))
+        for value, factor in tap.factors([own for own, *_ in arrived], rows):
+            value.terms.append(factor.regroup(table))
 
 
 def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:

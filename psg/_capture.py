@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _random
 from psg._errors import PsgError
-from psg._lifted import Lifted, anchor, pull_back, with_history
+from psg._lifted import Lifted, Tap, Watch, pull_back, with_history
 from psg._ops import (
-    CARRIES,
     CONSTANTS,
     CONVERSIONS,
     FACTORIES,
@@ -213,18 +210,7 @@ def _one_pass(
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
-class _Tap(NamedTuple):
-    """Where a rule's output joins the graph, and what to make of the cotangent that arrives there."""
-
-    op: str
-    edges: tuple[GradientEdge, ...]
-    shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
-    builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
-    inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
-    nbytes: int  # of the outputs, and so of the cotangents
-
-
-class _Mode(TorchFunctionMode):
+class _Mode(Watch):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
     def __init__(
@@ -236,18 +222,13 @@ class _Mode(TorchFunctionMode):
         settle: Callable[[Factor], Factor] | None,
         habits: _Habits,
     ) -> None:
-        super().__init__()
-        self.n = n
+        super().__init__(n, params)
         self.look = look
         self.settle = settle
         self.habits = habits
         self.inputs = inputs
         self.level = -1
         self.hooks = _functorch.saved_tensor_hooks()
-        self.params = params
-        self.values = list(params)  # and, as they appear, the derived ones
-        self.by_handle: dict[int, Lifted] = {}
-        self.taps: list[_Tap] = []
         self.nbytes = 0
         self.failure: Exception | None = None
 
@@ -257,9 +238,8 @@ class _Mode(TorchFunctionMode):
         self.own = _functorch.Pass(self.level)
         self.own.claim(samples)
         for value, handle in zip(self.params, handles, strict=True):
-            value.handle = handle
             if value.value is not None:
-                self.by_handle[id(handle)] = value
+                self.hold(value, handle)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -324,7 +304,7 @@ class _Mode(TorchFunctionMode):
             wrapped = (isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:])
             if not any(wrapped):
                 return self._make(func, args, kwargs)
-        met = [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
+        met = self.met(leaves)
         if met:
             return self._run_lifted(func, met, args, kwargs)
         self._avoid_leak(func, args, kwargs)
@@ -468,28 +448,18 @@ class _Mode(TorchFunctionMode):
             if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle and _functorch.is_wrapped(leaf):
                 return NotImplemented  # depends on the sample
         with _functorch.below():
-            args, kwargs = substitute((args, kwargs), self._history)
+            args, kwargs = substitute((args, kwargs), self.history)
             output = func(*args, **kwargs)
             several = isinstance(output, (tuple, list))
             parts = list(output) if several else [output]
             if not all(isinstance(part, Tensor) and part.requires_grad for part in parts):
                 return NotImplemented
-            derivations = [Lifted.derivation(part, self.n) for part in parts]
-        carry = CARRIES.get(name)
+            derivations = [Lifted.derivation(part, met[0], name, self.n) for part in parts]
         for value in met:
             value.uses.append(f"{name}: derived")
-        for i, (part, lifted) in enumerate(zip(list(parts), derivations, strict=True)):
-            lifted.uses = met[0].uses
-            if carry is not None and met[0].value is not None:
-                lifted.carry = (met[0], carry(met[0].value, part))
-            lifted.handle = parts[i] = _functorch.wrap(lifted.leaf, self.level)
-            self.by_handle[id(lifted.handle)] = lifted
-            self.values.append(lifted)
-        return tuple(parts) if several else parts[0]
-
-    def _history(self, leaf: Any) -> Any:
-        value = self.by_handle.get(id(leaf))
-        return leaf if value is None else value.history
+        self.values += derivations
+        handles = tuple(self.hold(value, _functorch.wrap(value.leaf, self.level)) for value in derivations)
+        return handles if several else handles[0]
 
     def _run_rule(self, op: str, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule on the physical batch and tap its output; NotImplemented if it does not fit this call."""
@@ -544,7 +514,9 @@ class _Mode(TorchFunctionMode):
             outputs = (output,) if single else tuple(output)
             if own and torch.is_grad_enabled():
                 targets = [(place_name(place), value, builder_at(builders, place)) for place, value in own.items()]
-                outputs = self._tap(op, outputs, single, targets, (*inputs, *shared.values()))
+                if _functorch.saved_tensor_hooks() != self.hooks:
+                    raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
+                outputs = self.tap(op, outputs, single, targets, (*inputs, *shared.values()))
             return outputs
 
         outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
@@ -556,15 +528,6 @@ class _Mode(TorchFunctionMode):
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
-
-    def _tap(self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if _functorch.saved_tensor_hooks() != self.hooks:
-            raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
-        outputs, edges = zip(*map(anchor, outputs), strict=True)
-        shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
-        size = sum(output.nbytes for output in outputs)
-        self.taps.append(_Tap(op, edges, shapes, builders, [(tensor, tensor._version) for tensor in inputs], size))
-        return outputs
 
     # The backward pass
 
@@ -583,13 +546,13 @@ class _Mode(TorchFunctionMode):
                 if cotangent is not None:
                     self._add(value, Dense(cotangent))
 
-    def _hook_taps(self) -> list[_Tap]:
+    def _hook_taps(self) -> list[Tap]:
         """Arrange that large cotangents are taken as they arrive; returns the taps whose cotangents must be asked for."""
         taps, self.taps = self.taps, []
         if self.settle is None or _functorch.is_traced() or not any(map(self._is_worth_a_hook, taps)):
             return taps
         tapped = Counter(id(value) for tap in taps for _, value, _ in tap.builders)
-        asked: list[_Tap] = []
+        asked: list[Tap] = []
         reached: set[Any] = set()
         # In the order of the forward pass. Autograd stops at a node that is asked for, and runs one from which it goes on to such.
         while taps:
@@ -601,12 +564,12 @@ class _Mode(TorchFunctionMode):
             reached.update(edge.node for edge in tap.edges)
         return asked
 
-    def _is_worth_a_hook(self, tap: _Tap) -> bool:
+    def _is_worth_a_hook(self, tap: Tap) -> bool:
         # Where the gradients of all samples take less than the cotangent: what is made of them never takes more.
         formed = sum(value.leaf.nbytes for _, value, _ in tap.builders)
         return tap.shapes is None and tap.nbytes >= max(LARGE, formed)
 
-    def _hook(self, tap: _Tap, alone: list[bool]) -> None:
+    def _hook(self, tap: Tap, alone: list[bool]) -> None:
         waiting = [tap]  # let go of with the cotangent
         node, index = tap.edges[0].node, tap.edges[0].output_nr
 
@@ -616,18 +579,14 @@ class _Mode(TorchFunctionMode):
 
         node.register_prehook(take)
 
-    def _collect(self, tap: _Tap, arrived: list[Tensor | None], alone: Sequence[bool] = ()) -> None:
+    def _collect(self, tap: Tap, arrived: list[Tensor | None], alone: Sequence[bool] = ()) -> None:
         """Build the factors; those that are alone in what becomes of their parameter are settled."""
         if all(cotangent is None for cotangent in arrived):
             return
-        if any(tensor._version != version for tensor, version in tap.inputs):
+        if tap.is_outdated:
             raise Unsupported(f"an input of {tap.op} was changed in place after {tap.op} had read it")
-        if tap.shapes is None:
-            cotangent: Any = arrived[0]
-        else:
-            cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, tap.shapes, strict=True))
-        for i, (name, value, build) in enumerate(tap.builders):
-            self._add(value, value.accept(build(cotangent), f"{name} of {tap.op}", self.n), i < len(alone) and alone[i])
+        for i, (value, factor) in enumerate(tap.factors(arrived, self.n)):
+            self._add(value, factor, i < len(alone) and alone[i])
 
     def _add(self, value: Lifted, factor: Factor, alone: bool = False) -> None:
         self.nbytes += factor.nbytes

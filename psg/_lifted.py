@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from psg._errors import PsgError
+from psg._ops import CARRIES
 from psg.factors import Dense, Factor, Sum, merge
 
 
@@ -21,30 +23,36 @@ class Lifted:
         derived: For a derived value, the value with its history up to the roots.
         carry: For a derived value that is its parent in another layout or dtype: the parent, and how to carry factors over.
         handle: The wrapper that the function holds; kept, so that its id stays its own.
+        name: What messages call it.
+        terms: What has been found of its gradient.
+        uses: The ops that met it, with the way each went; a derived value's are its parent's.
     """
 
-    def __init__(self, leaf: Tensor, value: Tensor | None) -> None:
+    def __init__(self, leaf: Tensor, value: Tensor | None, name: str = "") -> None:
         self.leaf = leaf
         self.value = value
         self.derived: Tensor | None = None
         self.carry: tuple[Lifted, Callable[[Factor], Factor | None]] | None = None
         self.handle: Tensor | None = None
+        self.name = name
         self.terms: list[Factor] = []
         self.uses: list[str] = []
 
     @classmethod
-    def parameter(cls, value: Tensor, in_dim: int | None, n: int) -> "Lifted":
+    def parameter(cls, value: Tensor, in_dim: int | None, n: int, name: str = "") -> "Lifted":
         """Lift a parameter; one with a dimension for the samples is its own leaf."""
         if in_dim is not None:
-            return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None)
-        return cls(value.expand(n, *value.shape).requires_grad_(), value)
+            return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None, name)
+        return cls(value.expand(n, *value.shape).requires_grad_(), value, name)
 
     @classmethod
-    def derivation(cls, derived: Tensor, n: int) -> "Lifted":
-        """Lift a value that has been computed from lifted ones."""
+    def derivation(cls, derived: Tensor, parent: "Lifted", op: str, n: int) -> "Lifted":
+        """Lift a value that an op has computed from lifted ones, of which `parent` is the first."""
         value = derived.detach()
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value)
-        lifted.derived = derived
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{op} of {parent.name}")
+        lifted.derived, lifted.uses = derived, parent.uses
+        if op in CARRIES and parent.value is not None:
+            lifted.carry = parent, CARRIES[op](parent.value, derived)
         return lifted
 
     @cached_property
@@ -98,6 +106,75 @@ class Lifted:
         if not self.terms:
             return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
         return merge(self.terms)
+
+
+class Tap(NamedTuple):
+    """Where a rule's output joins the graph, and what to make of the cotangent that arrives there."""
+
+    op: str
+    edges: tuple[GradientEdge, ...]
+    shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
+    builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
+    inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
+    nbytes: int  # of the outputs, and so of the cotangents
+    guess: Any = None  # under what a pass remembers what it has taken the outputs for, if it may be wrong
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether what the builders will read has been changed in place."""
+        return any(tensor._version != version for tensor, version in self.inputs)
+
+    def factors(self, arrived: Sequence[Tensor | None], n: int) -> list[tuple[Lifted, Factor]]:
+        """What the builders make of the cotangents of the outputs, one of which has arrived at least."""
+        cotangent: Any = arrived[0]
+        if self.shapes is not None:
+            cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, self.shapes, strict=True))
+        return [(value, value.accept(build(cotangent), f"{name} of {self.op}", n)) for name, value, build in self.builders]
+
+
+class Watch(TorchFunctionMode):
+    """Watches the calls of a function that holds lifted values, and knows these by the wrappers under which it holds them.
+
+    Attributes:
+        n: The number of samples.
+        params: The lifted parameters.
+        values: These and, as they appear, the values derived from them.
+        by_handle: By the identity of the wrapper.
+        taps: Where cotangents are to be taken.
+    """
+
+    def __init__(self, n: int, params: Sequence[Lifted]) -> None:
+        super().__init__()
+        self.n = n
+        self.params = params
+        self.values = list(params)
+        self.by_handle: dict[int, Lifted] = {}
+        self.taps: list[Tap] = []
+
+    def hold(self, value: Lifted, handle: Tensor) -> Tensor:
+        """From now on the function holds the value under this wrapper."""
+        value.handle = handle
+        self.by_handle[id(handle)] = value
+        return handle
+
+    def met(self, leaves: Sequence[Any]) -> list[Lifted]:
+        """The values among the arguments of a call."""
+        return [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
+
+    def history(self, leaf: Any) -> Any:
+        """What an argument of a call stands for in the graph up to the roots."""
+        value = self.by_handle.get(id(leaf))
+        return leaf if value is None else value.history
+
+    def tap(
+        self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
+    ) -> tuple[Tensor, ...]:
+        """A rule's outputs as the function is to go on with them."""
+        outputs, edges = zip(*map(anchor, outputs), strict=True)
+        shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
+        versions = [(tensor, tensor._version) for tensor in inputs]
+        self.taps.append(Tap(op, edges, shapes, builders, versions, sum(output.nbytes for output in outputs), guess))
+        return outputs
 
 
 def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
