@@ -87,28 +87,54 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class uncompiled:
-    """A context: run the body as if nothing in it were compiled."""
+class _ForAll:
+    """A setting that torch holds for all threads at once: the first to come makes it, the last to go takes it back."""
 
-    # torch holds the stance for all threads at once: the first to come sets it, the last to go puts it back.
-    _lock = threading.Lock()
-    _inside = 0
-    _stance: Any = None
+    def __init__(self, make: Callable[[], Callable[[], None]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._take_back: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        self._counted = _may_compile()
-        if self._counted:
-            with uncompiled._lock:
-                uncompiled._inside += 1
-                if uncompiled._inside == 1:
-                    uncompiled._stance = torch.compiler.set_stance("force_eager")
+        with self._lock:
+            if self._inside == 0:
+                self._take_back = self._make()
+            self._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._counted:
-            with uncompiled._lock:
-                uncompiled._inside -= 1
-                if uncompiled._inside == 0:
-                    uncompiled._stance.__exit__(None, None, None)
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._take_back is not None:
+                self._take_back()
+
+
+def _force_eager() -> Callable[[], None]:
+    stance = torch.compiler.set_stance("force_eager")
+    return lambda: stance.__exit__(None, None, None)
+
+
+def _say_compiling() -> Callable[[], None]:
+    before = torch.compiler._is_compiling_flag
+
+    def take_back() -> None:
+        torch.compiler._is_compiling_flag = before
+
+    torch.compiler._is_compiling_flag = True
+    return take_back
+
+
+_eager, _compiling = _ForAll(_force_eager), _ForAll(_say_compiling)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A context: run the body as if nothing in it were compiled."""
+    return _eager if _may_compile() else contextlib.nullcontext()
+
+
+def compiling() -> contextlib.AbstractContextManager[Any]:
+    """A context: a model that asks `torch.compiler.is_compiling()` hears that it must not look into its tensors."""
+    return _compiling
 
 
 def never(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,9 +16,7 @@ What fn holds requires grad, though no gradient should ever reach it: if one doe
 Activation checkpointing computes again in the backward pass, which therefore runs under the same mode.
 """
 
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from psg import _functorch, _pass
 from psg._capture import Captured, WritesInput
-from psg._errors import InputError, PsgError, StateError
+from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._ops import (
     GRAD_FN,
@@ -195,7 +193,7 @@ class _BatchMode(Watch):
         refuse_updates(func, args, kwargs)
         if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
             raise InputError(
-                f'method="batch": {name_of(func)} at {_user_line()} makes derivatives that are differentiated in turn; rules give no such '
+                f'method="batch": {name_of(func)} at {user_line()} makes derivatives that are differentiated in turn; rules give no such '
                 f"derivatives. {_FOR_ONE_SAMPLE}"
             )
         met = self.met(leaves)
@@ -206,7 +204,7 @@ class _BatchMode(Watch):
             return _pass.straighten(func, func(*args, **kwargs))
         if _functorch.current_level() != self.level:
             names = ", ".join(value.name for value in met)
-            raise InputError(f'method="batch": {names} is used inside a torch.func transform at {_user_line()}. {_FOR_ONE_SAMPLE}')
+            raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         computes = func != Tensor.register_hook  # a hook would be called for what is pulled back, and for no rule's gradient
         if func in EXPANSIONS and len(met) == 1 and not others:
@@ -242,12 +240,12 @@ class _BatchMode(Watch):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
         raise InputError(
-            f'method="batch": {names} reaches {name_of(func)} at {_user_line()}, for which there is no rule that fits. Write one with '
+            f'method="batch": {names} reaches {name_of(func)} at {user_line()}, for which there is no rule that fits. Write one with '
             'psg.rule, freeze the parameter, or write fn for one sample and use method="auto".'
         )
 
     def _refuse(self, what: str) -> None:
-        self.failure = InputError(f'method="batch": fn uses {what} at {_user_line()}, through which rules do not go. {_FOR_ONE_SAMPLE}')
+        self.failure = InputError(f'method="batch": fn uses {what} at {user_line()}, through which rules do not go. {_FOR_ONE_SAMPLE}')
         raise self.failure
 
     def _protect(self, func: Any, target: Any) -> None:
@@ -255,7 +253,7 @@ class _BatchMode(Watch):
         memory = _functorch.memory_of(target) if isinstance(target, Tensor) and target.numel() else None
         if memory in self.owned:
             raise InputError(
-                f'method="batch": {name_of(func)} at {_user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
+                f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
         if memory in self.inputs:
             raise WritesInput(f"{name_of(func)} writes into an input, or a view of one")
@@ -422,10 +420,3 @@ def _leaks(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _user_line() -> str:
-    """The innermost line that is neither ours nor torch's."""
-    own = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"

@@ -1,8 +1,10 @@
 """The errors and the one warning that psg raises on its own account."""
 
 import sys
+import traceback
 import warnings
 from collections.abc import Hashable
+from types import FrameType
 
 
 class PsgError(Exception):
@@ -34,9 +36,24 @@ def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWar
         warnings.warn(message, category, stacklevel=_stack_level())
 
 
+def user_line(error: BaseException | None = None) -> str:
+    """The innermost line of the user's that is being run or, given an error, that raised it."""
+    if error is None:
+        frames = ((frame, frame.f_lineno) for frame, _ in traceback.walk_stack(sys._getframe(1)))  # the innermost first
+    else:
+        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    line = next(((frame.f_code.co_filename, number) for frame, number in frames if not _is_internal(frame)), None)
+    return "an unknown line" if line is None else f"{line[0]}:{line[1]}"
+
+
 def _stack_level() -> int:
-    """How many frames up the user's own call is: the first outside this package."""
+    """How many frames up the user's own call is."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("psg", "torch"):
+    while frame.f_back is not None and _is_internal(frame):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_internal(frame: FrameType) -> bool:
+    """Whether a frame is psg's or torch's."""
+    return frame.f_globals.get("__name__", "").split(".")[0] in ("psg", "torch")

@@ -170,7 +170,7 @@ class Watch(TorchFunctionMode):
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
     ) -> tuple[Tensor, ...]:
         """A rule's outputs as the function is to go on with them."""
-        outputs, edges = zip(*map(anchor, outputs), strict=True)
+        outputs, edges = zip(*map(_anchored, outputs), strict=True)
         shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
         versions = [(tensor, tensor._version) for tensor in inputs]
         self.taps.append(Tap(op, edges, shapes, builders, versions, sum(output.nbytes for output in outputs), guess))
@@ -204,7 +204,7 @@ class _Anchor(torch.autograd.Function):
         return cotangents[0], None
 
 
-def anchor(output: Tensor) -> tuple[Tensor, GradientEdge]:
+def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:
     """A rule's output with a history, and the edge at which its cotangent will arrive."""
     if output._is_view():
         output = output.clone()  # an in-place op on a view would lead the gradient around the edge

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psg import _ambient, _functorch, _random, _trees, plans
-from psg._errors import FallbackWarning, InputError, StateError
+from psg._errors import FallbackWarning, InputError, StateError, user_line
 from psg._ops import READS
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
@@ -71,6 +71,8 @@ def jit(
       Another function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
     - Python values that fn closes over, and what it prints or appends to, are those of the trace. One that fn takes from a tensor, by
       `.item()` or by branching on it, cannot be traced, unless fn has made that tensor from numbers: such a function runs eagerly.
+    - `torch.compiler.is_compiling()` is true during the trace. Models that look into a mask, to take a shorter way if nothing is masked,
+      ask that first, as those of transformers do, and go the way that is right for every mask.
     - Random numbers of torch are drawn anew at every call, from torch's generators; `torch.manual_seed` decides them.
 
     Inside torch.func transforms, and where an input or what fn closes over requires grad, calls run eagerly, so that they can be
@@ -171,9 +173,10 @@ class Jitted:
         name = self._name
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
-        program, error = None, None
+        trace, program, error = None, None, None
         try:
-            program = _Program(_trace(self._fn, leaves, spec, tensors, name), tensors, self._compile)
+            trace = _trace(self._fn, leaves, spec, tensors, name)
+            program = _Program(trace, tensors, self._compile)
             if self._check:
 
                 def eager(tensors: Sequence[Tensor]) -> Any:
@@ -196,7 +199,8 @@ class Jitted:
             program, error = None, f"the compiled result is wrong: {str(mismatch).strip().splitlines()[0]}"
         except Exception as reason:
             text = " ".join(str(reason).split("\n")[:3]).strip()
-            program, error = None, f"it cannot be traced or compiled ({type(reason).__name__}: {text})"
+            failed = f"compiled ({type(reason).__name__}" if trace else f"traced ({type(reason).__name__} at {user_line(reason)}"
+            program, error = None, f"it cannot be {failed}: {text})"
         finally:
             _random.set_state(state)
         seconds = time.perf_counter() - start
@@ -258,7 +262,7 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _Outside(), _Reads():
+        with _ambient.compiling(), _Outside(), _Reads():
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
 

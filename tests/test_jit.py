@@ -3,9 +3,11 @@
 import logging
 import math
 import random
+import re
 import shutil
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +270,60 @@ def test_python_values_of_tensors_are_not_kept(value, device):
     same(fast(p, 2 * x), fn(p, 2 * x))
 
 
+def test_a_model_that_asks_whether_it_is_compiled_is_told_so(device):
+    """It may look into a mask then, and what it takes to be right for one mask is wrong for another."""
+    weights = torch.arange(5.0, device=device)
+
+    def loss(p, x, mask):
+        if torch.compiler.is_compiling() or not mask.all():
+            x = x * mask
+        return (p * x * weights).sum() ** 2
+
+    fn = psg.per_sample_norm(loss)
+    fast = psg.jit(fn, backend="eager")
+    p, x = torch.randn(5, device=device), torch.randn(N, 5, device=device)
+    mask = torch.ones(N, 5, dtype=torch.bool, device=device)
+    same(fast(p, x, mask), fn(p, x, mask))
+    mask[1, 2:] = False
+    same(fast(p, x, mask), fn(p, x, mask))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+    assert not torch.compiler.is_compiling()
+
+
+def test_what_threads_are_told_ends_with_the_last(device):
+    inside, told = threading.Barrier(2), []
+
+    def loss(p, x):
+        inside.wait()
+        told.append(torch.compiler.is_compiling())
+        return (p * x).sum()
+
+    def one():
+        psg.jit(psg.per_sample_norm(loss), backend="eager", check=False)(torch.ones(5, device=device), torch.ones(N, 5, device=device))
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == [True, True] and not torch.compiler.is_compiling()
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama"])
+def test_models_of_transformers_with_padding(name):
+    pytest.importorskip("transformers")
+    from sweeps import models
+
+    fn, params, batch = next(architecture for architecture in models.architectures() if architecture.name == name).build()
+    fn = psg.clipped_grad(fn, 1.0)
+    fast = psg.jit(fn, backend="eager")
+    mask = batch[0]["attention_mask"]
+    same(fast(params, *batch), fn(params, *batch))
+    mask[:] = 1
+    same(fast(params, *batch), fn(params, *batch))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
 def test_a_module_that_reads_a_buffer_runs_eagerly(device):
     class Scaled(nn.Linear):
         def __init__(self):
@@ -281,8 +337,11 @@ def test_a_module_that_reads_a_buffer_runs_eagerly(device):
     loss, params = psg.stateless(model, F.cross_entropy)
     fn = psg.clipped_grad(loss, 0.1)
     fast = psg.jit(fn, backend="eager")
-    with pytest.warns(psg.FallbackWarning, match="cannot be traced .* get value out of a tracing tensor"):
+    where = rf"cannot be traced .*{Path(__file__).name}:\d+: .* get value out of a tracing tensor"
+    with pytest.warns(psg.FallbackWarning, match=where) as caught:
         fast(params, *batch(device))
+    number = int(re.search(rf"{Path(__file__).name}:(\d+)", str(caught[0].message))[1])
+    assert ".item()" in Path(__file__).read_text().splitlines()[number - 1]
     model.scale.fill_(5.0)
     x, y = batch(device)
     same(fast(params, x, y), fn(params, x, y))
@@ -424,7 +483,7 @@ def test_what_cannot_be_traced_runs_eagerly(case, device):
     fn = psg.per_sample_norm(problem.fn, **problem.options)
     expected = fn(*problem.args, **problem.shared)
     fast = psg.jit(fn, backend="eager")
-    with pytest.warns(psg.FallbackWarning, match="cannot be traced or compiled .* run eagerly"):
+    with pytest.warns(psg.FallbackWarning, match="cannot be traced .* run eagerly"):
         same(fast(*problem.args, **problem.shared), expected)
     same(fast(*problem.args, **problem.shared), expected)  # no second attempt, no second warning
     assert "cannot be traced" in fast.cache_info()[0].error

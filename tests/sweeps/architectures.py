@@ -1,10 +1,11 @@
 """psg on small models of many `transformers` architectures, held to the loop.
 
-    python -m sweeps.architectures [--batch] [--only NAME ...] [--json FILE]
+    python -m sweeps.architectures [--batch | --jit] [--only NAME ...] [--json FILE]
 
 prints, for each: which rung of the ladder ran it, the largest relative error of a per-sample gradient in float64, the number of
 parameters, and the time of `per_sample_grad` and of the loop; and below the table why a rung could not run it.
 With --batch the whole batch goes through each model at once (method="batch"), and is held to psg sample by sample.
+With --jit clipped gradients are traced to one graph, which is run as it is and held to eager calls.
 Exits with 1 if one is wrong.
 """
 
@@ -94,6 +95,20 @@ def check_batch(architecture: Architecture) -> Result:
     return result._replace(rung="batch", error=error, wrong=error > 1e-6)
 
 
+def check_jit(architecture: Architecture) -> Result:
+    """Trace clipped gradients of one architecture; psg.jit itself holds what comes out to eager calls."""
+    fn, params, batch = architecture.build()
+    fast = psg.jit(psg.clipped_grad(fn, 1.0), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast(params, *batch)
+    (entry,) = fast.cache_info()
+    result = Result(architecture.name, architecture.kind, "jit" if entry.error is None else "eager", seconds=entry.seconds)
+    return result._replace(
+        parameters=sum(p.numel() for p in params.values()), remark=entry.error or "", wrong="wrong" in (entry.error or "")
+    )
+
+
 def _time(fn: Callable, *args: Any) -> float:
     start = time.perf_counter()
     fn(*args)
@@ -103,6 +118,7 @@ def _time(fn: Callable, *args: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", action="store_true", help="whole batches at once")
+    parser.add_argument("--jit", action="store_true", help="traced")
     parser.add_argument("--only", nargs="*", help="names")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="write the results to this file")
@@ -115,7 +131,7 @@ def main() -> None:
         if args.only and architecture.name not in args.only:
             continue
         try:
-            result = (check_batch if args.batch else check)(architecture)
+            result = (check_batch if args.batch else check_jit if args.jit else check)(architecture)
         except Exception as error:
             result = Result(architecture.name, architecture.kind, remark=f"{type(error).__name__}: {error}")
         results.append(result)
@@ -127,7 +143,9 @@ def main() -> None:
     for result in results:
         for rung, reason in result.reasons:
             print(f"{result.name}, not {rung}: {reason}")
-    counts = {rung: sum(result.rung == rung for result in results) for rung in ("capture", "vmap", "loop", "batch", "refused")}
+    counts = {
+        rung: sum(result.rung == rung for result in results) for rung in ("capture", "vmap", "loop", "batch", "refused", "jit", "eager")
+    }
     wrong = sum(result.wrong for result in results)
     print(f"{len(results)} architectures: " + ", ".join(f"{rung} {count}" for rung, count in counts.items()) + f", wrong {wrong}")
     if args.json:
