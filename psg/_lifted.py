@@ -23,6 +23,7 @@ class Lifted:
         derived: For a derived value, the value with its history up to the roots.
         carry: For a derived value that is its parent in another layout or dtype: the parent, and how to carry factors over.
         handle: The wrapper that the function holds; kept, so that its id stays its own.
+        shared: Whether it was computed from data too, which the samples share.
         name: What messages call it.
         terms: What has been found of its gradient.
         uses: The ops that met it, with the way each went; a derived value's are its parent's.
@@ -33,6 +34,7 @@ class Lifted:
         self.value = value
         self.derived: Tensor | None = None
         self.carry: tuple[Lifted, Callable[[Factor], Factor | None]] | None = None
+        self.shared = False
         self.handle: Tensor | None = None
         self.name = name
         self.terms: list[Factor] = []

@@ -73,6 +73,8 @@ _DERIVING = frozenset(
     t T mT transpose swapaxes swapdims permute movedim moveaxis reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand
     expand_as broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather
     diagonal diag tril triu cat concat concatenate stack hstack vstack flip roll pad as_strided
+    conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    relu6 leaky_relu hardtanh hardswish hardsigmoid mish selu celu glu
     to type type_as float double half bfloat16 contiguous clone _weight_norm
     """.split()
 )

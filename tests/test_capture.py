@@ -651,3 +651,62 @@ def test_a_mask_may_be_made_in_place_and_named(device):
         warnings.simplefilter("ignore", psg.FallbackWarning)
         found = psg.per_sample_grad(fn)(w, x)
     assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+# --- data that the samples share ------------------------------------------------------------------------------
+
+ON_SHARED = {
+    "conv1d": ((2, 3, 12), lambda w, x: F.conv1d(x, w[:24].reshape(4, 3, 2), w[:4], 2, 1, 1)),
+    "conv2d": ((2, 3, 8, 8), lambda w, x: F.conv2d(x, w.reshape(2, 3, 2, 3), w[:2], 1, (1, 0), (2, 1))),
+    "conv2d, grouped": ((4, 8, 8), lambda w, x: F.conv2d(x, w.reshape(4, 1, 3, 3), None, 2, 1, 1, 4)),
+    "conv2d, channels last": ((2, 3, 8, 8), lambda w, x: F.conv2d(x.to(memory_format=torch.channels_last), w[:27].reshape(1, 3, 3, 3))),
+    "conv3d": ((2, 2, 4, 4, 4), lambda w, x: F.conv3d(x, w[:32].reshape(2, 2, 2, 2, 2), w[:2])),
+    "max_pool1d": ((2, 36), lambda w, x: F.max_pool1d(x * w, 3, 2, 1)),
+    "max_pool2d": ((2, 6, 6), lambda w, x: F.max_pool2d(x * w.reshape(6, 6), 3, 2, 1)),
+    "avg_pool1d": ((2, 36), lambda w, x: F.avg_pool1d(x * w, 3, 2, 1)),
+    "avg_pool2d": ((2, 6, 6), lambda w, x: F.avg_pool2d(x * w.reshape(6, 6), 3, 2, 1, True, False)),
+    "avg_pool3d": ((1, 2, 6, 6), lambda w, x: F.avg_pool3d(x * w.reshape(6, 6), 2)),
+    "adaptive_avg_pool1d": ((2, 36), lambda w, x: F.adaptive_avg_pool1d(x * w, 5)),
+    "adaptive_avg_pool2d": ((2, 6, 6), lambda w, x: F.adaptive_avg_pool2d(x * w.reshape(6, 6), (2, 4))),
+    "globally, of one image": ((2, 6, 6), lambda w, x: F.adaptive_avg_pool2d(x * w.reshape(6, 6), 1)),
+    "globally, of several": ((2, 3, 6, 6), lambda w, x: F.adaptive_avg_pool2d(x * w.reshape(6, 6), (1, 1))),
+    "globally, of one volume": ((2, 4, 6, 6), lambda w, x: F.adaptive_avg_pool3d(x * w.reshape(6, 6), 1)),
+    "activations": (
+        (2, 36),
+        lambda w, x: sum(
+            getattr(F, name)(3 * x * w).cos()
+            for name in ("relu6", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "mish", "selu", "celu")
+        ),
+    ),
+    "glu": ((2, 36), lambda w, x: F.glu(3 * x * w)),
+}
+
+
+@pytest.mark.parametrize("name", ON_SHARED)
+@pytest.mark.parametrize("n", [0, 1, N])
+def test_ops_on_what_the_samples_share(name, n, device):
+    """Alone, and beside the same op on data of their own."""
+    shape, op = ON_SHARED[name]
+    w, x, scale = torch.randn(36, device=device), torch.randn(shape, device=device), torch.arange(1.0, n + 1, device=device)
+
+    def fn(w, s):
+        out = op(w, x).flatten()
+        return (out.sin() * torch.arange(out.numel(), device=device).cos()).sum() * s + (out[0] * s).sin()
+
+    psg.check(fn)(w, scale)
+    psg.check(lambda w, s: fn(w, s) + op(w, x * s).square().sum())(w, scale)
+
+
+@pytest.mark.parametrize("rows, way", [(2, "rule"), (40, "derived")])
+def test_shared_data_run_once_where_a_gradient_is_smaller_than_its_factor(rows, way, device):
+    x = torch.randn(rows, 6, device=device)
+    adjacency = torch.rand(rows, rows, device=device)
+
+    def fn(p, node, y):
+        hidden = adjacency @ F.linear(x, p["first"]).tanh()
+        return F.cross_entropy(F.linear(adjacency @ hidden, p["last"]).index_select(0, node[None]), y[None])
+
+    p = {"first": torch.randn(8, 6, device=device), "last": torch.randn(3, 8, device=device)}
+    batch = torch.randint(rows, (N,), device=device), torch.randint(3, (N,), device=device)
+    assert f"linear: {way}" in str(psg.explain(fn)(p, *batch))
+    psg.check(fn)(p, *batch)

@@ -1,12 +1,14 @@
 """Every case of the table against the loop, and the properties that a per-sample gradient must have."""
 
+import warnings
+
 import pytest
 import torch
 from agreement import assert_agrees, cut, samples, summed
 from cases import N, each_case, falling
 
 import psg
-from psg._trees import flatten
+from psg._trees import flatten, unflatten
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad, reference_norm, reference_weighted_sum
 from psg.testing._loop import tree_map
 
@@ -48,6 +50,27 @@ def test_rules_disabled_equals_the_loop(case, device):
 def test_method_capture(case, device):
     problem = case.build(device)
     assert_trees_close(gradients(problem, method="capture"), oracle(problem), name="grads")
+
+
+@each_case(runs_on_capture)
+def test_data_that_the_samples_share(case, device):
+    """What does not depend on the sample may be computed once; each sample's gradient is its own multiple of one."""
+    problem = samples(case.build(device), [0])
+    one = cut(problem)
+    args = unflatten(one.spec, [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in one.pairs()])
+    argnums = problem.options.get("argnums", 0)
+
+    def fn(scale, *args):
+        loss = problem.fn(*args, **problem.shared)
+        return scale * (loss[0] if problem.options.get("has_aux") else loss)
+
+    behind = argnums + 1 if isinstance(argnums, int) else tuple(k + 1 for k in argnums)
+    scale = torch.arange(1.0, N + 1, device=device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="An output with one or more elements was resized")  # torch's prelu under vmap
+        grads = psg.per_sample_grad(fn, behind, in_dims=(0, *(None for _ in args)))(scale, *args)
+    expected = tree_map(lambda grad: scale.reshape(N, *grad.ndim * [1])[:, 0] * grad, oracle(problem))
+    assert_trees_close(grads, expected, name="grads")
 
 
 @each_case(lambda case: not case.not_vmap)

@@ -57,13 +57,18 @@ def _kl_div(
     return {"none": lambda: terms, "sum": terms.sum, "mean": terms.mean}[reduction]()
 
 
-@decomposition(F.adaptive_avg_pool2d)
-@decomposition(F.adaptive_avg_pool3d)
-def _global_average(input: Tensor, output_size: Any) -> Any:
-    sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size] * (input.ndim - 2)
-    if any(size != 1 for size in sizes) or input.numel() == 0:
-        return NotImplemented
-    return input.mean([-1 - k for k in range(len(sizes))], keepdim=True)
+def _global_average(dims: int) -> Callable[..., Any]:
+    def average(input: Tensor, output_size: Any) -> Any:
+        sizes = output_size if isinstance(output_size, (tuple, list)) else (output_size,)
+        if any(size != 1 for size in sizes) or input.numel() == 0:
+            return NotImplemented
+        return input.mean([-1 - k for k in range(dims)], keepdim=True)
+
+    return average
+
+
+decomposition(F.adaptive_avg_pool2d)(_global_average(2))
+decomposition(F.adaptive_avg_pool3d)(_global_average(3))
 
 
 @decomposition(vars(torch._C)["_nn"].pad_sequence)
