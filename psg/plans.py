@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from psg import _functorch
+from psg import _functorch, _trees
 from psg._errors import InputError
 from psg.memory import pages_are_kept
 
@@ -139,7 +139,7 @@ def may_keep(count: int) -> bool:
 
 
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
-    held = [getattr(factor, name) for name in factor.fields]
+    held = [leaf for leaf in _trees.flatten(factor)[0] if isinstance(leaf, torch.Tensor)]
     layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in held)
     key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, torch.get_num_threads(), pages_are_kept()
     if key not in _measured:

@@ -10,7 +10,7 @@ from torch import nn
 
 import psg
 from psg import plans
-from psg.factors import Dense, Outer
+from psg.factors import Dense, Outer, Rows
 from psg.testing import assert_trees_close
 
 
@@ -19,12 +19,14 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, 5, 3, padding=1)
         self.second = nn.Conv2d(5, 4, 3, stride=2, groups=1)
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
         self.mix = nn.Linear(9, 6)
         self.head = nn.Linear(24, 3)
 
     def forward(self, x):
-        x = self.second(self.first(x).tanh()).tanh().flatten(2)
-        return self.head(self.mix(x).tanh().flatten(1))
+        x = self.second(self.first(x).tanh()).tanh()
+        x = x + self.again(self.again(x[:, :, ::2]).tanh()).repeat_interleave(2, 2)[:, :, :3]
+        return self.head(self.mix(x.flatten(2)).tanh().flatten(1))
 
 
 @pytest.fixture
@@ -172,3 +174,33 @@ def test_a_trace_is_not_measured(problem, monkeypatch):
 def test_errors(settings, message):
     with pytest.raises(psg.InputError, match=message), plans.using(**settings):
         pass
+
+
+@pytest.mark.parametrize("size, uses, way", [(2, 2, "with their inner products"), (8, 2, "added up"), (4, 6, "added up")])
+def test_a_convolution_used_again(size, uses, way, device):
+    """Inner products of all pairs of uses cost their square; gradients, added up, their number."""
+
+    def fn(w, *images):
+        return sum(F.conv2d(image, w, padding=1).sin().sum() for image in images)
+
+    w = torch.randn(16, 16, 3, 3, device=device)
+    images = [torch.randn(N, 16, size, size, device=device) for _ in range(uses)]
+    assert way in psg.explain(fn)(w, *images).leaves[0].plan
+    psg.check(fn)(w, *images)
+    factor = psg.factored_grad(fn)(w, *images)
+    rows = factor.materialize().flatten(1)
+    assert_trees_close(factor.gram(), rows @ rows.T, per_sample=False)
+
+
+def test_tables_looked_up_again_are_one_factor(device):
+    def fn(table, query, document):
+        return (F.embedding(query, table).mean(0) * F.embedding(document, table).sin().sum(0)).sum()
+
+    table, query, document = (
+        torch.randn(50, 3, device=device),
+        torch.randint(50, (N, 4), device=device),
+        torch.randint(50, (N, 7), device=device),
+    )
+    factor = psg.factored_grad(fn)(table, query, document)
+    assert type(factor) is Rows and factor.index.shape == (N, 11)
+    psg.check(fn)(table, query, document)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
+from torch import Tensor
 
 from psg.factors._base import Factor
 from psg.factors._conv import Conv, Geometry
@@ -21,7 +22,7 @@ __all__ = ["Conv", "Dense", "Factor", "Geometry", "Joint", "Outer", "Rows", "Sum
 def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
-    Dense terms are added, Outer terms are one Outer over all their positions; a Sum holds what is left.
+    Dense terms are added, Outer terms are one Outer over all their positions, and Rows terms one Rows; a Sum holds what is left.
     """
     if len(terms) == 1:
         return terms[0]
@@ -31,14 +32,20 @@ def merge(terms: list[Factor]) -> Factor:
         merged.append(Dense(sum(dense[1:], start=dense[0])))
     outer = [term for term in terms if isinstance(term, Outer)]
     if outer:
-        left = torch.cat([term.left for term in outer], dim=1) if len(outer) > 1 else outer[0].left
-        right = torch.cat([term.right for term in outer], dim=1) if len(outer) > 1 else outer[0].right
-        merged.append(Outer(left, right))
-    merged += [term for term in terms if not isinstance(term, (Dense, Outer))]
+        merged.append(Outer(_along([term.left for term in outer]), _along([term.right for term in outer])))
+    rows = [term for term in terms if isinstance(term, Rows)]
+    if rows:
+        merged.append(Rows(_along([term.index for term in rows]), _along([term.cotangent for term in rows]), rows[0].num_rows))
+    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Rows))]
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
     return Sum(merged, torch.empty(first.n, 0, dtype=first.dtype, device=first.device), first.shape)
+
+
+def _along(sides: list[Tensor]) -> Tensor:
+    """One side of several terms, over all their positions."""
+    return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
 
 def concat(factors: Sequence[Factor]) -> Factor:

@@ -3,13 +3,14 @@
 One table of pairs; what is not in it is materialised. Each entry is bilinear in its two arguments.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, wide_bmm, widen
+from psg.factors._base import Factor, wide, wide_bmm, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
 from psg.factors._outer import Outer
@@ -23,28 +24,36 @@ _gram: dict[tuple[type, type], Product] = {}
 
 def inner(x: Factor, y: Factor) -> Tensor:
     """<x[n], y[n]> -> [n]."""
-    return _look_up(_inner, x, y, lambda product, x, y: product, _inner_dense_dense)
+    return _look_up(_inner, x, y, lambda product: product, _inner_dense_dense)
 
 
 def gram(x: Factor, y: Factor) -> Tensor:
     """<x[n], y[m]> -> [n, m]."""
-    return _look_up(_gram, x, y, lambda product, x, y: product.T, _gram_dense_dense)
+    return _look_up(_gram, x, y, lambda product: product.T, _gram_dense_dense)
 
 
 def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[[Dense, Dense], Tensor]) -> Tensor:
-    for kind, expand in ((x, lambda term: _look_up(table, term, y, swap, dense)), (y, lambda term: _look_up(table, x, term, swap, dense))):
-        if isinstance(kind, Sum):
-            shape = (x.n,) if table is _inner else (x.n, y.n)
-            return sum((expand(term) for term in kind.terms), kind._zeros(*shape))
-    if (type(x), type(y)) in table:
-        product = table[type(x), type(y)](x, y)
-    elif (type(y), type(x)) in table:
-        product = table[type(y), type(x)](y, x)
-        product = None if product is None else swap(product, x, y)
-    else:
-        product = None
-    # An entry gives None where materialising is cheaper for these shapes.
-    return dense(Dense(x.materialize()), Dense(y.materialize())) if product is None else product
+    total: Tensor | None = None
+    for one, other in itertools.product(_terms(x), _terms(y)):
+        if (type(one), type(other)) in table:
+            product = table[type(one), type(other)](one, other)
+        elif (type(other), type(one)) in table:
+            product = table[type(other), type(one)](other, one)
+            product = None if product is None else swap(product)
+        else:
+            product = None
+        if product is None:
+            # Materialising is cheaper for these shapes, and once one term is, adding the others to it is.
+            return dense(Dense(x.materialize()), Dense(y.materialize()))
+        total = product if total is None else total + product
+    if total is None:  # one of them is zero
+        shape = (x.n,) if table is _inner else (x.n, y.n)
+        return torch.zeros(shape, dtype=wide(x.dtype).to_real(), device=x.device)
+    return total
+
+
+def _terms(factor: Factor) -> Sequence[Factor]:
+    return factor.terms if isinstance(factor, Sum) else (factor,)
 
 
 def _pair(table: dict[tuple[type, type], Product], x: type, y: type) -> Callable[[Product], Product]:

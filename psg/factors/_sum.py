@@ -1,5 +1,6 @@
 """Sum: several terms for one parameter (tied, used again), or none (not used)."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Self
@@ -7,8 +8,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from psg import plans
 from psg.factors._base import Factor, wide
 from psg.factors._dense import Dense
+from psg.factors._planned import Planned
 from psg.factors._sketch import Sketch
 
 
@@ -61,6 +64,11 @@ class Sum(Factor):
         return total
 
     def squared_norm(self) -> Tensor:
+        return self._norm_by(self._plan())
+
+    def _norm_by(self, plan: str) -> Tensor:
+        if plan == "chunks":
+            return torch.cat([Dense(part).squared_norm() for part in self.parts()])
         # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
         total = scale = self._zeros(self.n)
         for i, term in enumerate(self.terms):
@@ -101,7 +109,22 @@ class Sum(Factor):
         if not self.terms:
             return "zero: not used"
         kinds = " + ".join(type(term).__name__ for term in self.terms)
-        return f"{kinds}, {'added up and kept' if isinstance(self.settle(), Dense) else 'with their inner products'}"
+        if isinstance(self.settle(), Dense):
+            return f"{kinds}, added up and kept"
+        return f"{kinds}, {'added up in chunks' if self._plan() == 'chunks' else 'with their inner products'}"
+
+    def _plan(self) -> str:
+        """Whether the norm comes from the terms' inner products ("gram"), or from their gradients, added up ("chunks")."""
+        planned = [term for term in self.terms if isinstance(term, Planned)]
+        if len(planned) < 2 or len(planned) < len(self.terms):
+            return "chunks" if any(isinstance(term, Dense) for term in self.terms) else "gram"
+        formed = [term._materialize_cost() + plans.used(self.device, self.dtype) * term._bytes() for term in planned]
+        costs = [term._norm_costs() for term in planned]
+        apart = sum(min(cost.values()) for cost in costs)
+        for i, j in itertools.combinations(range(len(planned)), 2):
+            # Every position of one with every position of the other: the geometric mean of what each costs with itself.
+            apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
+        return plans.choose("norm", {"gram": apart, "chunks": sum(formed)}, self, self._norm_by)
 
     def _zeros(self, *shape: int) -> Tensor:
         dtype = wide(self.dtype)
