@@ -105,9 +105,9 @@ def _skeleton(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
     )
 
 
-def keys(tree: Any) -> list[tuple[Any, ...]]:
+def keys(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Any, ...]]:
     """The path to every leaf as a tuple of keys, indices and attribute names."""
-    return list(optree.tree_paths(tree, namespace=NAMESPACE))
+    return list(optree.tree_paths(tree, is_leaf, namespace=NAMESPACE))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

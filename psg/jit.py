@@ -277,6 +277,10 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
         graph = make_fx(torch.func.functionalize(graph))(*tensors, *(tensor.detach() for tensor in captured))
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        # A compiler may lay out a tensor in another way than eager does, in which it has no such view.
+        node.target = torch.ops.aten.reshape.default
+    graph.recompile()
     return _Trace(graph, captured, *result)
 
 

@@ -19,11 +19,13 @@ from psg._outside import CONSTANT
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+def stateless(
+    module: nn.Module, criterion: Callable[..., Any] | None = None, *, batch_dim: int | None = 0
+) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
     """A pure function of one sample's loss, and the parameters to differentiate it for.
 
-    The function adds the batch dimension that modules expect: a sample [*shape] enters as [1, *shape], tensors in trees too. Frozen
-    parameters and buffers are constants, read from the module at every call; and once more when a derivative of the result is asked for,
+    The function adds the batch dimension that modules expect: a sample [*shape] enters as [1, *shape], tensors in trees too. Recurrent
+    and Transformer layers of torch.nn expect it second unless they are told `batch_first=True`: say `batch_dim=1` then. Frozen parameters and buffers are constants, read from the module at every call; and once more when a derivative of the result is asked for,
     until when they must stay as they are. A parameter that the module holds under several names (tied) appears once, under the first.
 
     Args:
@@ -32,16 +34,20 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
             Threads that call functions of one module take turns; let none use the module itself meanwhile, nor functions of another
             module that shares submodules with it.
         criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
-            `F.cross_entropy` with its default reduction gives. None if the module's output is the loss, or has it as `.loss`.
+            `F.cross_entropy` with its default reduction gives; with `has_aux=True` of the transforms, to a pair of the loss and more.
+            None if the module's output is the loss, or has it as `.loss`.
+        batch_dim: Where the batch dimension is added, 1 for sequences [t, *] that enter as [t, 1, *]. With None a sample enters as it is:
+            for modules written for one sample, and for samples that are batches themselves (all of a user's, or augmentations of one).
 
     Returns:
-        `(loss, params)`. `loss(params, *inputs, target)`, without a target if criterion is None, passes the inputs on to the module; a
-        mapping among them is spread as keyword arguments, as in `module(**batch)`. `params` maps names to the parameters that require
+        `(loss, params)`. `loss(params, *inputs, target, **shared)`, without a target if criterion is None, passes the inputs on to the
+        module; a mapping among them is spread as keyword arguments, as in `module(**batch)`. What is given by keyword is the same for all
+        samples (masks, flags) and reaches the module as it is. `params` maps names to the parameters that require
         grad, detached: they share their memory with the module's.
 
     Raises:
-        InputError: No parameter requires grad, a lazy one has no shape yet, or the module is a DataParallel. At a call: the output has no
-            loss, or a name in `params` is not, or no longer, the first name of a parameter.
+        InputError: No parameter requires grad, a lazy one has no shape yet, the module is a DataParallel, or `batch_dim` is no dimension.
+            At a call: the output has no loss, `params` is no mapping, or a name in it is not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, the module has changed one of its buffers, or it has used a
             parameter that it also holds outside of its registered ones, in a list say.
 
@@ -58,6 +64,8 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
         raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
     if isinstance(module, nn.DataParallel):
         raise InputError("stateless(DataParallel): it copies its module at every call. Give that module itself.")
+    if batch_dim is not None and (isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0):
+        raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     turn = _turns.setdefault(module, threading.RLock())
     with turn:
         strays = _strays(module)
@@ -65,15 +73,20 @@ def stateless(module: nn.Module, criterion: Callable[..., Any] | None = None) ->
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
 
-    def loss(params: dict[str, Tensor], *sample: Any) -> Tensor:
+    def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
+        if not isinstance(params, Mapping):
+            raise InputError(
+                f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "
+                "returned, or `dict(module.named_parameters())`."
+            )
         if criterion is not None and not sample:
             raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
-        batch = [_add_batch_dim(argument) for argument in sample]
+        batch = [_add_batch_dim(argument, batch_dim) for argument in sample]
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
         with turn, _functorch.uncached():
-            output = _call(module, params, positional, keyword, turn, strays)
+            output = _call(module, params, positional, {**keyword, **shared}, turn, strays)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
     def cache_key() -> tuple[Any, ...]:
@@ -236,16 +249,17 @@ def _mixes_samples(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) or _kind(module).startswith("BatchNorm")
 
 
-def _add_batch_dim(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.unsqueeze(0)
-    return _trees.map_leaves(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, argument)
+def _add_batch_dim(argument: Any, dim: int | None) -> Any:
+    def add(leaf: Any) -> Any:
+        # A label, say, has no dimension that could come before.
+        return leaf.unsqueeze(min(dim, leaf.ndim)) if isinstance(leaf, Tensor) and dim is not None else leaf
+
+    return add(argument) if isinstance(argument, Tensor) else _trees.map_leaves(add, argument)
 
 
 def _loss_of(output: Any) -> Tensor:
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise InputError(
-            f"stateless: without a criterion the module's output must be the loss or have it as .loss; got {type(output).__name__}."
-        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise InputError(f"stateless: without a criterion the module's output must be the loss or have it as .loss; got {got}.")
     return loss

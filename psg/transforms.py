@@ -82,8 +82,8 @@ class ClippedGrad(NamedTuple):
         values: The losses, [n]; 0 for masked samples.
         aux: The auxiliary output with has_aux, else None.
         nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
-        sensitivity: The most by which one sample can change `grads` in L2 norm: the clip norm, sqrt(sum C^2) over groups, inf for a
-            policy of the user's.
+        sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
+            groups, inf for a policy of the user's. Replacing one by another changes them by up to twice that.
         group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
             masked samples. With one clip norm for all they are `norms`; with several, what each is adapted by.
     """

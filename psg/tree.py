@@ -255,8 +255,8 @@ def moments(tree: Any) -> Moments:
         tree: Per-sample gradients.
 
     Returns:
-        The two, in at least float32; NaN for n = 0. The gradient noise scale tr(Sigma) / |G|^2 is the sum of `variance` by that of
-        mean^2.
+        The two, in at least float32; NaN for n = 0. For the gradient noise scale tr(Sigma) / |G|^2: tr(Sigma) is n / (n - 1) times the sum
+        of `variance`, and |G|^2 the sum of mean^2 less tr(Sigma) / n, each without bias; average them over batches before dividing.
 
     Example:
         >>> import torch
@@ -440,8 +440,9 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
     Args:
         tree: Per-sample gradients.
         dim: How many numbers: an integer that is at least 1. Powers of two are fastest.
-        seed: An integer. The projection depends on it, on `dim`, and on the order and shapes of the leaves alone, and is the same for
-            dense and factored trees, on every machine and device: what is projected today can be compared with what is projected later.
+        seed: An integer. The projection depends on it, on `dim`, and on the leaves' shapes and where in the tree they are (names, indices)
+            alone, and is the same for dense and factored trees, for every order of a mapping, on every machine and device: what is
+            projected today can be compared with what is projected later.
 
     Returns:
         [n, dim], real, in at least float32.
@@ -462,13 +463,13 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
     for name, value, least in (("dim", dim, 1), ("seed", seed, None)):
         if not isinstance(value, int) or isinstance(value, bool) or least is not None and value < least:
             raise InputError(f"psg.tree.project: {name}={value!r}: expected an integer{'' if least is None else ' that is at least 1'}.")
-    draw = random.Random(seed)
-    return _total([factor.project(Sketch(dim, draw)) for factor in factors])
+    places = _trees.keys(tree, is_leaf=lambda node: isinstance(node, Factor))
+    return _total([factor.project(Sketch(dim, random.Random(f"{seed} {place}"))) for factor, place in zip(factors, places, strict=True)])
 
 
 @never
 def flatten(tree: Any) -> Tensor:
-    """All leaves side by side, in the order of the tree.
+    """All leaves side by side, in the order of the tree: sorted by their keys for a dict, as they were put in for an OrderedDict.
 
     Args:
         tree: Per-sample gradients.
@@ -570,6 +571,65 @@ def concat(trees: Sequence[Any]) -> Any:
     dense = [isinstance(leaf, Tensor) for leaf in _trees.flatten(trees[0], is_leaf=lambda node: isinstance(node, Factor))[0]]
     joined = [concat_factors(column) for column in zip(*columns, strict=True)]
     return _trees.unflatten(specs[0], [f.materialize() if plain else f for f, plain in zip(joined, dense, strict=True)])
+
+
+@never
+def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
+    """The sums of the gradients of segments of the samples: one user's, say, for privacy or influence of users instead of samples.
+
+    Factors stay factors: a segment is held as what its samples are held as, each filled up to the size of the largest.
+
+    Args:
+        tree: Per-sample gradients.
+        segment_ids: Integers [n] in [0, num_segments): to which segment a sample belongs, in any order.
+        num_segments: How many there are; those without samples have a sum of zero.
+
+    Returns:
+        The same tree with a sum for each segment in place of each sample: [num_segments, *shape] where a leaf was [n, *shape].
+
+    Raises:
+        InputError: `segment_ids` are no such integers.
+
+    Guarantee: what the largest segment's size is, and whether all ids are in range, is asked of the device: a wait on an accelerator.
+
+    Example:
+        >>> import torch
+        >>> users = segment_sum(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 3)
+        >>> users, norm(users)
+        (tensor([[2.],
+                [5.],
+                [0.]]), tensor([2., 5., 0.]))
+
+    Source: `jax.ops.segment_sum`; McMahan et al., "Learning Differentially Private Recurrent Language Models", 2018 (users).
+    """
+    factors, _ = _factors(tree, "segment_sum")
+    n = factors[0].n
+    integers = isinstance(segment_ids, Tensor) and not (segment_ids.is_floating_point() or segment_ids.is_complex())
+    if not integers or segment_ids.dtype == torch.bool or segment_ids.shape != (n,):
+        got = f"{segment_ids.dtype} {tuple(segment_ids.shape)}" if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
+        raise InputError(f"psg.tree.segment_sum: expected segment_ids as integers [{n}], one for each sample, got {got}.")
+    ids = segment_ids.to(factors[0].device, torch.int64)
+    if n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
+        raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
+    table = _members(ids, num_segments)
+
+    def sums(factor: Factor) -> Factor:
+        if isinstance(factor, Dense):
+            values = widen(factor.values)
+            return Dense(values.new_zeros(num_segments, *factor.shape).index_add(0, ids, values).to(factor.dtype))
+        return factor.regroup(table)
+
+    return _map(tree, sums, "segment_sum")
+
+
+def _members(ids: Tensor, count: int) -> Tensor:
+    """The samples of each segment, [count, size of the largest]; n, one past the last sample, fills up."""
+    n, sizes = len(ids), ids.bincount(minlength=count)
+    order = ids.argsort(stable=True)
+    place = torch.arange(n, device=ids.device) - (sizes.cumsum(0) - sizes)[ids[order]]
+    table = ids.new_full((count, max(1, int(sizes.max()) if count else 0)), n)
+    table[ids[order], place] = order
+    return table
 
 
 def _map(tree: Any, function: Callable[[Factor], Factor], name: str) -> Any:

@@ -270,6 +270,20 @@ def test_python_values_of_tensors_are_not_kept(value, device):
     same(fast(p, 2 * x), fn(p, 2 * x))
 
 
+def test_a_graph_asks_for_no_views(device):
+    """A compiler may choose another layout, in which eager's view is none."""
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    fn = psg.clipped_grad(linear_loss, 0.5)
+    args = linear_args(device)
+    same(psg.jit(fn, backend=backend)(*args), fn(*args))
+    assert torch.ops.aten.reshape.default in targets and torch.ops.aten.view.default not in targets
+
+
 def test_a_model_that_asks_whether_it_is_compiled_is_told_so(device):
     """It may look into a mask then, and what it takes to be right for one mask is wrong for another."""
     weights = torch.arange(5.0, device=device)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import N, Tied, convnet
 from torch import nn
+from torch.func import functional_call
 
 import psg
 from psg.testing import assert_trees_close, loop_grad
@@ -131,6 +132,67 @@ def test_a_dict_is_spread_as_keywords(device):
     assert_trees_close(grads, loop_grad(lambda p, x, y, s, t: loss(p, x, {"y": y, "scale": s}, t))(params, x, y, scale, target))
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: nn.LSTM(4, 4), lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)],
+    ids=["recurrent", "transformer"],
+)
+def test_sequences_whose_batch_dimension_is_the_second(layer, device):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = layer(), nn.Linear(4, 3)
+
+        def forward(self, x):
+            out = self.layer(x)
+            return self.head(out[0] if isinstance(out, tuple) else out).flatten(0, 1)
+
+    def criterion(logits, labels):
+        assert logits.shape == (5, 3)
+        return F.cross_entropy(logits, labels.flatten())
+
+    module = Tagger().to(device)
+    x, labels = torch.randn(5, N, 4, device=device), torch.randint(3, (5, N), device=device)
+    loss, params = psg.stateless(module, criterion, batch_dim=1)
+
+    def own(params, x, labels):
+        return F.cross_entropy(functional_call(module, params, (x[:, None],)), labels)
+
+    grads = psg.per_sample_grad(loss, in_dims=(None, 1, 1))(params, x, labels)
+    assert_trees_close(grads, loop_grad(own, in_dims=(None, 1, 1))(params, x, labels))
+
+
+def test_a_sample_that_is_a_batch_enters_as_it_is(device):
+    """All the rows of a user, say: the gradient of their mean loss."""
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).to(device)
+    x, y = torch.randn(N, 4, 1, 4, 4, device=device), torch.randint(3, (N, 4), device=device)
+    loss, params = psg.stateless(module, F.cross_entropy, batch_dim=None)
+    grads = psg.per_sample_grad(loss)(params, x, y)
+    for i in range(N):
+        expected = ordinary(module, x[i], y[i], criterion=lambda out, y: len(y) * F.cross_entropy(out, y))
+        assert_trees_close({name: 4 * leaf[i] for name, leaf in grads.items()}, expected, per_sample=False)
+
+
+@pytest.mark.parametrize("dim", [-1, True, 1.0, "first"])
+def test_a_batch_dimension_that_is_none_is_an_error(dim):
+    with pytest.raises(psg.InputError, match="batch_dim=.* expected an integer of at least 0"):
+        psg.stateless(nn.Linear(3, 4), F.mse_loss, batch_dim=dim)
+
+
+def test_what_is_given_by_keyword_reaches_the_module_as_it_is(device):
+    module = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).to(device)
+    x, target, mask = torch.randn(N, 5, 4, device=device), torch.randn(N, 5, 4, device=device), torch.rand(5, 5, device=device) < 0.3
+    mask.fill_diagonal_(False)
+    loss, params = psg.stateless(module, F.mse_loss)
+    grads = psg.per_sample_grad(loss)(params, x, target, src_mask=mask)
+
+    def own(params, x, target):
+        return F.mse_loss(functional_call(module, params, (x[None],), {"src_mask": mask})[0], target)
+
+    assert_trees_close(grads, loop_grad(own)(params, x, target))
+    assert_trees_close(loop_grad(loss)(params, x, target, src_mask=mask), grads)
+
+
 Pair = namedtuple("Pair", "labels weights")
 
 
@@ -180,6 +242,16 @@ def test_an_output_without_a_loss_is_an_error(device):
     loss, params = psg.stateless(OwnLoss(lambda loss: {"value": loss}).to(device))
     with pytest.raises(psg.InputError, match=r"without a criterion.*\.loss; got dict"):
         loss(params, torch.randn(3, device=device), torch.tensor(1, device=device))
+    loss, params = psg.stateless(nn.Linear(3, 4).to(device))
+    with pytest.raises(psg.InputError, match=r"without a criterion.*; got a tensor of shape \(1, 4\)"):
+        loss(params, torch.randn(3, device=device))
+
+
+def test_parameters_without_names_are_an_error(device):
+    module = nn.Linear(3, 4).to(device)
+    loss, _ = psg.stateless(module, F.mse_loss)
+    with pytest.raises(psg.InputError, match=r"params is a list; expected a mapping from names .*named_parameters"):
+        loss(list(module.parameters()), torch.randn(3, device=device), torch.randn(4, device=device))
 
 
 def test_a_module_without_trainable_parameters_is_an_error():

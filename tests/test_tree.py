@@ -1,5 +1,7 @@
 """Reductions over dense, factored and mixed trees, and their errors."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from hypothesis import given
@@ -140,6 +142,41 @@ class TestReductions:
         assert_trees_close(psg.tree.materialize(joined), expected)
 
 
+    @pytest.mark.parametrize("segments", [0, 1, 3, 6])
+    def test_segment_sum(self, kind, n, segments, device):
+        tree = kind(factored_tree(n if segments else 0, device))
+        ids = torch.tensor([2, 0, 2, 2], device=device)[: psg.tree.materialize(tree)["table"][0].shape[0]] % max(1, segments)
+        found = psg.tree.segment_sum(tree, ids, segments)
+
+        def expected(leaf):
+            return torch.stack([leaf[ids == k].sum(0) for k in range(segments)]) if segments else leaf
+
+        assert_trees_close(psg.tree.materialize(found), tree_map(expected, dense_tree(tree)), per_sample=False)
+        assert_trees_close(psg.tree.norm(found), reference_norm(tree_map(expected, dense_tree(tree))), per_sample=False)
+        assert type(found["head"][0]) is type(tree["head"][0])
+
+
+def test_sums_of_large_segments_keep_their_digits(device):
+    ones = torch.ones(5000, 1, dtype=torch.bfloat16, device=device)
+    assert psg.tree.segment_sum(ones, torch.zeros(5000, dtype=torch.int64, device=device), 1).item() == 4992  # 5000, rounded once
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        (torch.tensor([0, 1, 2]), "from 0 to 2, with 2 segments"),
+        (torch.tensor([0, -1, 1]), "from -1 to 1"),
+        (torch.tensor([0, 1]), r"integers \[3\], one for each sample, got torch.int64 \(2,\)"),
+        (torch.tensor([0.0, 1.0, 1.0]), "got torch.float"),
+        (torch.tensor([True, False, True]), "got torch.bool"),
+        ([0, 1, 1], "got list"),
+    ],
+)
+def test_segments_out_of_range_are_an_error(ids, message):
+    with pytest.raises(psg.InputError, match=f"segment_sum: .*{message}"):
+        psg.tree.segment_sum(torch.ones(3, 2), ids, 2)
+
+
 @pytest.mark.filterwarnings("error")  # torch warns where it discards an imaginary part
 def test_unflatten_gives_every_leaf_its_dtype(device):
     dtypes = {"half": torch.bfloat16, "real": torch.float32, "complex": torch.complex64}
@@ -169,6 +206,10 @@ def test_a_projection_depends_on_its_seed_alone(device):
     assert torch.equal(psg.tree.project(tree, 8), first)
     assert not torch.equal(psg.tree.project(tree, 8, seed=1), first)
     assert_trees_close(psg.tree.project(psg.tree.take(tree, [2, 1]), 8), first[[2, 1]])
+    # Named parameters come as a dict, a state_dict as an OrderedDict in another order.
+    names = {"w": torch.randn(3, 5, device=device), "b": torch.randn(3, 2, device=device)}
+    assert_trees_close(psg.tree.project(OrderedDict(names), 64), psg.tree.project(names, 64), per_sample=False)
+    assert_trees_close(psg.tree.project(OrderedDict(reversed(names.items())), 64), psg.tree.project(names, 64), per_sample=False)
     # Leaves of one shape go their own ways: otherwise equal and opposite leaves would vanish for every seed.
     leaf = torch.randn(3, 5, device=device)
     assert (psg.tree.project([leaf, -leaf], 64).abs().amax(1) > 0).all()

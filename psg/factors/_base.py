@@ -84,7 +84,7 @@ def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
     """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
     order = table.reshape(-1)
     if order.shape[0] == tensor.shape[0] and torch.equal(order, torch.arange(len(order), device=order.device)):
-        return tensor.reshape(table.shape[0], -1, *tensor.shape[2:])  # already side by side
+        return tensor.reshape(table.shape[0], table.shape[1] * tensor.shape[1], *tensor.shape[2:])  # already side by side
     padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
     return padded[table].flatten(1, 2)
 
