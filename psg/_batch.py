@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointError
 
 from psg import _functorch, _pass
 from psg._capture import Captured, WritesInput
@@ -155,7 +156,14 @@ def _one_pass(
         raise mode.failure  # which fn has handled
     uses = [list(value.uses) for value in values]
     with called.again():
-        mode.backward(outputs[0])
+        try:
+            mode.backward(outputs[0])
+        except CheckpointError as error:
+            raise InputError(
+                'method="batch": a part of fn that was checkpointed ran in another way when it ran again for the backward pass. A module '
+                "called by torch.func.functional_call has its own parameters back by then: checkpoint a function of the parameters instead, "
+                f"or none. {_FOR_ONE_SAMPLE}"
+            ) from error
     pull_back(mode.values, values, n)
     factors = [value.factor(n).detach() for value in values]
     return Captured(tuple(output.detach() for output in outputs), factors, uses)

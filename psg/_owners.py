@@ -57,7 +57,7 @@ def owners(op: str, cotangent: Tensor, weighted: Sequence[Tensor], weights: Sequ
     relative = (residual / torch.where(used, squared, 1).sqrt())[size > 0.1 * size.max()]
     if len(relative):
         eps = max(eps, float(relative.sort().values[len(relative) // 2]))
-    noise = 100 * eps if 100 * eps < gap else 0.0
+    noise = min(100 * eps, rounding) if 100 * eps < gap else 0.0
     allowed = torch.maximum(min(gap, rounding) * squared.sqrt(), noise * size.max() / torch.where(used, largest[:, 0], 1))
     if bool((used & ~(residual < allowed)).any()):
         raise StateError(

@@ -25,8 +25,9 @@ def stateless(
     """A pure function of one sample's loss, and the parameters to differentiate it for.
 
     The function adds the batch dimension that modules expect: a sample [*shape] enters as [1, *shape], tensors in trees too. Recurrent
-    and Transformer layers of torch.nn expect it second unless they are told `batch_first=True`: say `batch_dim=1` then. Frozen parameters and buffers are constants, read from the module at every call; and once more when a derivative of the result is asked for,
-    until when they must stay as they are. A parameter that the module holds under several names (tied) appears once, under the first.
+    and Transformer layers of torch.nn expect it second unless they are told `batch_first=True`: say `batch_dim=1` then. Frozen parameters
+    and buffers are constants, read from the module at every call; and once more when a derivative of the result is asked for, until when
+    they must stay as they are. A parameter that the module holds under several names (tied) appears once, under the first.
 
     Args:
         module: Any module, scripted and traced ones and those of exported programs included; its mode (train or eval) at the time of a

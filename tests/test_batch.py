@@ -490,3 +490,48 @@ def test_a_row_of_all_samples_with_one_feature(n, device):
 
         with pytest.raises(psg.StateError, match="a row on which more than one loss depends"):
             psg.per_sample_grad(fn, method="batch")(w, x)
+
+
+def test_checkpointed_modules_are_refused(device):
+    class Checkpointed(nn.Linear):
+        def forward(self, x):
+            return checkpoint(lambda x: F.linear(x, self.weight, self.bias).sin().square(), x, use_reentrant=False)
+
+    layer = Checkpointed(3, 4).to(device)
+    params = detached(layer)
+    with pytest.raises(psg.InputError, match="checkpoint a function of the parameters instead"):
+        fn = psg.per_sample_grad(lambda p, x: functional_call(layer, p, (F.linear(x, p["weight"])[:, :3],)).sum(1), method="batch")
+        fn(params, torch.randn(4, 3, device=device))
+
+
+@pytest.mark.parametrize("made", ["repeated", "of the sample"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell])
+def test_recurrent_weights_that_are_computed(kind, made, device):
+    """A layer runs for the sake of its data: what leads to a weight beside its parameters must not be lost."""
+    layer = kind(3, 4, bias=False).to(device)
+    names = [name for name, _ in layer.named_parameters()]
+    own = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    p = {"ih": own[names[0]], "hh": torch.randn(4, 3, device=device)}
+
+    def fn(p, x):
+        losses = []
+        for sample in x:
+            row = p["hh"][:, 0] if made == "repeated" else F.linear(sample[:1], p["hh"])[0]
+            out = functional_call(layer, {names[0]: p["ih"], names[1]: row.expand(own[names[1]].shape)}, (sample,))
+            losses.append((out[0] if isinstance(out, tuple) else out).sin().sum())
+        return torch.stack(losses)
+
+    x = torch.randn(3, 5, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), loop_grad(one(fn))(p, x))
+
+
+@pytest.mark.parametrize("n", [2, 3, 16])
+def test_rows_of_which_another_loss_has_a_small_share_are_refused(n, device):
+    """What they are off by must not count as what the function rounds."""
+
+    def fn(w, x):
+        hidden = F.linear(x, w).sin()
+        return (hidden + 2e-3 * hidden.roll(1, 0)).sum(1)
+
+    with pytest.raises(psg.StateError, match="a row on which more than one loss depends"):
+        psg.per_sample_grad(fn, method="batch")(torch.randn(4, 3, device=device), torch.randn(n, 3, device=device))

@@ -710,3 +710,38 @@ def test_shared_data_run_once_where_a_gradient_is_smaller_than_its_factor(rows, 
     batch = torch.randint(rows, (N,), device=device), torch.randint(3, (N,), device=device)
     assert f"linear: {way}" in str(psg.explain(fn)(p, *batch))
     psg.check(fn)(p, *batch)
+
+
+SHAPES = [(), (1,), (2,), (3, 1)]
+
+
+@pytest.mark.parametrize("sampled", ["A", "B", "both"])
+@pytest.mark.parametrize("ex", [False, True])
+@pytest.mark.parametrize("columns", [(3,), (), None], ids=["matrix", "vectors", "vector"])
+@pytest.mark.parametrize("left", SHAPES)
+@pytest.mark.parametrize("right", SHAPES)
+def test_systems_of_equations_with_different_numbers_of_dimensions(left, right, columns, ex, sampled, device):
+    a = torch.randn(*([N] if sampled != "B" else []), *left, 2, 2, device=device)
+    right = () if columns is None else left if columns == () else right
+    on_the_right = ex and columns == (3,)
+    b = torch.randn(*([N] if sampled != "A" else []), *right, *((3, 2) if on_the_right else (2, *(columns or ()))), device=device)
+    in_dims = (None, None if sampled == "B" else 0, None if sampled == "A" else 0)
+
+    def fn(w, a, b):
+        solution = torch.linalg.solve_ex(a * w, b + w, left=not on_the_right)[0] if ex else torch.linalg.solve(a * w, b + w)
+        return solution.sin().sum() + solution.mean()
+
+    w = torch.tensor(1.1, device=device)
+    for method in ("capture", "vmap"):
+        grads = psg.per_sample_grad(fn, in_dims=in_dims, method=method)(w, a, b)
+        assert_trees_close(grads, loop_grad(fn, in_dims=in_dims)(w, a, b))
+
+
+def test_least_squares_with_different_numbers_of_dimensions(device):
+    a, w, b = torch.randn(1, 3, 2, device=device), torch.tensor(1.1, device=device), torch.randn(N, 3, 2, device=device)
+
+    def fn(w, b):
+        return torch.linalg.lstsq(a, b * w)[0].sin().sum()
+
+    with pytest.warns(psg.FallbackWarning, match="lstsq of operands with different numbers of dimensions"):
+        assert_trees_close(psg.per_sample_grad(fn)(w, b), loop_grad(fn)(w, b))

@@ -141,7 +141,6 @@ class TestReductions:
         expected = tree_map(lambda *leaves: torch.cat(leaves), *map(dense_tree, trees))
         assert_trees_close(psg.tree.materialize(joined), expected)
 
-
     @pytest.mark.parametrize("segments", [0, 1, 3, 6])
     def test_segment_sum(self, kind, n, segments, device):
         tree = kind(factored_tree(n if segments else 0, device))

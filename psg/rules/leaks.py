@@ -168,6 +168,30 @@ def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor |
     return lu_solve(LU_data, LU_pivots, b, out=out)
 
 
+def _aligned(op: Any) -> None:
+    @decomposition(op)
+    def solve(A: Tensor, B: Tensor, *, left: bool = True, **options: Any) -> Any:
+        """Both with as many dimensions: where one has fewer, vmap's result has the shape of another broadcast."""
+        vector = B.ndim == 1 or A.shape[:-1] == B.shape
+        if A.ndim == B.ndim + vector or not (_functorch.is_sampled(A) or _functorch.is_sampled(B)) or "out" in options:
+            return NotImplemented
+        if vector:
+            return op(A, B.expand(A.shape[:-1]), left=left, **options)
+        rank = max(A.ndim, B.ndim)
+        A, B = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
+        return op(A, B, left=left, **options)
+
+
+_aligned(torch.linalg.solve)
+_aligned(torch.linalg.solve_ex)
+leak(
+    torch.linalg.lstsq,
+    reason="lstsq of operands with different numbers of dimensions, whose batch dimensions vmap mistakes",
+    when=lambda A, B, *args, **kwargs: A.ndim != B.ndim and (A.ndim, B.ndim) != (2, 1),
+    rungs=("capture", "vmap"),
+)
+
+
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 leak(_DATA, reason=".data inside a transform is a constant for that one alone", rungs=("inside",))
 
