@@ -354,6 +354,11 @@ def _conv_candidates(n: int, i: int, o: int, size: int, k: int, stride: int, pad
             torch.bmm(c3, shifted.mT, out=result[tap])
         return result.view(k, k, n, o, per_group).permute(2, 3, 4, 0, 1).contiguous()
 
+    def correlation() -> Tensor:
+        options = (None, [1, 1], [pad] * 2, [stride] * 2, False, [0, 0], n * o)
+        found = torch.convolution(x.view(1, -1, size, size), c.view(n * o, 1, out, out), *options)
+        return found[..., :k, :k].reshape(n, o, 1, k, k)
+
     candidates = {
         "native sum": lambda: native(x, c, (o, per_group), groups),
         "grouped convolution": grouped,
@@ -362,6 +367,8 @@ def _conv_candidates(n: int, i: int, o: int, size: int, k: int, stride: int, pad
         "patches NCHW": patches,
         "shifts NCHW": shifts,
     }
+    if groups == i == o:
+        candidates["correlation"] = correlation
     if groups == 1:
         candidates |= {
             "patches NHWC": lambda: patches_last().permute(0, 1, 4, 2, 3).contiguous(),

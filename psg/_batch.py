@@ -160,9 +160,9 @@ def _one_pass(
             mode.backward(outputs[0])
         except CheckpointError as error:
             raise InputError(
-                'method="batch": a part of fn that was checkpointed ran in another way when it ran again for the backward pass. A module '
-                "called by torch.func.functional_call has its own parameters back by then: checkpoint a function of the parameters instead, "
-                f"or none. {_FOR_ONE_SAMPLE}"
+                'method="batch": a checkpointed part of fn ran in another way when it ran again for the backward pass. A module called by '
+                "torch.func.functional_call has its own parameters back by then: checkpoint a function of the parameters instead, or none. "
+                f"{_FOR_ONE_SAMPLE}"
             ) from error
     pull_back(mode.values, values, n)
     factors = [value.factor(n).detach() for value in values]

@@ -13,6 +13,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -416,12 +417,23 @@ class _Mode(Watch):
         if not isinstance(target, Tensor):
             return
         memory = _functorch.memory_of(target)
-        if memory in map(_functorch.memory_of, (value.leaf for value in self.params)):
+        if memory in self._owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
-        if memory in map(_functorch.memory_of, (value.derived for value in self.values if value.derived is not None)):
+        derived = (value.derived for value in self.values[len(self.params) :])
+        if any(memory == _functorch.memory_of(value) for value in derived if value is not None):
             raise _WritesDerived(f"{op} writes into a value computed from parameters")
-        if memory in map(_functorch.memory_of, (tensor for tensor in self.inputs if tensor.numel())):
+        if memory in self._given:
             raise WritesInput(f"{op} writes into an input, or a view of one")
+
+    # Deep models have hundreds of parameters, and hundreds of activations in place.
+
+    @cached_property
+    def _owned(self) -> set[Any]:
+        return {_functorch.memory_of(value.leaf) for value in self.params}
+
+    @cached_property
+    def _given(self) -> set[Any]:
+        return {_functorch.memory_of(tensor) for tensor in self.inputs if tensor.numel()}
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
         reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)

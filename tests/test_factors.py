@@ -98,6 +98,10 @@ CONVS = {
     "many channels": (2, 17, 3, 1, (5, 4), (3, 2), (2, 1), (1, 1), (1, 2)),
     "many channels, grouped": (1, 32, 4, 2, (4, 5), (2, 3), (1, 2), (1, 0), (2, 1)),
     "many channels, 1-D": (1, 16, 2, 1, (9,), (3,), (2,), (1,), (3,)),
+    "depthwise": (1, 3, 3, 3, (9, 8), (5, 2), (1, 1), (2, 0), (1, 1)),
+    "depthwise, strided": (1, 3, 3, 3, (9, 8), (2, 3), (3, 2), (1, 2), (1, 1)),
+    "depthwise, dilated": (1, 2, 2, 2, (9, 8), (2, 3), (2, 1), (0, 1), (3, 2)),
+    "depthwise, 3-D": (1, 2, 2, 2, (5, 4, 6), (2, 1, 3), (1, 2, 1), (1, 0, 1), (1, 1, 2)),
     "many positions": (1, 2, 3, 1, (14, 13), (3, 2), (1, 1), (1, 1), (1, 1)),
 }
 
@@ -344,6 +348,30 @@ def test_conv_by_every_plan(size, materialize, norm, gram, n, make):
         assert isinstance(factor.settle(), Dense if norm == "keep" else Conv)
         holds_all_operations(factor, tensor)
         holds_all_operations(factor.settle(), tensor)
+
+
+@each_count
+@pytest.mark.parametrize("norm", ["keep", "gram", "chunks"])
+@pytest.mark.parametrize("size", [name for name in CONVS if name.startswith("depthwise")])
+def test_depthwise_convolutions_by_correlation(size, norm, n, make, monkeypatch):
+    factor, tensor = make(conv, n, size)
+    monkeypatch.setattr(Conv, "_is_correlated", True)  # in float64 it is no faster
+    with psg.plans.using(norm=norm, materialize="correlation"):
+        holds_all_operations(factor, tensor)
+
+
+def test_large_depthwise_kernels_are_correlated():
+    """Their native gradient is slow; so every answer comes from gradients of single samples."""
+    loss, params = psg.stateless(torch.nn.Conv2d(6, 6, 5, padding=2, groups=6), lambda out, target: (out - target).square().mean())
+    params = {name: value.float() for name, value in params.items()}
+    x, y = torch.randn(2, 4, 6, 9, 9, dtype=torch.float32).unbind()
+    assert psg.explain(loss)(params, x, y).leaves[1].plan == "materialised and kept"
+    wide = {name: value.double() for name, value in params.items()}, x.double(), y.double()
+    grads, expected = psg.per_sample_grad(loss)(params, x, y), psg.per_sample_grad(loss)(*wide)
+    assert_trees_close({name: grad.double() for name, grad in grads.items()}, expected, rtol=1e-5)
+    out, expected = psg.clipped_grad(loss, 0.1)(params, x, y), psg.clipped_grad(loss, 0.1)(*wide)
+    assert_trees_close({name: grad.double() for name, grad in out.grads.items()}, expected.grads, rtol=1e-5, per_sample=False)
+    assert_trees_close(out.norms.double(), expected.norms, rtol=1e-5)
 
 
 @each_count

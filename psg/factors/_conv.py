@@ -77,7 +77,15 @@ class Conv(Planned):
         return self._materialize_by(plans.choose("materialize", self._materialize_costs(), self, self._materialize_by))
 
     def _materialize_by(self, plan: str) -> Tensor:
-        return self._grouped_convolution() if plan == "convolution" else self._patch_products()
+        return {"convolution": self._grouped_convolution, "correlation": self._correlation, "patches": self._patch_products}[plan]()
+
+    def _correlation(self) -> Tensor:
+        """gradient[n, g]: the one channel of a group correlated with its cotangent."""
+        # A convolution whose kernels are the cotangents: a step of theirs is the stride, and a step of the result the dilation.
+        _, stride, padding, dilation, _ = self.geometry
+        input, kernels = self.input.reshape(1, -1, *self.input.shape[3:]), self.cotangent.flatten(0, 2).unsqueeze(1)
+        result = torch.convolution(input, kernels, None, dilation, padding, stride, False, [0] * len(stride), len(kernels))
+        return result[(slice(None), slice(None), *map(slice, self.geometry.kernel))].reshape(self.n, *self.shape)
 
     def _patch_products(self) -> Tensor:
         """gradient[n] = left[n]^T patches[n], a few samples at a time so that the patches stay in cache. One group only."""
@@ -196,6 +204,8 @@ class Conv(Planned):
         return self.recover(*(value.reshape(self.n, groups).sum(1) for value in (squared, scale)))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self._is_correlated:
+            return Dense(self.materialize()).weighted_sum(weights)
         if self.geometry.groups == 1 and 0 < self.n * self.positions <= 128:
             # The few columns of one product: the native kernel reorders the whole weight for them.
             dims = len(self.geometry.kernel)
@@ -230,7 +240,7 @@ class Conv(Planned):
             plan = f"Gram of {plans.choose('gram', self._gram_costs(), self, self._gram_norm_by)}"
         else:
             plan = "materialised in chunks"
-        return f"{plan}, native weight gradient"
+        return f"{plan}, {'and once more' if self._is_correlated else 'native weight gradient'}"
 
     # Costs, in operations for one sample.
 
@@ -253,13 +263,24 @@ class Conv(Planned):
         # The convolution writes each entry with a stride; once a sample's gradient outgrows the cache that costs five times as much.
         convolution = entries * (1 if entries < 100_000 else 5)
         if self.geometry.groups > 1:
-            return {"convolution": convolution}
+            return {"convolution": convolution, **({"correlation": 0} if self._is_correlated else {})}
         if self.shape[1] < 4 or patches == self.positions * self.shape[1]:
             return {"patches": 0, "convolution": convolution}  # few channels in, or 1 x 1: patches cost little or nothing
         if self.device.type != "cpu":
             # Many groups are slow on GPUs: from how many on is what torch.nn.utils._expanded_weights goes by.
             return {"patches": 32, "convolution": self.n}
         return {"patches": patches + 0.4 * entries, "convolution": convolution}
+
+    @property
+    def _is_correlated(self) -> bool:
+        """Whether `_correlation` fits, and is faster: depthwise kernels that are large, dilated or of three dimensions.
+
+        Their native gradient, of one sample as of all, is up to twenty times as slow (measured: benchmarks/micro.py, depthwise).
+        """
+        kernel, _, _, dilation, groups = self.geometry
+        fits = self.cotangent.shape[1] == 1 and self.shape[1] == 1 and self.shape[0] == groups
+        slow = len(kernel) > 1 and (max(kernel) > 3 or max(dilation) > 1 or len(kernel) > 2)
+        return fits and slow and self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16)
 
     def _materialize_cost(self) -> float:
         if self.geometry.groups > 1:
@@ -268,6 +289,8 @@ class Conv(Planned):
 
     def _sum_cost(self) -> float:
         # The native kernels lay out anew what they read.
+        if self._is_correlated:
+            return 8 * self.positions * self.shape.numel()
         read = (self.positions * self.shape[0] + self._pixels() * self.input.shape[2]) * self.dtype.itemsize
         return 2 * self.positions * self.shape.numel() + 2 * plans.used(self.device, self.dtype) * read
 

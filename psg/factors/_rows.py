@@ -55,6 +55,8 @@ class Rows(Factor):
     def squared_norm(self) -> Tensor:
         if self._is_small:
             return Dense(self.to(wide(self.dtype)).materialize()).squared_norm()
+        if self.index.shape[1] == 1:
+            return Dense(self.cotangent).squared_norm()
         if _functorch.is_traced() and not self.is_differentiated:
             return _norm_op(self.index, self.cotangent, self.num_rows)
         # Positions with the same index add up before they are squared. Sorting gives each distinct index of a sample a slot below t,
@@ -65,7 +67,10 @@ class Rows(Factor):
             repeats = ordered[:, 1:] == ordered[:, :-1]
             repeated[:, 1:] |= repeats
             repeated[:, :-1] |= repeats
-            if 4 * int(repeated.count_nonzero()) < repeated.numel():
+            count = int(repeated.count_nonzero())
+            if count == 0:
+                return Dense(self.cotangent).squared_norm()
+            if 4 * count < repeated.numel():
                 return self._norm_with_few_repeats(ordered, order, repeated)
         return Dense(self._distinct(ordered, order)[1]).squared_norm()
 
