@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _functorch, _random
+from psg import _functorch, _random, _trees
 from psg._errors import PsgError
 from psg._lifted import Lifted, Tap, Watch, pull_back, with_history
 from psg._ops import (
@@ -273,7 +273,7 @@ class _Mode(Watch):
         if func in (torch.autograd.grad, Tensor.requires_grad_, _SET_REQUIRES_GRAD) and here:
             if func != torch.autograd.grad:
                 return self._require_grad(func, *args, **kwargs)
-            if not any(isinstance(leaf, Tensor) and self._is_elsewhere(leaf) for leaf in leaves):  # as those of torch.func.vjp are
+            if not any(map(self._is_elsewhere, leaves)):  # as those of torch.func.vjp are
                 return self._differentiate(*args, **kwargs)
         rule = _registry.find_rule(func) if here and self.habits.ruled else None
         if rule is not None:
@@ -309,7 +309,7 @@ class _Mode(Watch):
         if met:
             return self._run_lifted(func, met, args, kwargs)
         self._avoid_leak(func, args, kwargs)
-        output = func(*args, **kwargs)
+        output = self._run(func, args, kwargs)
         if (
             any(func in kind for kind in FACTORIES[: self.habits.fills])
             and isinstance(output, Tensor)
@@ -332,8 +332,8 @@ class _Mode(Watch):
             _functorch.value_of(tensor).requires_grad_(flag)
         return tensor
 
-    def _is_elsewhere(self, tensor: Tensor) -> bool:
-        return _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
+    def _is_elsewhere(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
 
     def _differentiate(
         self,
@@ -452,7 +452,28 @@ class _Mode(Watch):
         self._avoid_leak(func, args, kwargs)
         for value in met:
             value.uses.append(f"{name}: lifted")
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op as it is."""
+        if _functorch.lacks_batching(func) and not any(map(self._is_elsewhere, leaves_of(args, kwargs))):
+            return self._one_by_one(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _one_by_one(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What vmap runs sample by sample too, but selects each from the whole, whereupon each selection's backward writes a whole one."""
+        with _functorch.below():
+            sides = {
+                id(leaf): _functorch.physical(leaf, self.level, self.n).unbind()
+                for leaf in leaves_of(args, kwargs)
+                if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)
+            }
+            results = []
+            for i in range(self.n):
+                own, options = substitute((args, kwargs), lambda leaf: sides[id(leaf)][i] if id(leaf) in sides else leaf)  # noqa: B023
+                results.append(_trees.flatten(func(*own, **options)))
+            outputs = [torch.stack(parts) for parts in zip(*(parts for parts, _ in results), strict=True)]
+        return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
 
     def _may_derive(self, func: Any) -> bool:
         return self.habits.derives and derives(func) and torch.is_grad_enabled()

@@ -7,9 +7,9 @@ Both run the same code at the same level, with ordinary autograd recording it; t
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -170,6 +171,16 @@ def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor],
     return tuple([wrap(output, level) for output in outputs])
 
 
+def lacks_batching(func: Any) -> bool:
+    """Whether this is an op of torch.library that vmap runs sample by sample, for want of a rule."""
+    if isinstance(func, OpOverloadPacket):
+        func = getattr(func, "default", None)
+    if not isinstance(func, OpOverload) or func._schema.is_mutable:
+        return False
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return not has("FuncTorchBatched") and not has("CompositeImplicitAutograd")
+
+
 def holding(module: torch.nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
     """A context in which a module holds other parameters and buffers, by name: what `torch.func.functional_call` calls it in."""
     return _reparametrize_module(module, tensors)
@@ -231,4 +242,4 @@ def vmap(
         _C._vmap_decrement_nesting()
 
 
-_load_decompositions = cache(lazy_load_decompositions)
+_load_decompositions = functools.cache(lazy_load_decompositions)

@@ -69,11 +69,12 @@ CALLS = {
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
-@quiet
 @each_call
-def test_a_library_op_without_a_rule(call, device):
-    weight, x = torch.randn(3, 4, device=device), torch.randn(5, 2, 4, device=device)
-    fn = lambda weight, x: call(x, weight).tanh().sum()  # noqa: E731
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_a_library_op_without_a_rule(call, n, device):
+    weight, x = torch.randn(3, 4, device=device), torch.randn(n, 2, 4, device=device)
+    constant = torch.randn(3, 4, device=device)
+    fn = lambda weight, x: (call(x, weight) * call(x, constant)).tanh().sum()  # noqa: E731
     assert_trees_close(psg.per_sample_grad(fn)(weight, x), loop_grad(fn)(weight, x), rtol=1e-9)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.testing import layouts, shapes, tensors
+from psg.testing import assert_trees_close, layouts, loop_grad, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
 sides = st.integers(1, 3)
@@ -303,3 +303,28 @@ def test_convolution_by_a_matrix_of_transformers(n, t, seed, device):
         return score(out.view(x.size()[:-1] + (4,)))
 
     assert_agrees(Problem(fn, (params, torch.randn(n, 1, t, 3, device=device))))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("beyond", [0, 2])
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_rows_by_the_matrices_of_their_experts(n, beyond, transposed, device):
+    """The op has no float64; the loop of plain products has."""
+    experts, t = 5, 7
+    params = {"w": torch.randn(experts, *((8, 4) if transposed else (4, 8)), device=device), "scale": torch.tensor(1.3, device=device)}
+    x, choice = torch.randn(n, t, 4, device=device), torch.randint(experts - 1, (n, t), device=device).sort(1).values  # one has no rows
+
+    def fn(params, x, choice):
+        rows = torch.arange(t, device=x.device) < t - beyond
+        offsets = torch.where(rows, 1, 0).float() @ F.one_hot(choice, experts).float()
+        w = params["w"].mT if transposed else params["w"]
+        y = torch._grouped_mm((x * params["scale"]).float(), w.float(), offs=offsets.cumsum(0).int())
+        return torch.where(rows[:, None], y, 0).double().sin().square().sum()
+
+    def plain(params, x, choice):
+        w = params["w"].mT if transposed else params["w"]
+        return torch.einsum("ti,tio->to", x * params["scale"], w[choice])[: t - beyond].sin().square().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn)(params, x, choice), loop_grad(plain)(params, x, choice), rtol=1e-4, atol=1e-5)
+    if n:
+        assert "_grouped_mm: rule" in str(psg.explain(fn)(params, x, choice))

@@ -359,3 +359,31 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
         return NotImplemented
     output, builders = result
     return output, {"weight": builders[2], "bias": lambda cotangent: Dense(sum_to(cotangent, torch.Size(cotangent.shape[-1:])))}
+
+
+# Mixtures of experts: rows that stand in the order of their matrices.
+
+
+@rule(torch._grouped_mm, params=("mat2",))  # pyright: ignore[reportPrivateImportUsage]
+def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Row t by matrix e, for offs[e - 1] <= t < offs[e]: ([n,t,i], [e,i,o], [n,e]) -> [n,t,o].
+
+    With C the cotangent: grad W[n,e] = sum of x_t C_t^T over these t.
+    """
+    if offs is None or bias is not None or out_dtype is not None or self.ndim != 3 or mat2.ndim != 3 or self.numel() == 0:
+        return NotImplemented
+    n, t = self.shape[:2]
+    rows = torch.arange(t, device=offs.device, dtype=offs.dtype).expand(n, t).contiguous()
+    expert = torch.searchsorted(offs.contiguous(), rows, right=True).flatten()  # beyond the last offset there is none
+    # All samples' rows in the order of the matrices, in one call; and for the gradients in the order of the samples, in one call too.
+    order = expert.argsort(stable=True)
+    ends = offs.diff(dim=1, prepend=offs.new_zeros(n, 1)).sum(0).cumsum(0).to(offs.dtype)
+    output = torch._grouped_mm(self.flatten(0, 1).index_select(0, order), mat2, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
+    output = output.index_select(0, order.argsort()).unflatten(0, (n, t))
+
+    def factor(cotangent: Tensor) -> Dense:
+        left = cotangent.flatten(0, 1).masked_fill((expert == len(mat2))[:, None], 0)
+        ends = (offs + t * torch.arange(n, device=offs.device, dtype=offs.dtype)[:, None]).flatten()
+        return Dense(torch._grouped_mm(self.flatten(0, 1).T, left, offs=ends).unflatten(0, (n, len(mat2))))  # pyright: ignore[reportPrivateImportUsage]
+
+    return output, {"mat2": factor}
