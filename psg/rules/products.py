@@ -374,16 +374,19 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
         return NotImplemented
     n, t = self.shape[:2]
     rows = torch.arange(t, device=offs.device, dtype=offs.dtype).expand(n, t).contiguous()
-    expert = torch.searchsorted(offs.contiguous(), rows, right=True).flatten()  # beyond the last offset there is none
+    expert = torch.searchsorted(offs.contiguous(), rows, right=True).flatten()
+    # What torch makes of rows beyond the last offset is not defined: they are zero here.
+    input = self.flatten(0, 1).masked_fill((expert == len(mat2))[:, None], 0)
     # All samples' rows in the order of the matrices, in one call; and for the gradients in the order of the samples, in one call too.
     order = expert.argsort(stable=True)
     ends = offs.diff(dim=1, prepend=offs.new_zeros(n, 1)).sum(0).cumsum(0).to(offs.dtype)
-    output = torch._grouped_mm(self.flatten(0, 1).index_select(0, order), mat2, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
+    ends = torch.cat([ends[:-1], ends.new_full((1,), n * t)])
+    output = torch._grouped_mm(input.index_select(0, order), mat2, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
     output = output.index_select(0, order.argsort()).unflatten(0, (n, t))
 
     def factor(cotangent: Tensor) -> Dense:
-        left = cotangent.flatten(0, 1).masked_fill((expert == len(mat2))[:, None], 0)
         ends = (offs + t * torch.arange(n, device=offs.device, dtype=offs.dtype)[:, None]).flatten()
-        return Dense(torch._grouped_mm(self.flatten(0, 1).T, left, offs=ends).unflatten(0, (n, len(mat2))))  # pyright: ignore[reportPrivateImportUsage]
+        grads = torch._grouped_mm(input.detach().T, cotangent.flatten(0, 1), offs=ends)  # pyright: ignore[reportPrivateImportUsage]
+        return Dense(grads.unflatten(0, (n, len(mat2))))
 
     return output, {"mat2": factor}
