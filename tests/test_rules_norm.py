@@ -160,3 +160,16 @@ def test_group_norm_with_parameters_of_any_layout(layout, device):
     own = {name: layout(leaf) for name, leaf in params.items()}
     for function, p in ((fn, params), (strided, own), (frozen, params)):
         assert_trees_close(psg.per_sample_grad(function, method="capture")(p, x), loop_grad(function)(p, x))
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_group_norm_runs_backward_once(size, device):
+    """For the data and for every sample's parameters; with cotangents taken as they arrive (large), or asked for."""
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Tanh()) for _ in range(3)), nn.Flatten()).to(device)
+    loss, params = psg.stateless(model, lambda out, y: (out.mean() - y.mean()).square())
+    x, y = torch.randn(8, 4, size, size, device=device), torch.randn(8, device=device)
+    assert_trees_close(psg.clipped_grad(loss, 0.1)(params, x, y).norms, psg.tree.norm(loop_grad(loss)(params, x, y)))
+    with torch.autograd.profiler.profile() as profile:
+        psg.clipped_grad(loss, 0.1)(params, x, y)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::native_group_norm_backward"] == 3

@@ -5,12 +5,13 @@ computed again when the factor is built: one fused pass, and nothing more is hel
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from psg.factors import Dense
 from psg.factors._base import wide, widen
@@ -59,38 +60,104 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         return NotImplemented
     if input[0].numel() == num_groups:
         return NotImplemented  # one value a group: torch refuses it
-    images = input.flatten(0, 1).contiguous()
     # The native kernel takes the memory of all three as contiguous, whether it is or not.
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
-
-    def native(x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.native_group_norm(x, w, b, x.shape[0], x.shape[1], math.prod(x.shape[2:]), num_groups, eps)
-
-    if torch.is_autocast_enabled(input.device.type):
-        # Autocast has a say on the op, and none on the inner one that also gives the moments.
-        output, moments = F.group_norm(images, num_groups, weight, bias, eps), None
-    else:
-        output, *moments = native(images, weight, bias)
+    if not torch.is_autocast_enabled(input.device.type) and input.dtype == wide(input.dtype):
+        images = _Images(weight, bias, num_groups, eps)
+        output: Any = _GroupNorm.apply(input, images) if input.requires_grad else images.forward(input)
+        return output, images.factors()
+    images = input.flatten(0, 1).contiguous()
+    output = F.group_norm(images, num_groups, weight, bias, eps)
 
     def weight_factor(cotangent: Tensor) -> Dense:
         # sum_s C (x - mean) rstd = rstd (sum_s C x - mean sum_s C): two reductions, xhat is never formed.
         n, b, c, *_ = input.shape
         size = input.shape[3:].numel()
-        mean, rstd = native(images.detach(), None, None)[1:] if moments is None else moments
-        if wide(cotangent.dtype) == cotangent.dtype == input.dtype == mean.dtype:
-            # As one image with n b c channels the native kernel keeps them apart.
-            # It takes memory as contiguous, whether it is or not.
-            rows = (tensor.reshape(1, n * b * c, size).contiguous() for tensor in (cotangent, images))
-            one = *rows, mean.reshape(1, -1), rstd.reshape(1, -1)
-            weights, groups = cotangent.new_empty(1).expand(n * b * c), n * b * num_groups
-            gradient = torch.ops.aten.native_group_norm_backward(*one, weights, 1, n * b * c, size, groups, [False, True, False])[1]
-            return Dense(gradient.reshape(n, b, c).sum(1))
+        mean, rstd = _native(images.detach(), None, None, num_groups, eps)[1:]
         flat_c, flat_x = widen(cotangent).reshape(n * b, c, size), input.reshape(n * b, c, size)
         per_channel = [moment.detach().repeat_interleave(c // num_groups, dim=1) for moment in (mean, rstd)]
         gradient = per_channel[1] * ((flat_c * flat_x).sum(2) - per_channel[0] * flat_c.sum(2))
         return Dense(gradient.reshape(n, b, c).sum(1))
 
     return reshape(output, input.shape), {"weight": weight_factor, "bias": _sum_channels}
+
+
+def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of a group norm, and the mean and the inverse standard deviation of each group."""
+    return torch.native_group_norm(x, weight, bias, x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups, eps)
+
+
+class _Images:
+    """A group norm in one precision, whose backward pass finds the cotangent of the data and the gradients of all samples in one call.
+
+    Args:
+        weight: [c] or None.
+        bias: The same.
+        groups: How many groups.
+        eps: As in `F.group_norm`.
+    """
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> None:
+        self.weight, self.bias, self.groups, self.eps = weight, bias, groups, eps
+        self.asked: Tensor | None = None
+        self.c_input: Tensor | None = None
+        self.own: list[Tensor] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[n,images,c,*] -> the same."""
+        self.shape = input.shape
+        # Whoever asks for the parameters first may as well have the data's cotangent, if that goes on to somewhere.
+        self.leads_on = input.grad_fn is not None
+        self.images = input.detach().flatten(0, 1).contiguous()
+        output, *self.moments = _native(self.images, self.weight, self.bias, self.groups, self.eps)
+        return reshape(output, self.shape)
+
+    def backward(self, cotangent: Tensor) -> Tensor:
+        """The cotangent of the input, which is let go of."""
+        served = self.asked is cotangent
+        if not served or self.c_input is None:
+            self._solve(cotangent, True)
+        found, self.c_input = self.c_input, None
+        if served:
+            self.asked = None  # the parameters have had theirs: its memory serves the rest of the pass
+        assert found is not None
+        return found.reshape(self.shape)
+
+    def factors(self) -> dict[str, Callable[[Tensor], Dense]]:
+        """Of the parameters, [n,c]."""
+
+        def own(cotangent: Tensor, k: int) -> Dense:
+            if self.asked is not cotangent:
+                self._solve(cotangent, self.leads_on)
+            return Dense(self.own[k])
+
+        return {"weight": lambda cotangent: own(cotangent, 0), "bias": lambda cotangent: own(cotangent, 1)}
+
+    def _solve(self, cotangent: Tensor, data: bool) -> None:
+        n, b, c, *_ = self.shape
+        size = self.shape[3:].numel()
+        # As one image with n b c channels the native kernel keeps them apart. It takes memory as contiguous, whether it is or not.
+        rows = (tensor.reshape(1, n * b * c, size).contiguous() for tensor in (cotangent, self.images))
+        one = *rows, *(moment.reshape(1, -1) for moment in self.moments)
+        weight = (cotangent.new_ones(c) if self.weight is None else self.weight).repeat(n * b)
+        options = 1, n * b * c, size, n * b * self.groups, [data, True, True]
+        found, *own = torch.ops.aten.native_group_norm_backward(*one, weight, *options)
+        self.asked, self.c_input = cotangent, found if data else None
+        self.own = [gradient.reshape(n, b, c).sum(1) for gradient in own]
+
+
+class _GroupNorm(torch.autograd.Function):
+    """Its place in the graph, for the sake of the data."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, images: _Images) -> Tensor:
+        ctx.images = images
+        return images.forward(input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.images.backward(cotangent), None
 
 
 @rule(F.instance_norm)
