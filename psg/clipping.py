@@ -106,6 +106,7 @@ def adapt(
 
     clip_norm exp(-rate (fraction - quantile)), where fraction is 1/2 + (sum_n ([norms[n] <= clip_norm] - 1/2) + std z) / m, with m the
     expected batch size and z standard normal. All that is carried from step to step is the clip norm itself; nothing waits for the device.
+    For `psg.jit` let the function close over a tensor, `clip_norm=C`, and write the new one into it: `C.copy_(adapt(C, ...))`.
 
     Args:
         clip_norm: The one of this step: a number or a scalar tensor, greater than 0 (from 0 it does not move).

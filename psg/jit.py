@@ -34,6 +34,9 @@ from psg.transforms import Batching
 
 _log = logging.getLogger("psg.jit")
 
+# torch's tracer patches what all threads see.
+_tracing = threading.RLock()
+
 _Compile = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
@@ -175,7 +178,8 @@ class Jitted:
         _log.info("%s: compiling for %s", name, signature)
         trace, program, error = None, None, None
         try:
-            trace = _trace(self._fn, leaves, spec, tensors, name)
+            with _tracing:
+                trace = _trace(self._fn, leaves, spec, tensors, name)
             program = _Program(trace, tensors, self._compile)
             if self._check:
 

@@ -624,11 +624,12 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
 
 def _members(ids: Tensor, count: int) -> Tensor:
     """The samples of each segment, [count, size of the largest]; n, one past the last sample, fills up."""
-    n, sizes = len(ids), ids.bincount(minlength=count)
-    order = ids.argsort(stable=True)
-    place = torch.arange(n, device=ids.device) - (sizes.cumsum(0) - sizes)[ids[order]]
-    table = ids.new_full((count, max(1, int(sizes.max()) if count else 0)), n)
-    table[ids[order], place] = order
+    n, (ordered, order) = len(ids), ids.sort(stable=True)
+    segments = torch.arange(count, device=ids.device)
+    first, end = (torch.searchsorted(ordered, segments, right=right) for right in (False, True))
+    width = max(1, int((end - first).max()) if count else 0)
+    table = ids.new_full((count, width), n)
+    table[ordered, torch.arange(n, device=ids.device) - first[ordered]] = order
     return table
 
 

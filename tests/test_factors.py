@@ -385,6 +385,18 @@ def test_outer_by_every_plan(size, norm, n, make):
         holds_all_operations(factor.settle(), tensor)
 
 
+def test_factors_are_saved_and_loaded(make, tmp_path):
+    one = {
+        "conv": make(conv, 3, "depthwise")[0],
+        "outer": make(outer, 3, next(iter(SIZES)))[0],
+        "tied": make(sum_of(rows, outer), 3, next(iter(SIZES)))[0],
+    }
+    torch.save(one, tmp_path / "factors.pt")
+    other = torch.load(tmp_path / "factors.pt", weights_only=True)
+    assert {name: type(factor) for name, factor in other.items()} == {name: type(factor) for name, factor in one.items()}
+    assert all(torch.equal(factor.materialize(), other[name].materialize()) for name, factor in one.items())
+
+
 def holds_all_operations(factor, tensor):
     weights = torch.linspace(-1, 2, factor.n, device=tensor.device)
     direction = torch.randn(tensor.shape[1:], device=tensor.device)

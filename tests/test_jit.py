@@ -304,23 +304,26 @@ def test_a_model_that_asks_whether_it_is_compiled_is_told_so(device):
     assert not torch.compiler.is_compiling()
 
 
-def test_what_threads_are_told_ends_with_the_last(device):
-    inside, told = threading.Barrier(2), []
+def test_threads_trace_different_functions(device):
+    """torch's tracer is one for all threads; and so is what a model is told while it is traced."""
+    told, results = [], []
+    p, x = torch.ones(5, device=device), torch.randn(N, 5, device=device)
 
-    def loss(p, x):
-        inside.wait()
-        told.append(torch.compiler.is_compiling())
-        return (p * x).sum()
+    def one(power):
+        def loss(p, x):
+            told.append(torch.compiler.is_compiling())
+            return (p * x).sum() ** power
 
-    def one():
-        psg.jit(psg.per_sample_norm(loss), backend="eager", check=False)(torch.ones(5, device=device), torch.ones(N, 5, device=device))
+        results.append((power, psg.jit(psg.per_sample_norm(loss), backend="eager", check=False)(p, x)))
 
-    threads = [threading.Thread(target=one) for _ in range(2)]
+    threads = [threading.Thread(target=one, args=(power,)) for power in range(1, 9)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert told == [True, True] and not torch.compiler.is_compiling()
+    assert all(told) and len(told) == 8 and not torch.compiler.is_compiling()
+    for power, result in results:
+        same(result, power * x.sum(1).abs() ** (power - 1) * x.norm(dim=1))
 
 
 @pytest.mark.parametrize("name", ["BERT", "Llama"])

@@ -80,3 +80,6 @@ _register(Outer, ())
 _register(Rows, ("num_rows",))
 _register(Conv, ("geometry",))
 _register(Sum, ("_shape",))
+
+# What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
+torch.serialization.add_safe_globals([Conv, Dense, Geometry, Outer, Rows, Sum])
