@@ -4,7 +4,7 @@ The cotangent of a row is linear in the weights of the losses: a second backward
 times the first one's on every row that only loss i depends on. So the ratio tells the sample, however fn has reshaped, sorted or routed
 its rows. A row on which two losses depend has a ratio between weights, which with many samples may well be near that of a third; so a
 third pass with other weights must name the same sample. What is accepted by chance then is a row in some 1000 of such. A share of another
-loss that is as small as rounding, 1e-4 of a row or so, cannot be seen.
+loss that is as small as rounding, 3e-4 of a row or so, cannot be seen.
 """
 
 from collections.abc import Sequence

@@ -535,3 +535,18 @@ def test_rows_of_which_another_loss_has_a_small_share_are_refused(n, device):
 
     with pytest.raises(psg.StateError, match="a row on which more than one loss depends"):
         psg.per_sample_grad(fn, method="batch")(torch.randn(4, 3, device=device), torch.randn(n, 3, device=device))
+
+
+@pytest.mark.parametrize("made", ["repeated", "of the sample"])
+def test_weights_of_group_norm_that_are_computed(made, device):
+    p = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, device=device)}
+
+    def fn(p, x):
+        losses = []
+        for sample in x:
+            weight = p["weight"][0, :1].expand(4) if made == "repeated" else F.linear(sample[:1, :3], p["weight"])[0]
+            losses.append(F.group_norm(sample[None], 2, weight, p["bias"]).sin().sum())
+        return torch.stack(losses)
+
+    x = torch.randn(3, 4, 5, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), loop_grad(one(fn))(p, x))

@@ -62,7 +62,8 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         return NotImplemented  # one value a group: torch refuses it
     # The native kernel takes the memory of all three as contiguous, whether it is or not.
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
-    if not torch.is_autocast_enabled(input.device.type) and input.dtype == wide(input.dtype):
+    constant = all(part is None or part.grad_fn is None for part in (weight, bias))
+    if constant and input.dtype == wide(input.dtype) and not torch.is_autocast_enabled(input.device.type):
         images = _Images(weight, bias, num_groups, eps)
         output: Any = _GroupNorm.apply(input, images) if input.requires_grad else images.forward(input)
         return output, images.factors()
