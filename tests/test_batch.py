@@ -539,11 +539,11 @@ def test_rows_of_which_another_loss_has_a_small_share_are_refused(n, device):
 
 @pytest.mark.parametrize("made", ["repeated", "of the sample"])
 def test_weights_of_group_norm_that_are_computed(made, device):
-    p = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, device=device)}
+    p = {"lead": torch.randn(5, 5, device=device), "weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, device=device)}
 
     def fn(p, x):
         losses = []
-        for sample in x:
+        for sample in F.linear(x, p["lead"]):
             weight = p["weight"][0, :1].expand(4) if made == "repeated" else F.linear(sample[:1, :3], p["weight"])[0]
             losses.append(F.group_norm(sample[None], 2, weight, p["bias"]).sin().sum())
         return torch.stack(losses)
