@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch, _pass, _random, _trees
+from psg import _ambient, _functorch, _pass, _random, _trees
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Diverged, capture
@@ -151,10 +151,19 @@ def _run_capture(call: Call) -> Result:
     try:
         return _capture_together(call)
     except Diverged as error:
-        # Samples that go different ways are captured apart: each group is then as one batch.
-        if len(error.groups) > max(2, call.n // 2):
-            raise
-        return _run_apart(_run_capture, call, error.groups, state)
+        diverged = error.with_traceback(None)  # which holds what the pass held
+    # Many a model looks for a shorter way, without a mask that masks nothing, unless it is compiled: then it goes one way for all samples.
+    if state is not None:
+        _random.set_state(state)
+    try:
+        with _ambient.compiling():
+            return _capture_together(call)
+    except (PsgError, RuntimeError):
+        pass
+    # Samples that go different ways are captured apart: each group is then as one batch.
+    if len(diverged.groups) > max(2, call.n // 2):
+        raise diverged
+    return _run_apart(_run_capture, call, diverged.groups, state)
 
 
 def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor], state: Any) -> Result:

@@ -150,6 +150,34 @@ def test_samples_that_go_different_ways_are_captured_apart(n, randomness, device
     assert type(factored).__name__ == "Outer"
 
 
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_a_model_that_looks_into_a_mask_unless_it_is_compiled_goes_one_way(n, randomness, device):
+    """Padded batches have samples without padding: apart they would cost two passes."""
+    told = []
+
+    def fn(w, x, mask):
+        told.append(torch.compiler.is_compiling())
+        y = F.linear(x, w)
+        return score(y * mask[:, None] if torch.compiler.is_compiling() or not mask.all() else y)
+
+    w, x, mask = torch.randn(4, 3, device=device), torch.randn(n, 5, 3, device=device), torch.ones(n, 5, device=device)
+    mask[1:, 3:] = 0
+    found = psg.per_sample_grad(fn, randomness=randomness)(w, x, mask)
+    assert told == ([False] if n == 1 else [False, True]) and not torch.compiler.is_compiling()
+    assert_trees_close(found, loop_grad(fn)(w, x, mask))
+
+
+def test_what_fails_only_when_it_is_said_to_be_compiled_goes_apart(device):
+    def fn(w, x):
+        if torch.compiler.is_compiling():
+            raise RuntimeError("not compiled")
+        return score(F.linear(x, w)) * (2 if x.sum() > 0 else 3)
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(9, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+
+
 @pytest.mark.parametrize(
     "value",
     [lambda x: bool(x.sum() < 1e9), lambda x: int(x.abs().sum() * 0), lambda x: float(x[0] * 0), lambda x: (x > 1e9).sum().item(),
