@@ -131,8 +131,7 @@ def capture(
     habits = _Habits()
     state = _random.get_state(tensors) if randomness == "same" else None
     while True:
-        if state is not None:
-            _random.set_state(state)
+        _random.set_state(state)
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if habits.copied and i not in params else tensor.detach() for i, tensor in enumerate(tensors)]

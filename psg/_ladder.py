@@ -67,7 +67,7 @@ def run(call: Call, method: str) -> Result:
     else:
         rungs = [method]
     reasons: list[tuple[str, str]] = []
-    state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
+    state = _shared_draws(call)
     for rung in rungs[:-1]:
         try:
             result = _run(rung, call)
@@ -77,8 +77,7 @@ def run(call: Call, method: str) -> Result:
         except Exception as error:
             _refuse_stale(call, error)
             reasons.append((rung, _reason(error)))
-            if state is not None:
-                _random.set_state(state)
+            _random.set_state(state)
     else:
         try:
             result = _run(rungs[-1], call)
@@ -93,6 +92,11 @@ def run(call: Call, method: str) -> Result:
 def _run(rung: str, call: Call) -> Result:
     with _pass.opened(None):  # this call may stand inside another's pass
         return _RUNGS[rung](call)
+
+
+def _shared_draws(call: Call) -> _random.State | None:
+    """The generators' states, if samples share what they draw: what an abandoned attempt drew is to be drawn again."""
+    return _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
 
 
 def _refuse_stale(call: Call, error: Exception) -> None:
@@ -147,14 +151,13 @@ class _Aux:
 def _run_capture(call: Call) -> Result:
     if _functorch.transform_active():
         raise PsgError('method="capture": it runs inside a torch.func transform, which sees through the other methods only')
-    state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
+    state = _shared_draws(call)
     try:
         return _capture_together(call)
     except Diverged as error:
         diverged = error.with_traceback(None)  # which holds what the pass held
     # Many a model looks for a shorter way, without a mask that masks nothing, unless it is compiled: then it goes one way for all samples.
-    if state is not None:
-        _random.set_state(state)
+    _random.set_state(state)
     try:
         with _ambient.compiling():
             return _capture_together(call)
@@ -170,8 +173,7 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
     """Run groups of the samples one after the other, each from this state of the random generators, if one is given."""
     results = []
     for index in groups:
-        if state is not None:
-            _random.set_state(state)
+        _random.set_state(state)
         results.append(rung(call.take(index)))
     back = torch.cat(groups).argsort()
     columns = zip(*(result.factors for result in results), strict=True)
@@ -208,6 +210,18 @@ def _capture_together(call: Call) -> Result:
 
 
 def _run_vmap(call: Call) -> Result:
+    state = _shared_draws(call)
+    try:
+        return _vmap_together(call)
+    except RuntimeError as error:
+        if "data-dependent control flow" not in str(error):
+            raise
+    _random.set_state(state)
+    with _ambient.compiling():  # as in `_run_capture`
+        return _vmap_together(call)
+
+
+def _vmap_together(call: Call) -> Result:
     aux, order, differentiated = _Aux(), call.tensors, call.needs_derivative
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:

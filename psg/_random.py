@@ -14,9 +14,9 @@ def get_state(tensors: Iterable[Tensor]) -> State:
     return {"cpu": torch.get_rng_state(), **{str(device): torch.cuda.get_rng_state(device) for device in devices}}
 
 
-def set_state(state: State) -> None:
-    """Put the generators back into a state."""
-    for device, value in state.items():
+def set_state(state: State | None) -> None:
+    """Put the generators back into a state; None leaves them as they are."""
+    for device, value in (state or {}).items():
         if device == "cpu":
             torch.set_rng_state(value)
         else:

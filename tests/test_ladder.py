@@ -165,7 +165,12 @@ def test_a_model_that_looks_into_a_mask_unless_it_is_compiled_goes_one_way(n, ra
     mask[1:, 3:] = 0
     found = psg.per_sample_grad(fn, randomness=randomness)(w, x, mask)
     assert told == ([False] if n == 1 else [False, True]) and not torch.compiler.is_compiling()
-    assert_trees_close(found, loop_grad(fn)(w, x, mask))
+    expected = loop_grad(fn)(w, x, mask)
+    assert_trees_close(found, expected)
+    # So does the reference, which is differentiated.
+    assert_trees_close(psg.per_sample_grad(fn, randomness=randomness, method="vmap")(w, x, mask), expected)
+    second = torch.func.jacrev(lambda w: psg.per_sample_norm(fn, randomness=randomness)(w, x, mask).sum())(w)
+    assert_trees_close(second, torch.func.jacrev(lambda w: psg.per_sample_norm(fn, method="loop")(w, x, mask).sum())(w), per_sample=False)
 
 
 def test_what_fails_only_when_it_is_said_to_be_compiled_goes_apart(device):
