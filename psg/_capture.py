@@ -274,6 +274,8 @@ class _Mode(Watch):
                 return self._require_grad(func, *args, **kwargs)
             if not any(map(self._is_elsewhere, leaves)):  # as those of torch.func.vjp are
                 return self._differentiate(*args, **kwargs)
+        if here and _functorch.saved_tensor_hooks() != self.hooks:
+            raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
         rule = _registry.find_rule(func) if here and self.habits.ruled else None
         if rule is not None:
             output = self._run_rule(func, rule, args, kwargs)
@@ -455,18 +457,16 @@ class _Mode(Watch):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op as it is."""
-        if _functorch.lacks_batching(func) and not any(map(self._is_elsewhere, leaves_of(args, kwargs))):
-            return self._one_by_one(func, args, kwargs)
+        if _functorch.lacks_batching(func):
+            wrapped = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)]
+            if wrapped and not any(map(self._is_elsewhere, wrapped)):
+                return self._one_by_one(func, args, kwargs, wrapped)
         return func(*args, **kwargs)
 
-    def _one_by_one(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _one_by_one(self, func: Any, args: Any, kwargs: Any, wrapped: list[Tensor]) -> Any:
         """What vmap runs sample by sample too, but selects each from the whole, whereupon each selection's backward writes a whole one."""
         with _functorch.below():
-            sides = {
-                id(leaf): _functorch.physical(leaf, self.level, self.n).unbind()
-                for leaf in leaves_of(args, kwargs)
-                if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)
-            }
+            sides = {id(leaf): _functorch.physical(leaf, self.level, self.n).unbind() for leaf in wrapped}
             results = []
             for i in range(self.n):
                 own, options = substitute((args, kwargs), lambda leaf: sides[id(leaf)][i] if id(leaf) in sides else leaf)  # noqa: B023
@@ -560,8 +560,6 @@ class _Mode(Watch):
             outputs = (output,) if single else tuple(output)
             if own and torch.is_grad_enabled():
                 targets = [(place_name(place), value, builder_at(builders, place)) for place, value in own.items()]
-                if _functorch.saved_tensor_hooks() != self.hooks:
-                    raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
                 outputs = self.tap(op, outputs, single, targets, (*inputs, *shared.values()))
             return outputs
 

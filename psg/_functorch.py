@@ -175,8 +175,8 @@ def lacks_batching(func: Any) -> bool:
     """Whether this is an op of torch.library that vmap runs sample by sample, for want of a rule."""
     if isinstance(func, OpOverloadPacket):
         func = getattr(func, "default", None)
-    if not isinstance(func, OpOverload) or func._schema.is_mutable:
-        return False
+    if not isinstance(func, OpOverload) or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return False  # what draws random numbers does as vmap's `randomness` says
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return not has("FuncTorchBatched") and not has("CompositeImplicitAutograd")
 

@@ -588,7 +588,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
         The same tree with a sum for each segment in place of each sample: [num_segments, *shape] where a leaf was [n, *shape].
 
     Raises:
-        InputError: `segment_ids` are no such integers.
+        InputError: `segment_ids` are no such integers, or `num_segments` is none.
 
     Guarantee: what the largest segment's size is, and whether all ids are in range, is asked of the device: a wait on an accelerator.
 
@@ -608,6 +608,8 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     if not integers or segment_ids.dtype == torch.bool or segment_ids.shape != (n,):
         got = f"{segment_ids.dtype} {tuple(segment_ids.shape)}" if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
         raise InputError(f"psg.tree.segment_sum: expected segment_ids as integers [{n}], one for each sample, got {got}.")
+    if not isinstance(num_segments, int) or isinstance(num_segments, bool) or num_segments < 0:
+        raise InputError(f"psg.tree.segment_sum: num_segments={num_segments!r}: expected an integer of at least 0.")
     ids = segment_ids.to(factors[0].device, torch.int64)
     if n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
         raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")

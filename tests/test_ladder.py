@@ -173,6 +173,19 @@ def test_a_model_that_looks_into_a_mask_unless_it_is_compiled_goes_one_way(n, ra
     assert_trees_close(second, torch.func.jacrev(lambda w: psg.per_sample_norm(fn, method="loop")(w, x, mask).sum())(w), per_sample=False)
 
 
+def test_what_the_samples_share_may_be_checkpointed(device):
+    """It runs again in the backward pass, when what was computed once for all samples is gone."""
+    shared = torch.randn(6, 3, device=device)
+
+    def fn(p, x):
+        table = torch.utils.checkpoint.checkpoint(lambda w: F.linear(shared, w).sin(), p["w"], use_reentrant=False)
+        return score(table @ x)
+
+    p, x = {"w": torch.randn(4, 3, device=device)}, torch.randn(5, 4, device=device)
+    with pytest.warns(psg.FallbackWarning, match="saves tensors through hooks"):
+        assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(fn)(p, x))
+
+
 def test_what_fails_only_when_it_is_said_to_be_compiled_goes_apart(device):
     def fn(w, x):
         if torch.compiler.is_compiling():

@@ -78,6 +78,36 @@ def test_a_library_op_without_a_rule(call, n, device):
     assert_trees_close(psg.per_sample_grad(fn)(weight, x), loop_grad(fn)(weight, x), rtol=1e-9)
 
 
+@torch.library.custom_op("psg_tests::rows_of", mutates_args=())
+def rows_of(x: torch.Tensor) -> int:
+    ROWS_ASKED.append(None)
+    return x.shape[0]
+
+
+ROWS_ASKED = []
+
+
+def test_a_library_op_on_constants_runs_once(device):
+    constant, weight, x = torch.ones(6, 2, device=device), torch.randn(4, device=device), torch.randn(5, 4, device=device)
+    ROWS_ASKED.clear()
+    fn = lambda weight, x: (weight * x).sin().sum() * rows_of(constant)  # noqa: E731
+    grads = psg.per_sample_grad(fn)(weight, x)
+    assert len(ROWS_ASKED) == 1
+    assert_trees_close(grads, loop_grad(fn)(weight, x), rtol=1e-9)
+
+
+def test_random_overloads_draw_as_the_samples_shall(device):
+    """They have no batching rule either: what vmap does for them depends on its randomness."""
+    fn = lambda weight, x: (weight * x * torch.ops.aten.rand.default([4], device=x.device)).sum()  # noqa: E731
+    weight, x = torch.randn(4, device=device), torch.ones(5, 4, device=device)
+    same = psg.per_sample_grad(fn, randomness="same")(weight, x)
+    assert torch.equal(same, same[:1].expand(5, 4))
+    different = psg.per_sample_grad(fn)(weight, x)
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        psg.per_sample_grad(fn, randomness="error")(weight, x)
+
+
 @each_call
 @pytest.mark.parametrize("registered", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("n", [0, 1, 5])

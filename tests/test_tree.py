@@ -176,6 +176,19 @@ def test_segments_out_of_range_are_an_error(ids, message):
         psg.tree.segment_sum(torch.ones(3, 2), ids, 2)
 
 
+@pytest.mark.parametrize("count", [2.5, -1, True])
+def test_a_number_of_segments_that_is_none_is_an_error(count):
+    with pytest.raises(psg.InputError, match="num_segments=.*: expected an integer"):
+        psg.tree.segment_sum(torch.ones(3, 2), torch.zeros(3, dtype=torch.int64), count)
+
+
+def test_rows_by_integers_of_32_bits(device):
+    index, cotangent = torch.randint(40_000, (3, 4), device=device), torch.randn(3, 4, 5, device=device)
+    short, long = Rows(index.int(), cotangent, 40_000), Rows(index, cotangent, 40_000)
+    for reduce in (lambda tree: psg.tree.project(tree, 16), psg.tree.moments, psg.tree.norm, psg.tree.gram):
+        assert_trees_close(reduce(short), reduce(long), per_sample=False)
+
+
 @pytest.mark.filterwarnings("error")  # torch warns where it discards an imaginary part
 def test_unflatten_gives_every_leaf_its_dtype(device):
     dtypes = {"half": torch.bfloat16, "real": torch.float32, "complex": torch.complex64}

@@ -27,7 +27,7 @@ class Rows(Factor):
     fields = ("index", "cotangent")
 
     def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
-        self.index = index
+        self.index = index.long()
         self.cotangent = cotangent
         self.num_rows = num_rows
         expect_real(self)

@@ -178,8 +178,9 @@ def _aligned(op: Any) -> None:
         if vector:
             return op(A, B.expand(A.shape[:-1]), left=left, **options)
         rank = max(A.ndim, B.ndim)
-        A, B = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
-        return op(A, B, left=left, **options)
+        sides = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
+        solved = op(*sides, left=left, **options)
+        return solved if isinstance(solved, Tensor) else type(solved)((solved[0], solved[1].reshape(A.shape[:-2])))
 
 
 _aligned(torch.linalg.solve)
