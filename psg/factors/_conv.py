@@ -275,7 +275,7 @@ class Conv(Planned):
     def _is_correlated(self) -> bool:
         """Whether `_correlation` fits, and is faster: depthwise kernels that are large, dilated or of three dimensions.
 
-        Their native gradient, of one sample as of all, is up to twenty times as slow (measured: benchmarks/micro.py, depthwise).
+        Their native gradient, of one sample as of all, is up to twenty times as slow (measured: benchmarks/micro.py, conv).
         """
         kernel, _, _, dilation, groups = self.geometry
         fits = self.cotangent.shape[1] == 1 and self.shape[1] == 1 and self.shape[0] == groups
