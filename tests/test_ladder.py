@@ -182,7 +182,8 @@ def test_what_the_samples_share_may_be_checkpointed(device):
         return score(table @ x)
 
     p, x = {"w": torch.randn(4, 3, device=device)}, torch.randn(5, 4, device=device)
-    with pytest.warns(psg.FallbackWarning, match="saves tensors through hooks"):
+    # Up to torch 2.12 checkpointing has an autograd function of its own, which vmap refuses first.
+    with pytest.warns(psg.FallbackWarning, match="saves tensors through hooks|_NoopSaveInputs"):
         assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(fn)(p, x))
 
 
