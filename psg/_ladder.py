@@ -114,7 +114,10 @@ def _reason(error: Exception) -> str:
     return kind + (text[0] if text else "no message")
 
 
-_COST = {"vmap": "per-sample gradients are held in full", "loop": "one forward and backward for every sample"}
+_COST = {
+    "vmap": "per-sample gradients are held in full",
+    "loop": "one forward and backward for every sample, which a function of a whole batch need not pay (method='batch')",
+}
 
 
 def _warn_once(call: Call, rung: str, reasons: list[tuple[str, str]]) -> None:
