@@ -177,12 +177,10 @@ class _BatchMode(Watch):
     """Watches the calls of the function and routes those that meet a parameter."""
 
     def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], look: Callable[..., None], choices: _Choices) -> None:
-        super().__init__(n, params)
+        super().__init__(n, params, inputs)
         self.look = look
         self.choices = choices
         self.level = _functorch.current_level()
-        self.owned = {_functorch.memory_of(value.leaf) for value in params}
-        self.inputs = {_functorch.memory_of(tensor) for tensor in inputs if tensor.numel()} - self.owned
         self.failure: PsgError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,7 +261,7 @@ class _BatchMode(Watch):
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
-        if memory in self.inputs:
+        if memory in self.given:
             raise WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from psg import _ambient, _functorch, _trees, memory
+from psg import _ambient, _functorch, _random, _trees, memory
 from psg._errors import InputError
 from psg._outside import Outside
 from psg.factors import Factor
@@ -104,6 +104,10 @@ class Call:
     def has_tangent(self) -> bool:
         """Whether tensors may carry tangents of torch.autograd.forward_ad: inputs, what fn closes over, clip norms."""
         return forward_ad._current_level >= 0
+
+    def shared_draws(self) -> _random.State | None:
+        """The generators' states, if samples share what they draw: what one attempt or chunk drew, the next is to draw again."""
+        return _random.get_state(self.leaves[i] for i in self.tensors) if self.randomness == "same" else None
 
     def gradient_tree(self, leaves: Sequence[Any]) -> Any:
         """The tree that is differentiated, or the tuple of them, with these leaves."""

@@ -13,7 +13,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -222,11 +221,10 @@ class _Mode(Watch):
         settle: Callable[[Factor], Factor] | None,
         habits: _Habits,
     ) -> None:
-        super().__init__(n, params)
+        super().__init__(n, params, inputs)
         self.look = look
         self.settle = settle
         self.habits = habits
-        self.inputs = inputs
         self.level = -1
         self.hooks = _functorch.saved_tensor_hooks()
         self.nbytes = 0
@@ -418,23 +416,13 @@ class _Mode(Watch):
         if not isinstance(target, Tensor):
             return
         memory = _functorch.memory_of(target)
-        if memory in self._owned:
+        if memory in self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
         derived = (value.derived for value in self.values[len(self.params) :])
         if any(memory == _functorch.memory_of(value) for value in derived if value is not None):
             raise _WritesDerived(f"{op} writes into a value computed from parameters")
-        if memory in self._given:
+        if memory in self.given:
             raise WritesInput(f"{op} writes into an input, or a view of one")
-
-    # Deep models have hundreds of parameters, and hundreds of activations in place.
-
-    @cached_property
-    def _owned(self) -> set[Any]:
-        return {_functorch.memory_of(value.leaf) for value in self.params}
-
-    @cached_property
-    def _given(self) -> set[Any]:
-        return {_functorch.memory_of(tensor) for tensor in self.inputs if tensor.numel()}
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
         reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)

@@ -67,7 +67,7 @@ def run(call: Call, method: str) -> Result:
     else:
         rungs = [method]
     reasons: list[tuple[str, str]] = []
-    state = _shared_draws(call)
+    state = call.shared_draws()
     for rung in rungs[:-1]:
         try:
             result = _run(rung, call)
@@ -92,11 +92,6 @@ def run(call: Call, method: str) -> Result:
 def _run(rung: str, call: Call) -> Result:
     with _pass.opened(None):  # this call may stand inside another's pass
         return _RUNGS[rung](call)
-
-
-def _shared_draws(call: Call) -> _random.State | None:
-    """The generators' states, if samples share what they draw: what an abandoned attempt drew is to be drawn again."""
-    return _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
 
 
 def _refuse_stale(call: Call, error: Exception) -> None:
@@ -154,7 +149,7 @@ class _Aux:
 def _run_capture(call: Call) -> Result:
     if _functorch.transform_active():
         raise PsgError('method="capture": it runs inside a torch.func transform, which sees through the other methods only')
-    state = _shared_draws(call)
+    state = call.shared_draws()
     try:
         return _capture_together(call)
     except Diverged as error:
@@ -213,7 +208,7 @@ def _capture_together(call: Call) -> Result:
 
 
 def _run_vmap(call: Call) -> Result:
-    state = _shared_draws(call)
+    state = call.shared_draws()
     try:
         return _vmap_together(call)
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from psg import _functorch
 from psg._errors import PsgError
 from psg._ops import CARRIES
 from psg.factors import Dense, Factor, Sum, merge
@@ -145,10 +146,11 @@ class Watch(TorchFunctionMode):
         taps: Where cotangents are to be taken.
     """
 
-    def __init__(self, n: int, params: Sequence[Lifted]) -> None:
+    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.n = n
         self.params = params
+        self._inputs = inputs
         self.values = list(params)
         self.by_handle: dict[int, Lifted] = {}
         self.taps: list[Tap] = []
@@ -158,6 +160,18 @@ class Watch(TorchFunctionMode):
         value.handle = handle
         self.by_handle[id(handle)] = value
         return handle
+
+    # Deep models have hundreds of parameters, and hundreds of activations in place: both are found once.
+
+    @cached_property
+    def owned(self) -> set[int]:
+        """The memory of the parameters."""
+        return {_functorch.memory_of(value.leaf) for value in self.params}
+
+    @cached_property
+    def given(self) -> set[int]:
+        """The memory of the inputs that the function must not write into."""
+        return {_functorch.memory_of(tensor) for tensor in self._inputs if tensor.numel()}
 
     def met(self, leaves: Sequence[Any]) -> list[Lifted]:
         """The values among the arguments of a call."""

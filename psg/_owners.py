@@ -72,7 +72,7 @@ def groups(owners: Tensor, n: int) -> Tensor:
     rows = len(owners)
     ordered, order = owners.sort(stable=True)
     counts = torch.bincount(owners, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()))
+    width = max(1, int(counts.max()) if n else 0)
     table = torch.full((n, width), rows, device=owners.device)
     starts = counts.cumsum(0) - counts
     kept = ordered < n

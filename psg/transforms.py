@@ -477,11 +477,9 @@ def _chunks(call: Call, method: str, sizes: "_Sizes") -> Iterator[tuple[int, Res
     if call.n == 0:
         yield 0, _ladder.empty(call.single() if method == "batch" else call)
         return
-    state = _random.get_state(call.leaves[i] for i in call.tensors) if call.randomness == "same" else None
-    start = 0
+    state, start = call.shared_draws(), 0
     while start < call.n:
-        if state is not None:
-            _random.set_state(state)
+        _random.set_state(state)
         chunk = call.chunk(start, sizes.next(call))
         result = _ladder.run(chunk, method)
         sizes.learn(call, chunk.n, result)

@@ -18,6 +18,7 @@ from torch import Tensor
 from psg import _functorch, _trees
 from psg._ambient import never
 from psg._errors import InputError
+from psg._owners import groups
 from psg.factors import Dense, Factor, Joint, Rows
 from psg.factors import concat as concat_factors
 from psg.factors._base import as_real, square, wide, widen
@@ -613,7 +614,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     ids = segment_ids.to(factors[0].device, torch.int64)
     if n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
         raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
-    table = _members(ids, num_segments)
+    table = groups(ids, num_segments)
 
     def sums(factor: Factor) -> Factor:
         if isinstance(factor, Dense):
@@ -622,17 +623,6 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
         return factor.regroup(table)
 
     return _map(tree, sums, "segment_sum")
-
-
-def _members(ids: Tensor, count: int) -> Tensor:
-    """The samples of each segment, [count, size of the largest]; n, one past the last sample, fills up."""
-    n, (ordered, order) = len(ids), ids.sort(stable=True)
-    segments = torch.arange(count, device=ids.device)
-    first, end = (torch.searchsorted(ordered, segments, right=right) for right in (False, True))
-    width = max(1, int((end - first).max()) if count else 0)
-    table = ids.new_full((count, width), n)
-    table[ordered, torch.arange(n, device=ids.device) - first[ordered]] = order
-    return table
 
 
 def _map(tree: Any, function: Callable[[Factor], Factor], name: str) -> Any:

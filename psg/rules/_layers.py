@@ -175,11 +175,6 @@ def weights_of(kind: Kind, params: Sequence[Tensor], has_biases: bool, direction
     return weights
 
 
-def have_history(weights: Sequence[Weights]) -> bool:
-    """Whether a weight was computed from something that is differentiated: a layer is run for the sake of its data alone."""
-    return any(w is not None and w.grad_fn is not None for own in weights for w in own)
-
-
 def compute_dtype(kind: Kind, input: Tensor, states: Sequence[Tensor], weights: Sequence[Weights]) -> torch.dtype | None:
     """The dtype to compute in, at least float32; None if the sizes or dtypes are not those that torch expects."""
     features, dtypes = input.shape[-1], {input.dtype, *(state.dtype for state in states)}

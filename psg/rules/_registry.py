@@ -212,6 +212,11 @@ def decomposition(op: Any, differentiated: bool = False) -> Callable[[Callable[.
     return register
 
 
+def has_history(*weights: Tensor | None) -> bool:
+    """Whether one of them was computed from what is differentiated: a rule that finds cotangents itself does so for its data alone."""
+    return any(weight is not None and weight.grad_fn is not None for weight in weights)
+
+
 def reshape(output: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """An output in another shape, as no view of anything: a rule's output must not be one.
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from psg.factors import Dense
 from psg.factors._base import wide, widen
-from psg.rules._registry import decomposition, reshape, rule
+from psg.rules._registry import decomposition, has_history, reshape, rule
 
 
 def _sum_leading(tensor: Tensor, dims: int) -> Dense:
@@ -62,8 +62,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         return NotImplemented  # one value a group: torch refuses it
     # The native kernel takes the memory of all three as contiguous, whether it is or not.
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
-    constant = all(part is None or part.grad_fn is None for part in (weight, bias))
-    if constant and input.dtype == wide(input.dtype) and not torch.is_autocast_enabled(input.device.type):
+    if not has_history(weight, bias) and input.dtype == wide(input.dtype) and not torch.is_autocast_enabled(input.device.type):
         images = _Images(weight, bias, num_groups, eps)
         output: Any = _GroupNorm.apply(input, images) if input.requires_grad else images.forward(input)
         return output, images.factors()

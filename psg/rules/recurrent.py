@@ -15,8 +15,8 @@ from torch import Tensor
 
 from psg._errors import PsgError
 from psg.rules._gates import Elman, Gru, Lstm, Relu, Weights
-from psg.rules._layers import Cell, Kind, Layer, compute_dtype, have_history, is_autocast, run_layer, states_of, weights_of
-from psg.rules._registry import decomposition, rule
+from psg.rules._layers import Cell, Kind, Layer, compute_dtype, is_autocast, run_layer, states_of, weights_of
+from psg.rules._registry import decomposition, has_history, rule
 
 _REFUSED = "torch would not accept the sizes or dtypes of this recurrent op"
 
@@ -41,7 +41,7 @@ def _layer(op: Any, kind: Kind) -> None:
             return NotImplemented  # a pack; a stack of layers
         states, weights = states_of(kind, hx), weights_of(kind, params, has_biases, 1 + bidirectional)
         expected = input.shape[0], 1 + bidirectional, input.shape[1 if batch_first else 2]
-        if weights is None or have_history(weights) or any(state.shape[:3] != expected for state in states):
+        if weights is None or any(has_history(*own) for own in weights) or any(state.shape[:3] != expected for state in states):
             return NotImplemented
         compute = compute_dtype(kind, input, states, weights)
         if compute is None:
@@ -169,7 +169,7 @@ def _cell(op: Any, kind: Kind) -> None:
     def cell(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:
         """One step: ([n,b,i], [n,b,h]) -> [n,b,h], or two states of an LSTM."""
         states, weights = states_of(kind, hx), Weights(w_ih, w_hh, b_ih, b_hh, None)
-        if (b_ih is None) != (b_hh is None) or have_history([weights]) or input.ndim != 3 or input.numel() == 0:
+        if (b_ih is None) != (b_hh is None) or has_history(*weights) or input.ndim != 3 or input.numel() == 0:
             return NotImplemented
         compute = compute_dtype(kind, input, states, [weights])
         if compute is None or any(state.shape[:-1] != input.shape[:2] for state in states):
