@@ -20,6 +20,7 @@ from torch import Tensor
 
 from psg import _functorch, _random, _trees
 from psg._errors import PsgError
+from psg._inside import Product
 from psg._lifted import Lifted, Tap, Watch, pull_back, with_history
 from psg._ops import (
     CONSTANTS,
@@ -139,9 +140,9 @@ def capture(
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             habits = habits._replace(copied=True)
         except _Differentiates:
-            # A rule's output is differentiated for the data alone, and a value that is computed once stands apart from its parameter:
-            # derivatives that fn takes itself, for both and to be differentiated again, are those of lifted values.
-            habits = habits._replace(ruled=False, derives=False)
+            # For data: through those rules whose outputs have derivatives of every order. For parameters: through lifted values. One
+            # computed once for all samples stands apart from its parameter, and a rule's output is differentiated for the data alone.
+            habits = habits._replace(ruled=False, derives=False) if habits.recorded else habits._replace(recorded=True)
         except _WritesDerived:
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             habits = habits._replace(derives=False)
@@ -162,12 +163,14 @@ class _Habits(NamedTuple):
         fills: How many kinds of the tensors that the function makes are made for every sample: first those that are most often written
             into; what is made for every sample has no Python value.
         ruled: Known ops run by their rules.
+        recorded: The function calls autograd itself: what runs by rules can be differentiated again.
     """
 
     copied: bool = False
     derives: bool = True
     fills: int = 0
     ruled: bool = True
+    recorded: bool = False
 
 
 def _one_pass(
@@ -225,7 +228,6 @@ class _Mode(Watch):
         self.look = look
         self.settle = settle
         self.habits = habits
-        self.level = -1
         self.hooks = _functorch.saved_tensor_hooks()
         self.nbytes = 0
         self.failure: Exception | None = None
@@ -274,22 +276,24 @@ class _Mode(Watch):
                 return self._differentiate(*args, **kwargs)
         if here and _functorch.saved_tensor_hooks() != self.hooks:
             raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
-        rule = _registry.find_rule(func) if here and self.habits.ruled else None
+        rule = _registry.find_rule(func) if self.habits.ruled else None
         if rule is not None:
-            output = self._run_rule(func, rule, args, kwargs)
+            run = self._run_rule if here and not self.habits.recorded else self._run_inside
+            output = run(func, rule, args, kwargs)
             if output is not NotImplemented:
                 return output
         if not here:
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
-        decompose = _registry.find_decomposition(func, differentiated=not here or not self.habits.ruled)
+        differentiated = not here or self.habits.recorded
+        decompose = _registry.find_decomposition(func, differentiated)
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
         if not here:
-            return func(*args, **kwargs)
+            return self._run_elsewhere(func, args, kwargs, self.met(leaves))
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
         if func in MASKED and "mask" in kwargs:
@@ -347,7 +351,7 @@ class _Mode(Watch):
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad`, of all samples at once: since they do not meet, of the sum of their outputs."""
-        if self.habits.ruled:
+        if not self.habits.recorded or self.habits.ruled and self.met(leaves_of((inputs,), {})):
             raise _Differentiates("fn calls torch.autograd.grad")
         outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
         if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
@@ -443,6 +447,15 @@ class _Mode(Watch):
             value.uses.append(f"{name}: lifted")
         return self._run(func, args, kwargs)
 
+    def _run_elsewhere(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
+        """The same inside a transform of the function's own, which knows how the op runs."""
+        output = self._derive(func, name_of(func), met, args, kwargs) if met and self._may_derive(func) else NotImplemented
+        if output is not NotImplemented:
+            return output
+        for value in met:
+            value.uses.append(f"{name_of(func)}: lifted")
+        return func(*args, **kwargs)
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op as it is."""
         if _functorch.lacks_batching(func):
@@ -470,7 +483,7 @@ class _Mode(Watch):
         others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         if any(map(_functorch.is_wrapped, others)):
             return NotImplemented  # depends on the sample
-        with _functorch.below():
+        with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.history)
             output = func(*args, **kwargs)
             several = isinstance(output, (tuple, list))
@@ -486,6 +499,34 @@ class _Mode(Watch):
         self.values += derivations
         handles = tuple(self.hold(value, _functorch.wrap(value.leaf, self.level)) for value in derivations)
         return handles if several else handles[0]
+
+    def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
+        """Run the rule as what fn itself may differentiate, or batch, for the data; NotImplemented if it does not fit this call."""
+        arguments = rule.bind(args, kwargs)
+        if arguments is None:
+            return NotImplemented
+        places = {place: self.by_handle[id(argument)] for place, argument in places_of(arguments) if id(argument) in self.by_handle}
+        if not places or any(place[0] not in rule.params or value.value is None for place, value in places.items()):
+            return NotImplemented
+        write = _registry.find_standard(func)
+        if write is not None:
+            with self:
+                output = write(**arguments, shared=set(map(place_name, places)))
+            if output is not NotImplemented:
+                return output
+        transpose = _registry.find_transpose(func)
+        if transpose is None:
+            return NotImplemented
+        own = {name: value for (name, _), value in places.items()}
+        data = arguments.get(transpose.data)
+        others = {name: argument for name, argument in arguments.items() if name not in own and name != transpose.data}
+        if not isinstance(data, Tensor) or transpose.data in own or not _functorch.is_wrapped(data):
+            return NotImplemented
+        if any(isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves_of((), others)):
+            return NotImplemented  # every sample has its own
+        product = Product(self, func, own, others, self.habits.recorded)
+        unfit = torch.is_autocast_enabled(data.device.type) or not _functorch.is_linear_through(self.level)
+        return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
 
     def _run_rule(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule on the physical batch and tap its output; NotImplemented if it does not fit this call."""

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -64,6 +67,72 @@ def is_wrapped(tensor: Tensor) -> bool:
 def is_batched(tensor: Tensor, level: int) -> bool:
     """Whether the vmap at this level has wrapped this tensor."""
     return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
+
+
+def is_batched_within(tensor: Tensor, level: int) -> bool:
+    """Whether the vmap at this level has wrapped this tensor, under whatever other wrappers."""
+    while is_wrapped(tensor):
+        if is_batched(tensor, level):
+            return True
+        tensor = value_of(tensor)
+    return False
+
+
+def alive(tensor: Tensor) -> Tensor:
+    """A tensor without the wrappers of transforms that have ended."""
+    return _C.unwrap_if_dead(tensor)
+
+
+def is_linear_through(level: int) -> bool:
+    """Whether `descend` knows each transform above this level: vmap, grad and jvp."""
+    known = _C.TransformType.Vmap, _C.TransformType.Grad, _C.TransformType.Jvp
+    return all(interpreter.key() in known for interpreter in (_C.get_interpreter_stack() or ())[level:])
+
+
+def descend(
+    tensor: Tensor,
+    function: Callable[[Tensor], Tensor],
+    batched: Callable[[Tensor], Tensor],
+    recorded: Callable[[Callable[[Tensor], Tensor]], Tensor],
+) -> Tensor:
+    """Take an op through the innermost transform, as it would take an `autograd.Function`, for a tenth of the price.
+
+    Args:
+        tensor: The op's argument.
+        function: The op, for what lies below the transform.
+        batched: The op, for a tensor with one more dimension in front, below a vmap.
+        recorded: Applies a `OneLevel` to the tensor, which calls in its forward what it is given here.
+
+    Returns:
+        The op's output.
+    """
+    interpreter = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    if _C.maybe_get_level(tensor) != level:
+        with interpreter.lower():
+            return function(tensor)  # to this transform a constant
+    if interpreter.key() == _C.TransformType.Vmap:
+        with interpreter.lower():
+            output = batched(physical(tensor, level, 0))
+        return wrap(output, level)
+
+    def forward(tensor: Tensor) -> Tensor:
+        # A Function's forward runs without autograd and tangents, which the transforms further down may want.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), interpreter.lower():
+            output = function(_C._unwrap_for_grad(tensor, level))
+        return _C._wrap_for_grad(output, level)
+
+    return recorded(forward)
+
+
+class OneLevel(torch.autograd.function._SingleLevelFunction):
+    """An autograd Function that only the innermost transform sees."""
+
+    @classmethod
+    def apply_here(cls, *args: Any) -> Any:
+        """What `apply` is for other Functions."""
+        with enable_single_level_autograd_function():
+            return cls.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Pass:
@@ -154,13 +223,19 @@ def wrap_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 class below:
-    """A context: run the body one transform further down the stack."""
+    """A context: run the body below the vmap at this level, by default the innermost transform."""
+
+    def __init__(self, level: int | None = None) -> None:
+        self._level = level
 
     def __enter__(self) -> None:
-        self._popped = _C.pop_dynamic_layer_stack()
+        self._popped = [_C.pop_dynamic_layer_stack()]
+        while self._level is not None and current_level() >= self._level:
+            self._popped.append(_C.pop_dynamic_layer_stack())
 
     def __exit__(self, *_: object) -> None:
-        _C.push_dynamic_layer_stack(self._popped)
+        while self._popped:
+            _C.push_dynamic_layer_stack(self._popped.pop())
 
 
 def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], level: int, n: int) -> tuple[Tensor, ...]:

@@ -144,10 +144,12 @@ class Watch(TorchFunctionMode):
         values: These and, as they appear, the values derived from them.
         by_handle: By the identity of the wrapper.
         taps: Where cotangents are to be taken.
+        level: That of the transform in which the function runs; -1 outside of all.
     """
 
     def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor]) -> None:
         super().__init__()
+        self.level = -1
         self.n = n
         self.params = params
         self._inputs = inputs

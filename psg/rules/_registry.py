@@ -96,6 +96,8 @@ def _is_number(annotation: Any) -> bool:
 _rules: dict[Any, Rule] = {}
 _decompositions: dict[Any, Callable[..., Any]] = {}
 _derivable: dict[Any, Callable[..., Any]] = {}
+_transposes: "dict[Any, Transpose]" = {}
+_standard: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
@@ -212,6 +214,46 @@ def decomposition(op: Any, differentiated: bool = False) -> Callable[[Callable[.
     return register
 
 
+class Transpose(NamedTuple):
+    """How an op is linear in its data, its parameters being given: derivatives that a function takes for its data are such ops again.
+
+    Attributes:
+        data: The argument in which the op is linear.
+        item: How many dimensions of `data` the op takes together, where it takes one more at most; None where it takes any number.
+        constants: Arguments that are no part of derivatives: a bias.
+        run: From the shape of `data` and the other arguments to the op that takes the output's cotangent to that of `data`, and what it
+            takes beside the cotangent. NotImplemented declines the call.
+    """
+
+    data: str
+    item: int | None
+    constants: tuple[str, ...]
+    run: Callable[..., Any]
+
+
+def transpose(*ops: Any, data: str, item: int | None = None, constants: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated function as what transposes an op that has a rule; see `Transpose`. The transposed op has both, too."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        _transposes.update(dict.fromkeys(ops, Transpose(data, item, constants, run)))
+        return run
+
+    return register
+
+
+def standard(*ops: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Register how to write a call of an op that has a rule with ops that can be transposed; NotImplemented declines the call.
+
+    The function takes the op's arguments by name, and as `shared` the names of those that are parameters.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _standard.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
 def has_history(*weights: Tensor | None) -> bool:
     """Whether one of them was computed from what is differentiated: a rule that finds cotangents itself does so for its data alone."""
     return any(weight is not None and weight.grad_fn is not None for weight in weights)
@@ -247,6 +289,16 @@ def leak(*ops: Any, reason: str, when: Callable[..., bool] = lambda *args, **kwa
 def find_rule(op: Any) -> Rule | None:
     """The rule of an op, if there is one."""
     return _rules.get(op)
+
+
+def find_transpose(op: Any) -> Transpose | None:
+    """How an op is transposed, if it can be."""
+    return _transposes.get(op)
+
+
+def find_standard(op: Any) -> Callable[..., Any] | None:
+    """How a call is written with ops that can be transposed."""
+    return _standard.get(op)
 
 
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:

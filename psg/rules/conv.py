@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors import Conv, Dense, Geometry
-from psg.rules._registry import decomposition, reshape, rule
+from psg.rules._registry import decomposition, reshape, rule, transpose
 
 
 def _each(option: Any, dims: int) -> tuple[int, ...]:
@@ -110,9 +110,56 @@ def _with_full_lists(op: Any, dims: int) -> None:
         return op(*map(each, args), **{name: each(option) for name, option in kwargs.items()})
 
 
-for _dims, _op in enumerate((F.conv1d, F.conv2d, F.conv3d), start=1):
-    rule(_op)(_convolution(_dims))
-    _with_full_lists(_op, _dims)
-for _dims, _op in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), start=1):
-    rule(_op)(_transposed(_dims))
-    _with_full_lists(_op, _dims)
+def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
+    @transpose(plain, data="input", item=dims + 1, constants=("bias",))
+    def of_plain(
+        shape: torch.Size,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        if weight.is_complex() or weight.ndim != dims + 2 or len(shape) not in (dims + 1, dims + 2):
+            return NotImplemented
+        stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), tuple(weight.shape[2:])
+        if isinstance(padding, str):
+            padding, extra = ((0,) * dims, []) if padding == "valid" else _same_padding(dilation, kernel)
+            if any(extra):
+                return NotImplemented
+        padding = _each(padding, dims)
+        spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+        # What no window of the input reaches, at its far end.
+        rest = tuple((size + 2 * p - span) % step for size, p, span, step in zip(shape[-dims:], padding, spans, stride, strict=True))
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return transposed, {"weight": weight, "output_padding": rest, **options}
+
+    @transpose(transposed, data="input", item=dims + 1, constants=("bias",))
+    def of_transposed(
+        shape: torch.Size,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        if weight.is_complex() or weight.ndim != dims + 2 or len(shape) not in (dims + 1, dims + 2):
+            return NotImplemented
+        stride, padding, dilation, output_padding = (_each(option, dims) for option in (stride, padding, dilation, output_padding))
+        if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
+            return NotImplemented  # room for windows that belong to no input
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return plain, {"weight": weight, **options}
+
+
+_PLAIN = F.conv1d, F.conv2d, F.conv3d
+_TRANSPOSED = F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d
+for _dims, (_plain, _other) in enumerate(zip(_PLAIN, _TRANSPOSED, strict=True), start=1):
+    rule(_plain)(_convolution(_dims))
+    rule(_other)(_transposed(_dims))
+    _with_full_lists(_plain, _dims)
+    _with_full_lists(_other, _dims)
+    _transpose_each_other(_plain, _other, _dims)

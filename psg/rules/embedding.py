@@ -9,7 +9,7 @@ from torch import Tensor
 from psg import _functorch
 from psg._errors import PsgError
 from psg.factors import Rows
-from psg.rules._registry import decomposition, reshape, rule
+from psg.rules._registry import decomposition, reshape, rule, transpose
 
 
 @rule(F.embedding, params=("weight",))
@@ -41,6 +41,20 @@ def embedding(
         return Rows(index, cotangent, rows)
 
     return output, {"weight": factor}
+
+
+@transpose(F.embedding, data="input")
+def embedding_transpose(
+    shape: torch.Size,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Nobody differentiates for an index."""
+    return NotImplemented if weight.is_complex() or max_norm is not None or scale_grad_by_freq else (F.embedding, {})
 
 
 @decomposition(F.embedding)

@@ -5,11 +5,12 @@ With C the cotangent of y, sample n at positions t: grad W = sum_t C[n,t,:] x[n,
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors import Dense, Outer
-from psg.rules._registry import reshape, rule
+from psg.rules._registry import reshape, rule, transpose
 
 
 def positions(tensor: Tensor) -> Tensor:
@@ -35,3 +36,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         "weight": lambda cotangent: Outer(positions(cotangent), positions(input)),
         "bias": sum_positions,
     }
+
+
+@transpose(F.linear, data="input", constants=("bias",))
+def linear_transpose(shape: torch.Size, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """C -> C W."""
+    if weight.ndim != 2 or weight.is_complex() or len(shape) == 0 or (bias is not None and bias.shape != weight.shape[:1]):
+        return NotImplemented
+    return torch.matmul, {"other": weight}

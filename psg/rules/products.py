@@ -10,10 +10,11 @@ from string import ascii_letters
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors import Dense, Factor, Outer
-from psg.rules._registry import reshape, rule
+from psg.rules._registry import reshape, rule, standard, transpose
 from psg.rules.linear import positions
 
 
@@ -390,3 +391,74 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
         return Dense(grads.unflatten(0, (n, len(mat2))))
 
     return output, {"mat2": factor}
+
+
+# Products of data and one matrix, as those that can be transposed: x W and x W^T. The latter is F.linear.
+
+
+@transpose(torch.matmul, data="input")
+def matmul_transpose(shape: torch.Size, other: Tensor) -> Any:
+    """C -> C W^T."""
+    if other.ndim != 2 or other.is_complex() or len(shape) == 0:
+        return NotImplemented
+    return F.linear, {"weight": other}
+
+
+def _by_rows(left: Tensor, right: Tensor, left_is_shared: bool) -> Any:
+    """left @ right, for the matrix that is shared and data of any dimensions."""
+    if not left_is_shared:
+        return torch.matmul(left, right) if right.ndim == 2 and left.ndim > 0 else NotImplemented
+    if left.ndim != 2 or right.ndim == 0:
+        return NotImplemented
+    return F.linear(right, left) if right.ndim == 1 else F.linear(right.mT, left).mT
+
+
+@standard(torch.matmul)
+def standard_product(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
+    """W x."""
+    return _by_rows(input, other, True) if set(shared) == {"input"} else NotImplemented
+
+
+@standard(torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
+def standard_matmul(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
+    """x W or W x."""
+    return _by_rows(input, other, "input" in shared) if len(shared) == 1 else NotImplemented
+
+
+@standard(Tensor.__rmatmul__)
+def standard_rmatmul(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
+    """other @ input."""
+    return _by_rows(other, input, "other" in shared) if len(shared) == 1 else NotImplemented
+
+
+@standard(torch.mm, Tensor.mm)
+def standard_mm(input: Tensor, mat2: Tensor, shared: Collection[str]) -> Any:
+    """([t,i], [i,o]) -> [t,o]."""
+    return _by_rows(input, mat2, "input" in shared) if len(shared) == 1 and input.ndim == mat2.ndim == 2 else NotImplemented
+
+
+@standard(torch.mv, Tensor.mv)
+def standard_mv(input: Tensor, vec: Tensor, shared: Collection[str]) -> Any:
+    """([t,i], [i]) -> [t]."""
+    return F.linear(vec, input) if set(shared) == {"input"} and input.ndim == 2 and vec.ndim == 1 else NotImplemented
+
+
+@standard(torch.einsum)
+def standard_einsum(equation: Any, operands: Sequence[Tensor], shared: Collection[str]) -> Any:
+    """Of data and one matrix, which takes one label of the data to one of the output."""
+    if len(shared) != 1 or len(operands) != 2 or not isinstance(equation, str):
+        return NotImplemented
+    written = einsum_labels(equation, [tensor.ndim for tensor in operands])
+    if written is None:
+        return NotImplemented
+    k = int("operands[1]" in shared)
+    weight, x, (names, out) = operands[k], operands[1 - k], written
+    matrix, given = names[k], names[1 - k]
+    contracted = [name for name in matrix if name in given and name not in out]
+    produced = [name for name in matrix if name in out and name not in given]
+    kept = given.replace(contracted[0], "") if contracted else ""
+    if (len(matrix), len(contracted), len(produced)) != (2, 1, 1) or len(set(given)) < len(given) or set(kept) | set(produced) != set(out):
+        return NotImplemented
+    x = x.permute([given.index(name) for name in kept + contracted[0]])
+    y = F.linear(x, weight) if matrix[0] == produced[0] else torch.matmul(x, weight)
+    return y.permute([(kept + produced[0]).index(name) for name in out])

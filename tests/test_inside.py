@@ -1,0 +1,310 @@
+"""Rules inside of transforms of fn's own, and of derivatives that it takes itself."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees
+from cases import Problem
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import psg
+from psg.testing import assert_trees_close, loop_grad
+
+
+@pytest.fixture
+def normal(device):
+    return functools.partial(torch.randn, device=device)
+
+
+# Forms of a layer: the shape of its parameter, that of one item of its data, and the layer itself. All have as many outputs as inputs, or
+# nearly, so that two make a network.
+
+LAYERS = {
+    "linear": ((4, 3), (3,), lambda w, x: F.linear(x, w, w[:, 0])),
+    "linear, rows": ((4, 3), (2, 3), lambda w, x: F.linear(x, w)),
+    "x @ w": ((3, 4), (3,), lambda w, x: x @ w),
+    "x @ w, rows": ((3, 4), (2, 2, 3), lambda w, x: x @ w),
+    "w @ x": ((4, 3), (3,), lambda w, x: w @ x),
+    "w @ x, columns": ((4, 3), (3, 2), lambda w, x: w @ x),
+    "w @ x, stacks": ((4, 3), (2, 3, 2), lambda w, x: torch.matmul(w, x)),
+    "x @ w.T": ((4, 3), (3,), lambda w, x: x @ w.T),
+    "of a derived weight": ((4, 3), (3,), lambda w, x: F.linear(x, w * w.norm(dim=1, keepdim=True))),
+    "mm": ((4, 3), (3, 2), lambda w, x: torch.mm(w, x) + x.mT.mm(w.T).mT),
+    "mv": ((4, 3), (3,), lambda w, x: w.mv(x)),
+    "einsum": ((3, 4), (2, 3, 2), lambda w, x: torch.einsum("oi,bik->kob", w.T, x)),
+    "einsum, with an ellipsis": ((3, 4), (2, 3), lambda w, x: torch.einsum("...i,io->...o", x, w)),
+    "einsum, summed": ((3, 4), (2, 3), lambda w, x: torch.einsum("bi,io->o", x, w)),
+    "conv1d": ((3, 3, 2), (3, 6), lambda w, x: F.conv1d(x, w, w[:, 0, 0], stride=2, padding=1)),
+    "conv1d, same": ((3, 3, 3), (2, 3, 6), lambda w, x: F.conv1d(x, w, padding="same")),
+    "conv1d, same, uneven": ((3, 3, 2), (3, 6), lambda w, x: F.conv1d(x, w, padding="same")),
+    "conv2d": ((4, 1, 3, 2), (4, 5, 4), lambda w, x: F.conv2d(x, w, stride=(2, 1), padding=1, groups=4)),
+    "conv2d, images": ((2, 2, 2, 2), (3, 2, 4, 5), lambda w, x: F.conv2d(x, w, w[:, 0, 0, 0], dilation=2, stride=2, padding=(2, 1))),
+    "conv3d": ((2, 2, 2, 1, 2), (2, 3, 3, 3), lambda w, x: F.conv3d(x, w, stride=[2], padding="valid")),
+    "conv_transpose1d": ((3, 2, 3), (3, 4), lambda w, x: F.conv_transpose1d(x, w, w[0, :, 0], stride=2, padding=1, output_padding=1)),
+    "conv_transpose2d": ((4, 1, 2, 2), (2, 4, 2, 3), lambda w, x: F.conv_transpose2d(x, w, groups=2, dilation=(1, 2))),
+}
+
+WITHOUT = "conv1d, same, uneven", "einsum, summed"  # lifted inside of transforms, which is right too
+
+
+def network(layer):
+    def run(p, x):
+        """A scalar; the second use of the layer is of what depends on the first."""
+        hidden = layer(p["w"], x).tanh()
+        again = layer(p["w"], x * hidden.square().mean() + hidden.sum().sin())
+        return (again.sin() * p["gain"]).sum() + hidden.square().sum()
+
+    return run
+
+
+def flat(values):
+    return values.reshape(-1)
+
+
+# Forms of what fn does with a network: f(p, x) is a scalar.
+
+TRANSFORMS = {
+    "value": lambda f, p, x: f(p, x),
+    "grad": lambda f, p, x: (torch.func.grad(f, argnums=1)(p, x).square().sum() + 1).log(),
+    "grad_and_value": lambda f, p, x: torch.func.grad_and_value(f, argnums=1)(p, x)[0].sin().sum(),
+    "vjp": lambda f, p, x: torch.func.vjp(lambda z: f(p, z), x)[1](x.mean())[0].square().sum(),
+    "jvp": lambda f, p, x: torch.func.jvp(lambda z: f(p, z), (x,), (torch.ones_like(x),))[1].square(),
+    "a constant tangent": lambda f, p, x: torch.func.jvp(
+        lambda z: f(p, z), (x,), (torch.linspace(0.0, 1.0, x.numel(), dtype=x.dtype, device=x.device).reshape(x.shape),)
+    )[1].square(),
+    "jacrev": lambda f, p, x: torch.func.jacrev(lambda z: torch.stack([f(p, z), f(p, z.sin())]))(x).square().sum(),
+    "jacfwd": lambda f, p, x: torch.func.jacfwd(lambda z: f(p, z))(x).square().sum(),
+    "hessian": lambda f, p, x: torch.func.hessian(lambda z: f(p, z.reshape(x.shape)))(flat(x)).diagonal().sum().square(),
+    "grad of grad": lambda f, p, x: torch.func.grad(lambda z: torch.func.grad(f, argnums=1)(p, z).square().sum())(x).sum().square(),
+    "jvp of grad": lambda f, p, x: torch.func.jvp(torch.func.grad(lambda z: f(p, z)), (x,), (x.cos(),))[1].square().sum(),
+    "grad of jvp": lambda f, p, x: torch.func.grad(lambda z: torch.func.jvp(lambda y: f(p, y), (z,), (x.cos(),))[1])(x).square().sum(),
+    "vmap": lambda f, p, x: torch.func.vmap(lambda scale: f(p, x * scale))(torch.arange(1.0, 4.0).to(x)).square().sum(),
+    "vmap, in another dimension": lambda f, p, x: torch.func.vmap(lambda z: f(p, z), in_dims=x.ndim)(
+        torch.stack([x, x.sin(), x.cos()], x.ndim)
+    ).prod(),
+    "vmap of vmap": lambda f, p, x: torch.func.vmap(
+        lambda scale: torch.func.vmap(lambda shift: f(p, x * scale + shift))(torch.arange(2.0).to(x))
+    )(torch.arange(1.0, 4.0).to(x)).prod(),
+    "vmap of grad": lambda f, p, x: (
+        torch.func.vmap(lambda scale: torch.func.grad(lambda z: f(p, z * scale))(x))(torch.arange(1.0, 4.0).to(x)).square().sum()
+    ),
+    "grad of vmap": lambda f, p, x: (
+        torch.func.grad(lambda z: torch.func.vmap(lambda scale: f(p, z * scale))(torch.arange(1.0, 4.0).to(x)).prod())(x).square().sum()
+    ),
+    "without what is switched off": lambda f, p, x: torch.func.grad(lambda z: switched_off(f, p, z))(x).square().sum(),
+    "autograd.grad": lambda f, p, x: slope(f, p, x)[0].square().sum(),
+    "autograd.grad, twice": lambda f, p, x: curvature(f, p, x),
+    "autograd.grad, not to be differentiated": lambda f, p, x: fixed_slope(f, p, x),
+    "autograd.grad of what torch.func gives": lambda f, p, x: (
+        slope(lambda p, z: torch.func.jvp(lambda y: f(p, y), (z,), (torch.ones_like(z),))[1], p, x)[0].square().sum()
+    ),
+}
+
+
+def switched_off(f, p, z):
+    with torch.no_grad():
+        scale = f(p, z)
+    return f(p, z) * scale
+
+
+def slope(f, p, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(f(p, x), x, create_graph=True)[0], x
+
+
+def curvature(f, p, x):
+    first, x = slope(f, p, x)
+    return torch.autograd.grad(first.square().sum(), x, create_graph=True)[0].sum().square()
+
+
+def fixed_slope(f, p, x):
+    x = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(f(p, x), x)
+    return (f(p, x) * found).sum()
+
+
+def are_lifted(fn, params, *args):
+    """The names of the matrices that were not met by rules alone."""
+    leaves = psg.explain(fn)(params, *args).leaves
+    return [
+        name
+        for name, leaf in zip(sorted(params), leaves, strict=True)
+        if params[name].ndim > 1 and any("lifted" in use for use in leaf.uses)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_equals_the_loop(layer, transform, n, normal):
+    shape, item, run = LAYERS[layer]
+    params = {"w": normal(*shape) / 2, "gain": normal(())}
+    apply = TRANSFORMS[transform]
+    x = normal(n, *item)
+
+    def fn(p, x):
+        return apply(network(run), p, x)
+
+    assert_agrees(Problem(fn, (params, x)))
+    # Under no_grad a slice of a parameter is not computed once for all samples.
+    assert not are_lifted(fn, params, x) or layer in WITHOUT or transform == "without what is switched off"
+
+
+# --- what else a model is made of -------------------------------------------------------------------------------------------------
+
+
+def test_lookups_under_a_vmap_of_fn(normal, device):
+    params = {"table": normal(7, 3), "w": normal(2, 3)}
+    ids = torch.randint(7, (4, 5), device=device)
+
+    def fn(p, ids):
+        def token(i):
+            return F.linear(F.embedding(i, p["table"], padding_idx=2), p["w"]).tanh()
+
+        return torch.func.vmap(token)(ids).square().sum()
+
+    assert_agrees(Problem(fn, (params, ids)))
+    assert not are_lifted(fn, params, ids)
+
+
+def test_a_frozen_weight_with_a_trained_bias(normal):
+    frozen = normal(4, 3)
+
+    def energy(p, x):
+        return (F.linear(F.linear(x, frozen, p["bias"]).sin(), p["down"]) @ p["up"]).cos().sum()
+
+    def fn(p, x):
+        return torch.func.grad(energy, argnums=1)(p, x).square().sum()
+
+    params, x = {"bias": normal(4), "down": normal(2, 4), "up": normal(2, 3)}, normal(5, 3)
+    assert_agrees(Problem(fn, (params, x)))
+    assert not are_lifted(fn, params, x)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.grad, torch.func.vmap])
+def test_data_that_the_samples_share(transform, normal):
+    points = normal(6, 3)
+
+    def fn(p, x):
+        found = transform(lambda z: (F.linear(z, p["w"]).tanh() @ p["v"]).sum(-1))(points if transform is torch.func.vmap else points[0])
+        return (found.sum() * x.sum()).sin()
+
+    assert_agrees(Problem(fn, ({"w": normal(4, 3), "v": normal(4, 2)}, normal(5, 3))))
+
+
+def test_a_parameter_that_the_inner_derivative_is_for(normal):
+    def inner(p, x):
+        return (F.linear(x, p["w"]).tanh() @ p["v"]).square().sum()
+
+    def fn(p, x, y):
+        slopes = torch.func.grad(lambda w: inner({**p, "w": w}, x))(p["w"])
+        return inner({**p, "w": p["w"] - 0.1 * slopes}, y)
+
+    assert_agrees(Problem(fn, ({"w": normal(4, 3), "v": normal(4, 2)}, normal(5, 3), normal(5, 3))))
+
+
+def test_a_parameter_for_which_autograd_is_asked(normal):
+    def inner(p, x):
+        return (F.linear(x, p["w"]).tanh() @ p["v"]).square().sum()
+
+    def fn(p, x):
+        z = x.clone().requires_grad_()
+        by_data, by_weight = torch.autograd.grad(inner(p, z), (z, p["w"]), create_graph=True)
+        return by_data.square().sum() + by_weight.sin().sum()
+
+    assert_agrees(Problem(fn, ({"w": normal(4, 3), "v": normal(4, 2)}, normal(5, 3))))
+
+
+def test_hidden_layers_for_which_autograd_is_asked(normal):
+    def fn(p, x):
+        hidden = F.linear(x, p["w"]).tanh()
+        (slope,) = torch.autograd.grad((hidden @ p["v"]).square().sum(), hidden, create_graph=True)
+        return (slope * F.linear(slope @ p["w"], p["w"])).sum()
+
+    params, x = {"w": normal(4, 3), "v": normal(4, 2)}, normal(5, 3)
+    assert_agrees(Problem(fn, (params, x)))
+    assert not are_lifted(fn, params, x)
+
+
+def test_normalisation_and_attention_between(normal, device):
+    model = torch.nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True).to(device)
+    params = {name: value.detach() for name, value in model.named_parameters()}
+
+    def fn(p, x):
+        def run(z):
+            return torch.func.functional_call(model, p, (z[None],)).sin().sum()
+
+        return torch.func.grad(run)(x).square().sum() + torch.func.vmap(run)(torch.stack([x, x.cos()])).prod()
+
+    x = normal(3, 5, 8)
+    with sdpa_kernel(SDPBackend.MATH):  # the loop's own attention has no second derivative
+        assert_agrees(Problem(fn, (params, x)))
+        assert not are_lifted(fn, params, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_low_precision(dtype, autocast, normal):
+    params = {"w": normal(4, 3).to(dtype), "v": normal(4, 2).to(dtype)}
+
+    def energy(p, x):
+        return (F.linear(x, p["w"]).tanh() @ p["v"]).float().sum()
+
+    def fn(p, x):
+        with torch.autocast(x.device.type, enabled=autocast):
+            return torch.func.grad(energy, argnums=1)(p, x).square().sum()
+
+    x = normal(5, 3).to(dtype)
+    found = psg.per_sample_grad(fn)(params, x)
+    double = {name: value.double() for name, value in params.items()}
+    expected = loop_grad(fn)(double, x.double())
+    for name, value in found.items():
+        assert value.dtype == dtype
+        limit = 1e-5 if dtype == torch.float32 and not autocast else 0.1
+        assert (value - expected[name]).norm() < limit * expected[name].norm()
+
+
+@pytest.mark.parametrize("transform", ["grad", "hessian", "vmap of grad", "jvp of grad", "autograd.grad, twice"])
+def test_compiled_and_in_chunks(transform, normal):
+    apply, run = TRANSFORMS[transform], network(LAYERS["x @ w.T"][2])
+
+    def fn(p, x):
+        return apply(run, p, x)
+
+    params, x = {"w": normal(4, 3), "gain": normal(())}, normal(5, 3)
+    expected = loop_grad(fn)(params, x)
+    assert_trees_close(psg.per_sample_grad(fn, chunk_size=2)(params, x), expected)
+    assert_trees_close(psg.jit(psg.per_sample_grad(fn), backend="eager")(params, x), expected)
+
+
+@given(
+    lead=st.lists(st.integers(1, 3), max_size=2),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    groups=st.integers(1, 2),
+    size=st.integers(5, 8),
+    kernel=st.integers(1, 3),
+    out=st.integers(0, 2),
+    transposed=st.booleans(),
+    order=st.sampled_from(["grad", "jvp of grad", "vmap of grad", "autograd.grad, twice"]),
+)
+def test_drawn_convolutions(lead, stride, padding, dilation, groups, size, kernel, out, transposed, order, normal):
+    lead = lead[:1]
+    params = {"w": normal(2 * groups, 2, kernel), "gain": normal(())}
+    options = {"stride": stride, "padding": min(padding, dilation * (kernel - 1) // 2), "dilation": dilation, "groups": groups}
+    if transposed:
+        options["output_padding"] = min(out, max(stride, dilation) - 1)
+    op = F.conv_transpose1d if transposed else F.conv1d
+
+    def run(p, x):
+        return (op(x, p["w"], **options).tanh() * p["gain"]).sin().sum()
+
+    def fn(p, x):
+        return TRANSFORMS[order](run, p, x)
+
+    assert_agrees(Problem(fn, (params, normal(2, *lead, 2 * groups, size))))
