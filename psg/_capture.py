@@ -293,7 +293,7 @@ class _Mode(Watch):
             if output is not NotImplemented:
                 return output
         if not here:
-            return self._run_elsewhere(func, args, kwargs, self.met(leaves))
+            return self._run_elsewhere(func, args, kwargs)
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
         if func in MASKED and "mask" in kwargs:
@@ -334,6 +334,13 @@ class _Mode(Watch):
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(flag)
         return tensor
+
+    def _held(self, leaf: Any) -> Any:
+        """What a transform of the function's own has wrapped without anything else, by the wrapper by which it is known."""
+        if not isinstance(leaf, Tensor) or id(leaf) in self.by_handle:
+            return leaf
+        bare = _functorch.without_constant_wrappers(leaf, self.level)
+        return bare if id(bare) in self.by_handle else leaf
 
     def _is_elsewhere(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
@@ -447,13 +454,18 @@ class _Mode(Watch):
             value.uses.append(f"{name}: lifted")
         return self._run(func, args, kwargs)
 
-    def _run_elsewhere(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
+    def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The same inside a transform of the function's own, which knows how the op runs."""
-        output = self._derive(func, name_of(func), met, args, kwargs) if met and self._may_derive(func) else NotImplemented
-        if output is not NotImplemented:
-            return output
-        for value in met:
-            value.uses.append(f"{name_of(func)}: lifted")
+        if self._may_derive(func):
+            held, options = substitute((args, kwargs), self._held)
+            met = self.met(leaves_of(held, options))
+            output = self._derive(func, name_of(func), met, held, options) if met else NotImplemented
+            if output is not NotImplemented:
+                return output
+        for leaf in leaves_of(args, kwargs):
+            value = self.by_handle.get(id(_functorch.innermost(leaf, self.level))) if isinstance(leaf, Tensor) else None
+            if value is not None:
+                value.uses.append(f"{name_of(func)}: lifted")
         return func(*args, **kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -502,7 +514,7 @@ class _Mode(Watch):
 
     def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule as what fn itself may differentiate, or batch, for the data; NotImplemented if it does not fit this call."""
-        arguments = rule.bind(args, kwargs)
+        arguments = rule.bind(*substitute((args, kwargs), self._held))
         if arguments is None:
             return NotImplemented
         places = {place: self.by_handle[id(argument)] for place, argument in places_of(arguments) if id(argument) in self.by_handle}

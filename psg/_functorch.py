@@ -78,6 +78,32 @@ def is_batched_within(tensor: Tensor, level: int) -> bool:
     return False
 
 
+def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
+    """A tensor without those wrappers of transforms above this level that neither batch nor differentiate it.
+
+    torch.func.grad wraps all arguments of the function, and differentiates for some.
+    """
+    tensor = alive(tensor)
+    while _C.is_gradtrackingtensor(tensor) and (own := _C.maybe_get_level(tensor)) > level:
+        if tensor.requires_grad or _has_tangent(tensor, own):
+            break
+        tensor = value_of(tensor)
+    return tensor
+
+
+def innermost(tensor: Tensor, level: int) -> Tensor:
+    """A tensor without all wrappers of transforms above this level."""
+    while is_wrapped(tensor) and _C.maybe_get_level(tensor) > level:
+        tensor = value_of(tensor)
+    return tensor
+
+
+def _has_tangent(tensor: Tensor, level: int) -> bool:
+    """Whether a tensor that the transform at this level has wrapped carries a tangent there."""
+    with below(level + 1):
+        return torch._VF._unpack_dual(tensor, level=0)[1] is not None
+
+
 def alive(tensor: Tensor) -> Tensor:
     """A tensor without the wrappers of transforms that have ended."""
     return _C.unwrap_if_dead(tensor)
@@ -223,14 +249,15 @@ def wrap_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 class below:
-    """A context: run the body below the vmap at this level, by default the innermost transform."""
+    """A context: run the body below the transform at this level, and all above it; by default below the innermost."""
 
     def __init__(self, level: int | None = None) -> None:
         self._level = level
 
     def __enter__(self) -> None:
-        self._popped = [_C.pop_dynamic_layer_stack()]
-        while self._level is not None and current_level() >= self._level:
+        level = current_level() if self._level is None else self._level
+        self._popped = []
+        while current_level() >= level:
             self._popped.append(_C.pop_dynamic_layer_stack())
 
     def __exit__(self, *_: object) -> None:
