@@ -1,6 +1,7 @@
 """Measures functions that contain derivatives or a vmap of their own, as ratios to plain training of the same batch.
 
-    python benchmarks/inside.py --threads 4 --repeats 9 --out results/inside.json
+    python benchmarks/inside.py --threads 4 --repeats 9 --compile --out results/inside.json
+    python benchmarks/jax_peer.py --plain results/inside.json --out results/inside-jax.json
 
 Residuals of differential equations, forces, scores, penalties: the loss of one sample is made of derivatives for its data. Beside psg
 stands `vmap(grad)` of the function, in the form that torch.func can run, with norms and clipped sums computed from its gradients. Results
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--keep-pages", action="store_true", help="memory that is freed stays the process's: psg.keep_pages()")
+    parser.add_argument("--compile", action="store_true", help="also psg.jit of the clipped sum, and torch.compile of vmap's")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype, args.tf32 = "float32", False
@@ -205,13 +207,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.keep_pages and not psg.keep_pages():
         raise SystemExit("--keep-pages: this C library cannot")
-    rows = {name: measure(name, args) for name in args.problems.split(",")}
+    rows = [row for name in args.problems.split(",") for row in measure(name, args)]
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     problem = PROBLEMS[name]()
     model = problem.model.to(args.device)
@@ -227,29 +229,39 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     gradients = vmap(grad(problem.fn), (None, *(0 for _ in batch)))
 
-    def norms() -> tuple[Any, Tensor]:
-        found = gradients(params, *batch)
-        return found, torch.stack([leaf.flatten(1).square().sum(1) for leaf in found.values()]).sum(0).sqrt()
+    def norms(found: Any) -> Tensor:
+        return torch.stack([leaf.flatten(1).square().sum(1) for leaf in found.values()]).sum(0).sqrt()
 
-    def clipped() -> Any:
-        found, sizes = norms()
-        weights = (CLIP_NORM / sizes).clamp(max=1)
+    def clipped(params: Any, *batch: Tensor) -> Any:
+        found = gradients(params, *batch)
+        weights = (CLIP_NORM / norms(found)).clamp(max=1)
         return {key: torch.tensordot(weights, leaf, 1) for key, leaf in found.items()}
 
-    calls: dict[str, Callable[[], Any]] = {
-        "plain": train,
-        "vmap_norm": norms,
+    ways: dict[str, Callable[..., Any]] = {
+        "vmap_norm": lambda *given: norms(gradients(*given)),
         "vmap_clip": clipped,
-        "vmap_grad": lambda: gradients(params, *batch),
+        "vmap_grad": gradients,
     }
     for suffix, fn in forms.items():
-        makers = {"norm": psg.per_sample_norm(fn), "clip": psg.clipped_grad(fn, CLIP_NORM), "grad": psg.per_sample_grad(fn)}
-        calls.update({f"psg_{kind}{suffix}": lambda made=made: made(params, *batch) for kind, made in makers.items()})
-    medians = {method: statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
-    base = medians["plain"]
-    ratios = {method: round(seconds / base, 2) for method, seconds in medians.items() if method != "plain"}
-    print(f"{name:<18} {base * 1e3:8.2f} ms  " + "  ".join(f"{method} {ratio:.2f}" for method, ratio in ratios.items()), flush=True)
-    return {"n": len(batch[0]), "ms": round(base * 1e3, 3), "ratios": ratios}
+        ways[f"psg_norm{suffix}"] = psg.per_sample_norm(fn)
+        ways[f"psg_clip{suffix}"] = psg.clipped_grad(fn, CLIP_NORM)
+        ways[f"psg_grad{suffix}"] = psg.per_sample_grad(fn)
+    failed: list[dict[str, Any]] = []
+    if args.compile:
+        ways["vmap_clip_compiled"] = torch.compile(clipped)
+        try:
+            ways["vmap_clip_compiled"](params, *batch)
+        except RuntimeError as error:
+            del ways["vmap_clip_compiled"]
+            failed = [{"workload": name, "method": "vmap_clip_compiled", "status": f"failed: {error}"}]
+        ways |= {f"psg_jit_clip{suffix}": psg.jit(psg.clipped_grad(fn, CLIP_NORM)) for suffix, fn in forms.items()}
+    calls = {"plain": train} | {method: lambda way=way: way(params, *batch) for method, way in ways.items()}
+    medians = {method: 1e3 * statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
+    rows = [
+        {"workload": name, "method": method, "status": "ok", "ms": ms, "ratio": ms / medians["plain"]} for method, ms in medians.items()
+    ]
+    print(f"{name:<17} {medians['plain']:7.2f} ms  " + "  ".join(f"{row['method']} {row['ratio']:.2f}" for row in rows[1:]), flush=True)
+    return rows + failed
 
 
 def check(problem: Problem, forms: Any) -> None:

@@ -2,9 +2,9 @@
 
     python benchmarks/jax_peer.py --plain results/cpu-4.json --out results/cpu-4-jax.json
 
-The models of workloads.py again, in plain JAX, with weights of their own: `jit(vmap(grad))` for per-sample gradients,
+The models of workloads.py and some of inside.py again, in plain JAX, with weights of their own: `jit(vmap(grad))` for per-sample gradients,
 and one jitted function of their norms and weighted sums for the clipped sum, checked against each other and against the
-gradient of the mean loss. Ratios are to the plain torch training step that run.py measured in the JSON given by
+gradient of the mean loss. Ratios are to the plain torch training step that run.py or inside.py measured in the JSON given by
 --plain, whose number of threads is taken over as that many cores for the whole process; table.py merges the two files.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plain", type=Path, required=True, help="the JSON of run.py to compare with")
+    parser.add_argument("--plain", type=Path, required=True, help="the JSON of run.py or inside.py to compare with")
     parser.add_argument("--workloads", default="all")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path)
@@ -226,7 +226,57 @@ def workloads() -> dict[str, Callable[[], tuple[Callable, Any, tuple]]]:
 
         return loss, params, (labels(64, 10000, 64), labels(64, 2))
 
+    def tanh_network(*widths):
+        params = [dense(i, o) for i, o in zip(widths, widths[1:], strict=False)]
+
+        def network(params, x):
+            for p in params[:-1]:
+                x = jnp.tanh(linear(p, x))
+            return linear(params[-1], x)[0]
+
+        return network, params
+
+    def points(n, dims):
+        return (jax.random.uniform(next(keys), (n, dims)),)
+
+    def burgers():
+        network, params = tanh_network(2, 64, 64, 64, 64, 1)
+
+        def residual(params, point):
+            du, ddu = jax.jvp(jax.grad(lambda z: network(params, z)), (point,), (jnp.array([1.0, 0.0]),))
+            return (du[1] + network(params, point) * du[0] - 0.01 * ddu[0]) ** 2
+
+        return residual, params, points(2048, 2)
+
+    def poisson():
+        network, params = tanh_network(3, 64, 64, 64, 1)
+
+        def residual(params, point):
+            second = jax.hessian(lambda z: network(params, z))(point)
+            return (jnp.trace(second) + jnp.prod(jnp.sin(point))) ** 2
+
+        return residual, params, points(1024, 3)
+
+    def forces():
+        params = [dense(36, 128), dense(128, 128), dense(128, 1)]
+        one, other = jnp.triu_indices(9, 1)
+
+        def energy(params, atoms):
+            x = 1 / jnp.sqrt(jnp.square(atoms[one] - atoms[other]).sum(-1))
+            for p in params[:-1]:
+                x = nn.silu(linear(p, x))
+            return linear(params[-1], x)[0]
+
+        def loss(params, atoms, target, truth):
+            force = -jax.grad(energy, argnums=1)(params, atoms)
+            return (energy(params, atoms) - target) ** 2 + jnp.square(force - truth).mean()
+
+        return loss, params, (normal(256, 9, 3, std=3.0), normal(256), normal(256, 9, 3))
+
     return {
+        "burgers": burgers,
+        "poisson": poisson,
+        "forces": forces,
         "mlp": mlp,
         "cnn": cnn,
         "vit": vit,

@@ -537,7 +537,7 @@ class _Mode(Watch):
         if any(isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves_of((), others)):
             return NotImplemented  # every sample has its own
         product = Product(self, func, own, others, self.habits.recorded)
-        unfit = torch.is_autocast_enabled(data.device.type) or not _functorch.is_linear_through(self.level)
+        unfit = torch.is_autocast_enabled(data.device.type) or not _functorch.can_descend(self.level)
         return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
 
     def _run_rule(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:

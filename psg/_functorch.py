@@ -109,7 +109,7 @@ def alive(tensor: Tensor) -> Tensor:
     return _C.unwrap_if_dead(tensor)
 
 
-def is_linear_through(level: int) -> bool:
+def can_descend(level: int) -> bool:
     """Whether `descend` knows each transform above this level: vmap, grad and jvp."""
     known = _C.TransformType.Vmap, _C.TransformType.Grad, _C.TransformType.Jvp
     return all(interpreter.key() in known for interpreter in (_C.get_interpreter_stack() or ())[level:])
@@ -142,9 +142,11 @@ def descend(
             output = batched(physical(tensor, level, 0))
         return wrap(output, level)
 
+    differentiates, tangents = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
     def forward(tensor: Tensor) -> Tensor:
-        # A Function's forward runs without autograd and tangents, which the transforms further down may want.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), interpreter.lower():
+        # A Function's forward runs without autograd and tangents; the transforms further down have what holds around the op.
+        with torch.set_grad_enabled(differentiates), forward_ad._set_fwd_grad_enabled(tangents), interpreter.lower():
             output = function(_C._unwrap_for_grad(tensor, level))
         return _C._wrap_for_grad(output, level)
 

@@ -239,6 +239,37 @@ def test_hidden_layers_for_which_autograd_is_asked(normal):
     assert not are_lifted(fn, params, x)
 
 
+@pytest.mark.parametrize("form", ["no_grad inside", "no_grad around", "enable_grad inside of it"])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jvp, torch.func.vmap, torch.func.jacrev])
+def test_what_is_switched_off(transform, form, normal):
+    def layer(p, z):
+        with torch.no_grad():
+            output = F.linear(z, p["w"])
+            if form == "enable_grad inside of it":
+                with torch.enable_grad():
+                    output = output + F.linear(z, p["w"])
+        return output
+
+    def inside(p, z):
+        return ((layer(p, z) if form != "no_grad around" else F.linear(z, p["w"])) * z.sum() + F.linear(z, p["w"]).sin()).sum()
+
+    def derivative(p, x):
+        if transform is torch.func.vmap:
+            return transform(lambda z: inside(p, z))(torch.stack([x, x.cos()])).sum()
+        if transform is torch.func.jvp:
+            return transform(lambda z: inside(p, z), (x,), (x.cos(),))[1]
+        if transform is torch.func.vjp:
+            return transform(lambda z: inside(p, z), x)[1](x.sum())[0].sum()
+        return transform(lambda z: inside(p, z))(x).square().sum()
+
+    def fn(p, x):
+        with torch.set_grad_enabled(form != "no_grad around"):
+            found = derivative(p, x)
+        return (found * F.linear(x, p["w"]).sum()).sin()
+
+    assert_agrees(Problem(fn, ({"w": normal(4, 3)}, normal(5, 3))))
+
+
 def test_normalisation_and_attention_between(normal, device):
     model = torch.nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True).to(device)
     params = {name: value.detach() for name, value in model.named_parameters()}
