@@ -488,7 +488,7 @@ class _Mode(Watch):
         return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
 
     def _may_derive(self, func: Any) -> bool:
-        return self.habits.derives and derives(func) and torch.is_grad_enabled()
+        return self.habits.derives and derives(func) and _functorch.records_below(self.level)
 
     def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out."""

@@ -115,6 +115,12 @@ def can_descend(level: int) -> bool:
     return all(interpreter.key() in known for interpreter in (_C.get_interpreter_stack() or ())[level:])
 
 
+def records_below(level: int) -> bool:
+    """Whether autograd records what is computed here below the transform at this level: a grad inside of no_grad does not."""
+    inner = [interpreter for interpreter in (_C.get_interpreter_stack() or ())[level:] if interpreter.key() == _C.TransformType.Grad]
+    return torch.is_grad_enabled() and all(_C.CGradInterpreterPtr(interpreter).prevGradMode() for interpreter in inner)
+
+
 def descend(
     tensor: Tensor,
     function: Callable[[Tensor], Tensor],

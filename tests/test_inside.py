@@ -251,7 +251,9 @@ def test_what_is_switched_off(transform, form, normal):
         return output
 
     def inside(p, z):
-        return ((layer(p, z) if form != "no_grad around" else F.linear(z, p["w"])) * z.sum() + F.linear(z, p["w"]).sin()).sum()
+        kept.append(2 * p["w"])
+        derived = F.linear(z, kept[-1])
+        return ((layer(p, z) if form != "no_grad around" else derived) * z.sum() + derived.sin()).sum()
 
     def derivative(p, x):
         if transform is torch.func.vmap:
@@ -265,7 +267,9 @@ def test_what_is_switched_off(transform, form, normal):
     def fn(p, x):
         with torch.set_grad_enabled(form != "no_grad around"):
             found = derivative(p, x)
-        return (found * F.linear(x, p["w"]).sum()).sin()
+        return (found * F.linear(x, p["w"] + kept.pop()).sum()).sin()
+
+    kept = []
 
     assert_agrees(Problem(fn, ({"w": normal(4, 3)}, normal(5, 3))))
 
