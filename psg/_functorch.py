@@ -106,7 +106,9 @@ def _has_tangent(tensor: Tensor, level: int) -> bool:
 
 def alive(tensor: Tensor) -> Tensor:
     """A tensor without the wrappers of transforms that have ended."""
-    return _C.unwrap_if_dead(tensor)
+    while (bare := _C.unwrap_if_dead(tensor)) is not tensor:
+        tensor = bare
+    return tensor
 
 
 def can_descend(level: int) -> bool:
@@ -148,11 +150,12 @@ def descend(
             output = batched(physical(tensor, level, 0))
         return wrap(output, level)
 
-    differentiates, tangents = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+    differentiates = torch.is_grad_enabled()
 
     def forward(tensor: Tensor) -> Tensor:
-        # A Function's forward runs without autograd and tangents; the transforms further down have what holds around the op.
-        with torch.set_grad_enabled(differentiates), forward_ad._set_fwd_grad_enabled(tangents), interpreter.lower():
+        # A Function runs its forward without autograd and without tangents, and its jvp without tangents: for this transform, and not
+        # for those further down.
+        with torch.set_grad_enabled(differentiates), forward_ad._set_fwd_grad_enabled(True), interpreter.lower():
             output = function(_C._unwrap_for_grad(tensor, level))
         return _C._wrap_for_grad(output, level)
 

@@ -41,13 +41,12 @@ class Product:
 
     def __call__(self, data: Tensor) -> Tensor:
         """Its value, for data under whatever wrappers."""
-        level, here = self.watch.level, _functorch.current_level()
+        level, here, data = self.watch.level, _functorch.current_level(), _functorch.alive(data)
         if here < level:
             return self._tapped(data)
         if here == level:
             (output,) = _functorch.run_below(lambda physical: (self._tapped(physical),), [data], level, self.watch.n)
             return output
-        data = _functorch.alive(data)
         if not _functorch.is_batched_within(data, level):
             # A tangent that all samples share, say: the product has a gradient of each sample's own nevertheless.
             with _functorch.below(level):
@@ -64,7 +63,7 @@ class Product:
 
     def _differentiated(self, data: Tensor, shape: torch.Size, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Its value, by `forward`, for data of which one sample has this shape, with a history."""
-        return _Linear.apply_here(data, self, shape, forward)
+        return _Linear.apply_here(data, self, shape, forward, _functorch.records_below(self.watch.level))
 
     def linear(self) -> "Product":
         """The product without the constants."""
@@ -124,13 +123,16 @@ class _Linear(_functorch.OneLevel):
     """A product's place in the graph of one who differentiates."""
 
     @staticmethod
-    def forward(ctx: Any, data: Tensor, product: Product, shape: torch.Size, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.product, ctx.shape = product, shape
+    def forward(ctx: Any, data: Tensor, product: Product, shape: torch.Size, forward: Callable[[Tensor], Tensor], records: bool) -> Tensor:
+        ctx.product, ctx.shape, ctx.records = product, shape, records
         return forward(data)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.product.transposed(ctx.shape)(cotangent), None, None, None
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not ctx.records and _functorch.records_below(ctx.product.watch.level):
+            # Whether torch's own op then has a derivative for its weight depends on which form of it the op has saved.
+            raise PsgError("a function of torch.func.vjp, made under torch.no_grad(), is called outside of it")
+        return ctx.product.transposed(ctx.shape)(cotangent), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -293,6 +293,15 @@ def test_gram(first, second, size, n, m, make):
     assert_trees_close(x.gram(y), reference_gram(x_tensor, y_tensor))
 
 
+@pytest.mark.parametrize("positions", [(1, 1), (2, 3), (4, 4)])
+@pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
+def test_gram_of_more_pairs_than_a_cache_holds(positions, chunk, monkeypatch, device):
+    monkeypatch.setattr(psg.plans, "chunk_bytes", lambda device: chunk)
+    x, y = (Outer(*torch.randn(2, n, t, 40, device=device)) for n, t in zip((7, 5), positions, strict=True))
+    assert_trees_close(x.gram(y), reference_gram(x.materialize(), y.materialize()))
+    assert_trees_close(x.gram(), reference_gram(x.materialize()))
+
+
 @pytest.mark.parametrize("size", CONVS)
 @each_count
 def test_conv_meets_dense_and_sum(size, n, make):

@@ -82,6 +82,15 @@ TRANSFORMS = {
     "grad of grad": lambda f, p, x: torch.func.grad(lambda z: torch.func.grad(f, argnums=1)(p, z).square().sum())(x).sum().square(),
     "jvp of grad": lambda f, p, x: torch.func.jvp(torch.func.grad(lambda z: f(p, z)), (x,), (x.cos(),))[1].square().sum(),
     "grad of jvp": lambda f, p, x: torch.func.grad(lambda z: torch.func.jvp(lambda y: f(p, y), (z,), (x.cos(),))[1])(x).square().sum(),
+    "jvp of jvp": lambda f, p, x: torch.func.jvp(lambda z: torch.func.jvp(lambda y: f(p, y), (z,), (z.cos(),))[1], (x,), (x.sin(),))[
+        1
+    ].square(),
+    "jvp of jvp of jvp": lambda f, p, x: torch.func.jvp(
+        lambda v: torch.func.jvp(lambda z: torch.func.jvp(lambda y: f(p, y), (z,), (z.cos(),))[1], (v,), (v.sin(),))[1], (x,), (x,)
+    )[1].sin(),
+    "jacfwd of grad of jvp": lambda f, p, x: (
+        torch.func.jacfwd(torch.func.grad(lambda z: torch.func.jvp(lambda y: f(p, y), (z,), (z.cos(),))[1]))(x).square().sum()
+    ),
     "vmap": lambda f, p, x: torch.func.vmap(lambda scale: f(p, x * scale))(torch.arange(1.0, 4.0).to(x)).square().sum(),
     "vmap, in another dimension": lambda f, p, x: torch.func.vmap(lambda z: f(p, z), in_dims=x.ndim)(
         torch.stack([x, x.sin(), x.cos()], x.ndim)
@@ -272,6 +281,32 @@ def test_what_is_switched_off(transform, form, normal):
     kept = []
 
     assert_agrees(Problem(fn, ({"w": normal(4, 3)}, normal(5, 3))))
+
+
+def test_an_activation_kept_from_a_transform_that_has_ended(normal):
+    def fn(p, x):
+        kept = []
+
+        def energy(z):
+            kept.append(z.sin())
+            return F.linear(kept[-1], p["w"]).cos().sum()
+
+        z = x.clone().requires_grad_()
+        slope = torch.func.grad(energy)(x)
+        (other,) = torch.autograd.grad(F.linear(kept[0] * z, p["w"]).sin().sum(), z, create_graph=True)
+        return (F.linear(slope + kept[0], p["w"]) + F.linear(kept[0], p["w"])).sin().sum() + other.square().sum()
+
+    assert_agrees(Problem(fn, ({"w": normal(4, 3)}, normal(5, 3))))
+
+
+@pytest.mark.parametrize("op", [lambda z, w: F.linear(z, w), lambda z, w: F.conv1d(z[None], w[:, None, :1])])
+def test_a_vjp_made_under_no_grad_and_called_outside_of_it(op, normal):
+    def fn(p, x):
+        with torch.no_grad():
+            output, pull = torch.func.vjp(lambda z: op(z, p["w"]), x)
+        return (pull(output)[0] * F.linear(x, p["w"]).sum()).sum()
+
+    assert_agrees(Problem(fn, ({"w": normal(4, 3)}, normal(5, 3))), may_fall="such a derivative is torch's own")
 
 
 def test_normalisation_and_attention_between(normal, device):

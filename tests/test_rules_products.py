@@ -328,3 +328,12 @@ def test_rows_by_the_matrices_of_their_experts(n, beyond, transposed, device):
     assert_trees_close(psg.per_sample_grad(fn)(params, x, choice), loop_grad(plain)(params, x, choice), rtol=1e-4, atol=1e-5)
     if n:
         assert "_grouped_mm: rule" in str(psg.explain(fn)(params, x, choice))
+
+
+def test_what_is_added_to_a_product_of_parameters(device):
+    params = {"w": torch.randn(4, 3, device=device), "v": torch.randn(3, 5, device=device)}
+
+    def fn(p, x, y):
+        return score(torch.addmm(x, p["w"], p["v"]) + torch.addmv(y, p["w"], p["v"][:, 0])[:, None])
+
+    assert_agrees(Problem(fn, (params, torch.randn(6, 4, 5, device=device), torch.randn(6, 4, device=device))))

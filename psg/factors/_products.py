@@ -34,7 +34,9 @@ def gram(x: Factor, y: Factor) -> Tensor:
 
 def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[[Dense, Dense], Tensor]) -> Tensor:
     total: Tensor | None = None
-    for one, other in itertools.product(_terms(x), _terms(y)):
+    # Of a factor with itself each pair of terms once: the other way round it is the same numbers.
+    pairs = itertools.combinations_with_replacement(_terms(x), 2) if x is y else itertools.product(_terms(x), _terms(y))
+    for one, other in pairs:
         if (type(one), type(other)) in table:
             product = table[type(one), type(other)](one, other)
         elif (type(other), type(one)) in table:
@@ -44,7 +46,10 @@ def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[
             product = None
         if product is None:
             # Materialising is cheaper for these shapes, and once one term is, adding the others to it is.
-            return dense(Dense(x.materialize()), Dense(y.materialize()))
+            formed = Dense(x.materialize())
+            return dense(formed, formed if x is y else Dense(y.materialize()))
+        if x is y and one is not other:
+            product = product + swap(product)
         total = product if total is None else total + product
     if total is None:  # one of them is zero
         shape = (x.n,) if table is _inner else (x.n, y.n)
@@ -104,13 +109,33 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 def _(x: Outer, y: Outer) -> Tensor | None:
     (n, t, _), (m, s, _) = x.left.shape, y.left.shape
     fresh, used = plans.written(x.device, x.dtype), plans.used(x.device, x.dtype)
-    factored = n * m * t * s * (2 * sum(x.shape) + 3 * fresh * x.left.element_size())
+    in_blocks = t * s <= _FEW and 3 * n * m * t * s * wide(x.dtype).itemsize > plans.chunk_bytes(x.device)
+    factored = n * m * t * s * (2 * sum(x.shape) + 3 * (used if in_blocks else fresh) * x.left.element_size())
     dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + used) * x.left.element_size())
     if factored > dense or n * m * t * s > 1 << 28:
         return None
+    if in_blocks:
+        return _gram_in_blocks(x, y)
     left = widen(x.left).flatten(0, 1) @ widen(y.left).flatten(0, 1).T
     right = widen(x.right).flatten(0, 1) @ widen(y.right).flatten(0, 1).T
     return (left * right).reshape(n, t, m, s).sum((1, 3))
+
+
+_FEW = 16  # pairs of positions; more of them are products too small to be taken one by one
+
+
+def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
+    """Pair by pair of positions, for so many samples of x at a time that their products stay in cache."""
+    left, right = ([widen(side[:, s]).T for s in range(y.positions)] for side in (y.left, y.right))
+    size = max(1, plans.chunk_bytes(x.device) // max(1, y.n * wide(x.dtype).itemsize))
+    blocks = []
+    for lefts, rights in zip(widen(x.left).split(size), widen(x.right).split(size), strict=True):
+        total: Tensor | None = None
+        for t, s in itertools.product(range(x.positions), range(y.positions)):
+            pair = lefts[:, t] @ left[s], rights[:, t] @ right[s]
+            total = pair[0] * pair[1] if total is None else torch.addcmul(total, *pair)
+        blocks.append(total)
+    return torch.cat(blocks)
 
 
 # Rows x Rows: sum_{t,s} [index_t = index'_s] <c_t, c'_s>

@@ -109,6 +109,8 @@ def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str
     inputs, out = equation.split("->")
     labels = inputs.split(",")
     alone = [name in shared for name in names]
+    if all(alone):
+        return NotImplemented  # what is data is not a factor of it
     if any(tensor.ndim != len(own) + (not one) for tensor, own, one in zip(operands, labels, alone, strict=True)):
         return NotImplemented
     result = contract(operands, labels, out, alone, **{"stretch": "", **options})
