@@ -11,8 +11,10 @@
    cotangent is taken as soon as it arrives: what a transform makes of it is often small, and the memory serves the rest of the pass.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ from psg._ops import (
     Node,
     Place,
     builder_at,
+    call_key,
     derives,
     leaves_of,
     name_of,
@@ -106,6 +109,7 @@ def capture(
     randomness: str,
     look: Callable[[Any, Any], None],
     settle: Callable[[Factor], Factor] | None,
+    owner: Any = None,
 ) -> Captured:
     """Run the pass described at the top of this file.
 
@@ -118,6 +122,7 @@ def capture(
         randomness: As in torch.func.vmap.
         look: Called with every op of the function and its arguments.
         settle: What may be made of a factor before the pass is over; None to leave all as they are found.
+        owner: The user's function, of which it is remembered that it calls autograd.
 
     Returns:
         The outputs and the factors.
@@ -128,14 +133,19 @@ def capture(
         RuntimeError: What vmap cannot run, and the function's own errors.
     """
     tensors = [tensor.detach() for tensor in tensors]
-    habits = _Habits()
-    state = _random.get_state(tensors) if randomness == "same" else None
+    habits = _Habits(recorded=_differentiating.has(owner))
+    state = _random.get_state(tensors)  # whatever a pass that failed has drawn, the next is to draw again
+    first = True
     while True:
-        _random.set_state(state)
+        if not first:
+            _random.set_state(state)
+        first = False
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if habits.copied and i not in params else tensor.detach() for i, tensor in enumerate(tensors)]
-            return _one_pass(function, given, in_dims, params, n, randomness, look, settle, habits)
+            captured, differentiates = _one_pass(function, given, in_dims, params, n, randomness, look, settle, habits)
+            _differentiating.note(owner, differentiates)
+            return captured
         except WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             habits = habits._replace(copied=True)
@@ -152,6 +162,27 @@ def capture(
             # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
             # which under vmap is one for all samples. Give every sample its own.
             habits = habits._replace(fills=habits.fills + 1)
+
+
+class _Differentiating:
+    """The functions that are known to call autograd: a pass that does not expect it has to begin again."""
+
+    def __init__(self) -> None:
+        self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def has(self, function: Any) -> bool:
+        """Whether this one did so when it was last called."""
+        return len(self._functions) > 0 and isinstance(function, FunctionType) and function in self._functions
+
+    def note(self, function: Any, differentiates: bool) -> None:
+        """It did so, or did not."""
+        if differentiates and isinstance(function, FunctionType):
+            self._functions.add(function)
+        elif self.has(function):
+            self._functions.discard(function)
+
+
+_differentiating = _Differentiating()
 
 
 class _Habits(NamedTuple):
@@ -183,7 +214,8 @@ def _one_pass(
     look: Callable[[Any, Any], None],
     settle: Callable[[Factor], Factor] | None,
     habits: _Habits,
-) -> Captured:
+) -> tuple[Captured, bool]:
+    """What the pass gives, and whether the function called autograd."""
     tensors, dims = list(tensors), list(in_dims)
     inputs = () if habits.copied else [tensor for position, tensor in enumerate(tensors) if position not in params]
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in params]
@@ -206,7 +238,8 @@ def _one_pass(
     mode.backward(outputs[0])
     pull_back(mode.values, lifted, n)
     factors = [value.factor(n) for value in lifted]
-    return Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted], mode.nbytes)
+    captured = Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted], mode.nbytes)
+    return captured, mode.differentiates
 
 
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
@@ -230,6 +263,8 @@ class _Mode(Watch):
         self.habits = habits
         self.hooks = _functorch.saved_tensor_hooks()
         self.nbytes = 0
+        self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
+        self.differentiates = False
         self.failure: Exception | None = None
 
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
@@ -336,11 +371,11 @@ class _Mode(Watch):
         return tensor
 
     def _held(self, leaf: Any) -> Any:
-        """What a transform of the function's own has wrapped without anything else, by the wrapper by which it is known."""
+        """A parameter, or a constant, that a transform of the function's own has wrapped to no other effect, as it is known outside."""
         if not isinstance(leaf, Tensor) or id(leaf) in self.by_handle:
             return leaf
         bare = _functorch.without_constant_wrappers(leaf, self.level)
-        return bare if id(bare) in self.by_handle else leaf
+        return bare if id(bare) in self.by_handle or not _functorch.is_wrapped(bare) else leaf
 
     def _is_elsewhere(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
@@ -360,6 +395,7 @@ class _Mode(Watch):
         """`torch.autograd.grad`, of all samples at once: since they do not meet, of the sum of their outputs."""
         if not self.habits.recorded or self.habits.ruled and self.met(leaves_of((inputs,), {})):
             raise _Differentiates("fn calls torch.autograd.grad")
+        self.differentiates = True
         outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
         if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
             # What fn has made to differentiate for is one for all samples; the next pass makes it for each.
@@ -495,6 +531,11 @@ class _Mode(Watch):
         others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         if any(map(_functorch.is_wrapped, others)):
             return NotImplemented  # depends on the sample
+        # Inside a transform that differentiates, fn runs more than once. (Of constants nobody could say that they are what they were.)
+        key = None if others else (func, _functorch.is_autocast(met[0].leaf), call_key(args, kwargs))
+        if key in self.derivations:
+            return self.derivations[key][0]
+        given = args, kwargs
         with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.history)
             output = func(*args, **kwargs)
@@ -510,7 +551,10 @@ class _Mode(Watch):
             value.shared = shared
         self.values += derivations
         handles = tuple(self.hold(value, _functorch.wrap(value.leaf, self.level)) for value in derivations)
-        return handles if several else handles[0]
+        output = handles if several else handles[0]
+        if key is not None:
+            self.derivations[key] = output, given  # whose identities are in the key
+        return output
 
     def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule as what fn itself may differentiate, or batch, for the data; NotImplemented if it does not fit this call."""

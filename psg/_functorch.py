@@ -34,6 +34,11 @@ class Stale(Exception):
         return isinstance(error, Stale) or "escaped from inside a function being vmapped" in str(error)
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether ops on this tensor's device run under autocast."""
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
 def transform_active() -> bool:
     """Whether the caller runs inside a torch.func transform (grad, vmap, jvp, ...)."""
     return _C.peek_interpreter_stack() is not None

@@ -202,6 +202,7 @@ def _capture_together(call: Call) -> Result:
         call.randomness,
         call.outside.look,
         call.settle,
+        call.fn,
     )
     values, *extra = captured.outputs
     return Result(values, aux.join(extra), captured.factors, "capture", (), captured.uses, captured.nbytes)

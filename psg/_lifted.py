@@ -243,8 +243,13 @@ def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> Non
     roots = [value for value in params if value.root is not None]
     outputs: Any = [value.derived for value in derived]
     inputs: Any = [value.root for value in roots]
-    cotangents = [value.factor(n).materialize() for value in derived]
-    pulled = torch.autograd.grad(outputs, inputs, cotangents, is_grads_batched=True, allow_unused=True)
-    for value, gradient in zip(roots, pulled, strict=True):
-        if gradient is not None:
-            value.terms.append(Dense(gradient))
+    reached: list[Lifted] = []
+
+    def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        reached[:] = [value for value, gradient in zip(roots, found, strict=True) if gradient is not None]
+        return tuple(gradient for gradient in found if gradient is not None)
+
+    gradients = torch.func.vmap(pull)(*(value.factor(n).materialize() for value in derived))
+    for value, gradient in zip(reached, gradients, strict=True):
+        value.terms.append(Dense(gradient))

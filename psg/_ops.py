@@ -194,3 +194,18 @@ def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
         items = [substitute(item, function) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return function(tree)
+
+
+def call_key(*arguments: Any) -> Any:
+    """What tells calls of a deterministic op apart: tensors by identity, all else by kind and value."""
+    return tuple(map(_key, arguments))
+
+
+def _key(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return id(item)
+    if isinstance(item, (tuple, list)):
+        return type(item), *map(_key, item)
+    if isinstance(item, dict):
+        return tuple((name, _key(value)) for name, value in item.items())
+    return type(item), repr(item)  # 0.0 and -0.0, True and 1 are equal

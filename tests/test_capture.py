@@ -450,6 +450,18 @@ STAYS = {
         (w @ x).sum() if not torch.allclose(x / 0, x) and torch.allclose(x * torch.nan, x * torch.nan, equal_nan=True) else w.sum()
     ),
     "is_nonzero": lambda w, x: (w @ x).sin().sum() if torch.is_nonzero(x.square().sum()) else w.sum(),
+    **{
+        f"index_add, {name}": lambda w, x, add=add: (add(w * x, x[:3].abs().mul(2).long() % 4, (w @ w.T)[:3] * x) @ x).sin().sum()
+        for name, add in {
+            "rows": lambda y, index, source: y.index_add(0, index, source),
+            "columns": lambda y, index, source: torch.index_add(y, -1, index, source.T, alpha=2),
+            "in place": lambda y, index, source: y.index_add_(0, index, source, alpha=0.5),
+            "into zeros": lambda y, index, source: torch.zeros_like(y).index_add_(1, index, source.T) + y,
+            "by an index that samples share": lambda y, index, source: y.index_add(0, torch.tensor([1, 1, 3], device=y.device), source),
+            "of numbers": lambda y, index, source: y + y[0].index_add(0, index, source[:, 0]),
+        }.items()
+    },
+    "weight norm": lambda w, x: (torch._weight_norm(w, w[:, :1] ** 2, 0) @ x + torch._weight_norm(w, w[:1].exp(), 1) @ x).sin().sum(),
     "moveaxis": lambda w, x: (torch.moveaxis(w * x, 0, 1) @ x).sin().sum(),
     "a mask that all samples share": masked(lambda x: x < 100),
     "a mask of two kinds": masked(lambda x: torch.arange(4, device=x.device) < 2 + (x[0] > 0)),

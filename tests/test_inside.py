@@ -387,3 +387,79 @@ def test_drawn_convolutions(lead, stride, padding, dilation, groups, size, kerne
         return TRANSFORMS[order](run, p, x)
 
     assert_agrees(Problem(fn, (params, normal(2, *lead, 2 * groups, size))))
+
+
+def test_one_seed_gives_one_result_from_the_first_call_on(normal):
+    """The first call learns that fn calls autograd, from a pass that it then gives up."""
+
+    def fn(p, x):
+        noise = torch.rand_like(x)
+        z = (x + noise).requires_grad_()
+        (slope,) = torch.autograd.grad(F.linear(z, p["w"]).tanh().sum(), z, create_graph=True)
+        return (slope * torch.rand_like(x)).sum()
+
+    params, x = {"w": normal(4, 3)}, normal(5, 3)
+    results = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        results.append(psg.per_sample_grad(fn)(params, x)["w"])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
+
+
+def test_a_function_that_calls_autograd_now_and_then(normal):
+    def fn(p, x, differentiate):
+        hidden = F.linear(x, p["w"]).tanh()
+        if not differentiate:
+            return F.layer_norm(hidden, (4,), p["gain"]).sum()
+        z = x.clone().requires_grad_()
+        return torch.autograd.grad((F.linear(z, p["w"]).sin() * p["gain"]).sum(), z, create_graph=True)[0].square().sum() + hidden.sum()
+
+    params, x = {"w": normal(4, 3), "gain": normal(4)}, normal(5, 3)
+    for differentiate in (True, True, False, False, True):
+        assert_trees_close(psg.per_sample_grad(fn)(params, x, differentiate), loop_grad(fn)(params, x, differentiate))
+
+
+# --- values that are computed from parameters again and again ---------------------------------------------------------------------
+
+
+def test_what_is_derived_again_is_derived_once(normal):
+    def fn(p, x):
+        def energy(z):
+            weight = p["v"] * (p["g"][:, None] / p["v"].norm(dim=1, keepdim=True))
+            return F.linear(z, weight - weight.T).tanh().sum()
+
+        return torch.func.hessian(energy)(x).square().sum() + torch.func.grad(energy)(x).sum() * energy(x)
+
+    params, x = {"v": normal(3, 3), "g": normal(3)}, normal(5, 3)
+    assert_agrees(Problem(fn, (params, x)))
+    _, v = psg.explain(fn)(params, x).leaves
+    assert v.uses["norm: derived"] == 1
+
+
+def test_constants_made_inside_of_a_transform(normal):
+    frozen = normal(3, 3)
+
+    def fn(p, x):
+        def energy(z, scale):
+            weight = p["w"] - torch.eye(3, device=z.device) * 0.5 + frozen.to(z) @ p["w"].T
+            return (F.linear(z, weight).tanh() * scale).sum()
+
+        return torch.func.jvp(torch.func.grad(lambda z: energy(z, 2.0)), (x,), (x.cos(),))[1].square().sum()
+
+    params, x = {"w": normal(3, 3)}, normal(5, 3)
+    assert_agrees(Problem(fn, (params, x)))
+    assert not are_lifted(fn, params, x)
+
+
+def test_a_constant_that_is_written_into_between_two_uses(normal):
+    def fn(p, x):
+        room = torch.ones(3, 3, device=x.device)
+
+        def energy(z):
+            return F.linear(z, p["w"] + room).tanh().sum()
+
+        first = torch.func.grad(energy)(x)
+        room[0] = 3.0
+        return (first * torch.func.grad(energy)(x)).sum()
+
+    assert_agrees(Problem(fn, ({"w": normal(3, 3)}, normal(5, 3))), may_fall="what fn makes to write into is then of each sample's own")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _functorch
 from psg.rules._registry import decomposition
 
 
@@ -28,6 +29,33 @@ def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e
 @decomposition(Tensor.moveaxis)
 def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
     return input.movedim(source, destination)
+
+
+@decomposition(torch.index_add)
+@decomposition(Tensor.index_add)
+def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    """Where every sample has an index of its own (the edges of a graph): vmap selects each from the whole."""
+    if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
+        return NotImplemented
+    shape = [1] * source.ndim
+    shape[dim] = len(index)
+    whole = all(given == own for d, (given, own) in enumerate(zip(source.shape, input.shape, strict=False)) if d != dim % source.ndim)
+    if not whole or input.ndim != source.ndim or source.shape[dim] != len(index):
+        return NotImplemented  # torch says what it expects
+    return input.scatter_add(dim, index.reshape(shape).expand(source.shape), source if alpha == 1 else alpha * source)
+
+
+@decomposition(Tensor.index_add_)
+def _index_add_in_place(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    added = _index_add(input, dim, index, source, alpha=alpha)
+    return added if added is NotImplemented else input.copy_(added)
+
+
+@decomposition(torch._weight_norm)  # pyright: ignore[reportPrivateImportUsage]
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """v g / |v|, the norm over all dimensions but one: its own backward is run sample by sample."""
+    dims = [d for d in range(v.ndim) if dim == -1 or d != dim]
+    return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=dim != -1))
 
 
 def _written_back(op: Any) -> Callable[..., Any]:
