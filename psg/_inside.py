@@ -8,7 +8,7 @@ On its way down a product is for each transform what an `autograd.Function` is w
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Product:
     own: dict[str, Lifted]
     others: dict[str, Any]
     recorded: bool
+    _transposes: "dict[torch.Size, Product | None]" = field(init=False, default_factory=dict)
 
     def __call__(self, data: Tensor) -> Tensor:
         """Its value, for data under whatever wrappers."""
@@ -73,6 +74,11 @@ class Product:
 
     def transposed(self, shape: torch.Size) -> "Product | None":
         """What takes the cotangent of the output to that of data of this shape; None if the rule or its transpose does not fit."""
+        if shape not in self._transposes:
+            self._transposes[shape] = self._transposed(shape)
+        return self._transposes[shape]
+
+    def _transposed(self, shape: torch.Size) -> "Product | None":
         values = {name: value.value for name, value in self.own.items()}
         found = self._transpose.run(shape, **self.others, **values)
         if found is NotImplemented:
