@@ -30,6 +30,7 @@ from psg._ops import (
     FACTORIES,
     GRAD_FN,
     IS_LEAF,
+    LIKE_ANOTHER,
     LIKENESSES,
     LOCATING,
     MASKED,
@@ -226,8 +227,13 @@ def _one_pass(
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in params])
-        with mode:
-            outputs = function(samples)
+        try:
+            with mode:
+                outputs = function(samples)
+        except RuntimeError as error:
+            if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
+                raise
+            raise _WritesDerived("a constant computed from parameters may have been written into") from error
         if mode.failure is not None:
             # The function has handled an error that may be vmap's or ours, and gone a way that no sample alone would go.
             raise Unsupported(f"the function handles an error: {mode.failure}") from mode.failure
@@ -264,6 +270,7 @@ class _Mode(Watch):
         self.hooks = _functorch.saved_tensor_hooks()
         self.nbytes = 0
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
+        self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.differentiates = False
         self.failure: Exception | None = None
 
@@ -286,6 +293,8 @@ class _Mode(Watch):
             output = self._route(func, args, kwargs, leaves)
             if marked:
                 self.own.claim(output, target_of(func, args, kwargs))
+                if self.constants and self.own.has_marked(leaves):
+                    self.own.mark(output)
             return output
         except Exception as error:
             self.failure = error
@@ -365,6 +374,8 @@ class _Mode(Watch):
                 raise Unsupported("requires_grad_(False) of a parameter")
             return tensor
         if not _functorch.is_batched(tensor, self.level):
+            if self.constants:
+                raise _WritesDerived("requires_grad_ of what may be computed from parameters")
             return func(tensor, flag)
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(flag)
@@ -465,8 +476,8 @@ class _Mode(Watch):
         memory = _functorch.memory_of(target)
         if memory in self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
-        derived = (value.derived for value in self.values[len(self.params) :])
-        if any(memory == _functorch.memory_of(value) for value in derived if value is not None):
+        derived = [value.derived for value in self.values[len(self.params) :]]
+        if any(memory == _functorch.memory_of(value) for value in (*derived, *self.constants) if value is not None):
             raise _WritesDerived(f"{op} writes into a value computed from parameters")
         if memory in self.given:
             raise WritesInput(f"{op} writes into an input, or a view of one")
@@ -524,34 +535,45 @@ class _Mode(Watch):
         return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
 
     def _may_derive(self, func: Any) -> bool:
-        return self.habits.derives and derives(func) and _functorch.records_below(self.level)
+        return self.habits.derives and derives(func)
 
     def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """Compute an op on parameters and constants once, below vmap, and lift what comes out."""
+        """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
         others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         if any(map(_functorch.is_wrapped, others)):
             return NotImplemented  # depends on the sample
+        if name in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
+            return NotImplemented  # of the parameters it takes shape, dtype and device alone
         # Inside a transform that differentiates, fn runs more than once. (Of constants nobody could say that they are what they were.)
-        key = None if others else (func, _functorch.is_autocast(met[0].leaf), call_key(args, kwargs))
+        settings = _functorch.is_autocast(met[0].leaf), _functorch.records_below(self.level)
+        key = None if others else (func, settings, call_key(args, kwargs))
         if key in self.derivations:
             return self.derivations[key][0]
-        given = args, kwargs
+        given, records = (args, kwargs), settings[1]
         with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.history)
-            output = func(*args, **kwargs)
+            with torch.set_grad_enabled(records):
+                output = func(*args, **kwargs)
             several = isinstance(output, (tuple, list))
             parts = list(output) if several else [output]
-            if not all(isinstance(part, Tensor) and part.requires_grad for part in parts):
+            if not all(isinstance(part, Tensor) for part in parts):
                 return NotImplemented
-            derivations = [Lifted.derivation(part, met[0], name, self.n) for part in parts]
+            derivations = {i: Lifted.derivation(part, met[0], name, self.n) for i, part in enumerate(parts) if part.requires_grad}
         for value in met:
             value.uses.append(f"{name}: derived")
         shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)
-        for value in derivations:
-            value.shared = shared
-        self.values += derivations
-        handles = tuple(self.hold(value, _functorch.wrap(value.leaf, self.level)) for value in derivations)
-        output = handles if several else handles[0]
+        for i, part in enumerate(parts):
+            if i not in derivations:
+                self.constants.append(part)
+                self.own.mark(part)
+                continue
+            derivations[i].shared = shared
+            self.values.append(derivations[i])
+            parts[i] = self.hold(derivations[i], _functorch.wrap(derivations[i].leaf, self.level))
+        if several:
+            output = type(output)(parts) if hasattr(output, "n_fields") or not hasattr(output, "_fields") else type(output)(*parts)
+        else:
+            output = parts[0]
         if key is not None:
             self.derivations[key] = output, given  # whose identities are in the key
         return output

@@ -194,6 +194,16 @@ class Pass:
             if isinstance(tensor, Tensor) and _C.maybe_get_level(tensor) in self._levels:
                 vars(tensor)["_psg_pass"] = self._mark
 
+    def mark(self, output: Any) -> None:
+        """Mark what no transform has wrapped, and was computed from the parameters of this pass nevertheless."""
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and not is_wrapped(tensor):
+                vars(tensor)["_psg_pass"] = self._mark
+
+    def has_marked(self, leaves: Sequence[Any]) -> bool:
+        """Whether one of these is of that kind."""
+        return any(isinstance(leaf, Tensor) and leaf.__dict__.get("_psg_pass") is self._mark and not is_wrapped(leaf) for leaf in leaves)
+
     def owns(self, leaves: Sequence[Any]) -> bool:
         """Whether one of these is marked. Raises Stale if one was made by another pass at this level."""
         marked = False

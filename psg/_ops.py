@@ -52,6 +52,9 @@ LIKENESSES = {
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
 }
 
+# These, by name, of their second tensor.
+LIKE_ANOTHER = {"to", "type", "type_as", "view_as", "expand_as", "reshape_as"}
+
 # What a function may make to write into: often, and now and then.
 FACTORIES: list[set[Any]] = [
     {torch.zeros, torch.ones, torch.full, torch.empty, Tensor.new, Tensor.new_tensor, *LIKENESSES},
@@ -62,7 +65,7 @@ FACTORIES: list[set[Any]] = [
 CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 
 # Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
-# is lifted, which is right too; an op that draws random numbers must not be named.
+# is lifted, which is right too; an op that draws random numbers must not be named. What has no derivative, such as a mask, is a constant.
 _DERIVING = frozenset(
     """
     add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid logsigmoid tanh softplus softmax
@@ -75,7 +78,15 @@ _DERIVING = frozenset(
     diagonal diag tril triu cat concat concatenate stack hstack vstack flip roll pad as_strided
     conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
     relu6 leaky_relu hardtanh hardswish hardsigmoid mish selu celu glu
-    to type type_as float double half bfloat16 contiguous clone _weight_norm
+    to type type_as float double half bfloat16 contiguous clone _weight_norm detach
+    sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc special_erf special_expit logaddexp hypot nan_to_num
+    sign sgn round floor ceil trunc fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
+    gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite
+    max min argmax argmin
+    vdot inner addmv addr addcmul addcdiv baddbmm cross trace diff block_diag matrix_power matrix_exp linalg_matrix_exp mH H adjoint
+    linalg_solve linalg_solve_triangular linalg_inv inverse pinverse linalg_pinv linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet
+    linalg_householder_product orgqr real imag conj resolve_conj view_as_real view_as_complex complex polar
+    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn
     """.split()
 )
 

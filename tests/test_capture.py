@@ -665,6 +665,82 @@ def test_a_mask_may_be_made_in_place_and_named(device):
     assert_trees_close(found, loop_grad(fn)(w, x))
 
 
+# --- constants that are computed from parameters ------------------------------------------------------------------
+
+
+def first_order_step(w, x):
+    """A copy of the parameter that fn differentiates for itself."""
+    own = w.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad((own @ x).square().sum(), own)
+    return (w @ x - 0.1 * (slope @ x)).sin().sum()
+
+
+def first_order_step_at_the_detached(w, x):
+    own = w.detach().requires_grad_()
+    (slope,) = torch.autograd.grad((own @ x).square().sum(), own)
+    return (w @ x - 0.1 * (slope @ x)).sin().sum()
+
+
+def written_into(w, x):
+    with torch.no_grad():
+        scale = w.abs()
+        scale += 1.0
+        scale[0] = x
+    return (w * scale @ x).sin().sum()
+
+
+def what_is_made_of_it_is_written_into(w, x):
+    scale = w.detach().abs() * torch.tensor(2.0).to(x)
+    other = torch.flip(torch.tril(scale), (0,)).clone()
+    other[1] = x
+    return ((w + other) @ x).sin().sum()
+
+
+def branches(w, x):
+    with torch.no_grad():
+        order = w.norm(dim=1).argmax().item()
+    return (w[order] * x).sin().sum() if (w.detach() > 0).any() else (w @ x).sum()
+
+
+CONSTANTS = [first_order_step, first_order_step_at_the_detached, written_into, what_is_made_of_it_is_written_into, branches]
+
+
+@pytest.mark.parametrize("fn", CONSTANTS)
+def test_constants_computed_from_parameters_stay_on_the_first_rung(fn, device):
+    w, x = torch.randn(4, 4, device=device), torch.randn(6, 4, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = psg.per_sample_grad(fn)(w, x)
+        assert psg.explain(fn)(w, x).rung == "capture"
+    assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+def test_fake_quantisation(device):
+    def fn(w, x):
+        by_row = torch.fake_quantize_per_channel_affine(w, steps, zeros, 0, -8, 7)
+        return (torch.fake_quantize_per_tensor_affine(w, 0.1, 0, -8, 7) @ x).sin().sum() + (by_row @ x).cos().sum()
+
+    steps, zeros = torch.full((4,), 0.2, device=device, dtype=torch.float32), torch.zeros(4, device=device, dtype=torch.int32)
+    w, x = torch.randn(4, 4, device=device, dtype=torch.float32), torch.randn(6, 4, device=device, dtype=torch.float32)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    (leaf,) = psg.explain(fn)(w, x).leaves
+    assert not any("lifted" in use for use in leaf.uses)
+
+
+def test_a_constant_of_the_parameters_that_fn_keeps(device):
+    kept = []
+
+    def fn(w, x):
+        if not kept:
+            kept.append(w.detach().abs())
+        return (w * x * kept[0]).sum()
+
+    w, x = torch.randn(4, device=device), torch.randn(6, 4, device=device)
+    psg.per_sample_grad(fn)(w, x)
+    with pytest.raises(psg.StateError, match="kept from an earlier call"):
+        psg.per_sample_grad(fn)(2 * w, x)
+
+
 # --- data that the samples share ------------------------------------------------------------------------------
 
 ON_SHARED = {

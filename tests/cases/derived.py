@@ -41,6 +41,39 @@ derived("scalar times constant", lambda s: s * torch.ones(4, 3, device=s.device)
 derived("softmax", lambda w: w.softmax(-1), w=(4, 3))
 
 
+def spectral(w):
+    with torch.no_grad():
+        u = F.normalize(torch.ones_like(w[:, 0]), dim=0)
+        for _ in range(3):
+            v = F.normalize(torch.mv(w.t(), u), dim=0)
+            u = F.normalize(torch.mv(w, v), dim=0)
+    return w / torch.dot(u, torch.mv(w, v))
+
+
+def quantised(w):
+    step = w.abs().max().detach() / 7
+    return w + ((w / step).round().clamp(-8, 7) * step - w).detach()
+
+
+def polynomials(w):
+    several = w.sin() * w.cos() + w.tan().atan() - w.sinh() / w.cosh() + w.erf() * torch.special.expit(w) + torch.hypot(w, w.exp())
+    return several + torch.logaddexp(w, 2 * w) + torch.atan2(w, w.exp()) + torch.addcmul(w, w, w, value=0.5) + torch.nan_to_num(w)
+
+
+derived("spectral norm", spectral, w=(4, 3))
+derived("quantised, straight through", quantised, w=(4, 3))
+derived("pruned by a mask of its own", lambda w: torch.where(w.abs() > w.abs().mean(), w, 0.0) * (w < 1), w=(4, 3))
+derived("its norm, detached", lambda w: w / w.norm().detach() + w.detach() * w.sign(), w=(4, 3))
+derived("largest entries", lambda w: w - w.max(1, keepdim=True).values + w.min() + w[:, w.sum(0).argmax()][:, None], w=(4, 3))
+derived("elementwise functions", polynomials, w=(4, 3))
+derived("orthogonal", lambda w: torch.matrix_exp(w.tril(-1) - w.tril(-1).mH)[:, :3], w=(4, 4))
+derived("inverse", lambda w: torch.linalg.inv(w @ w.T + torch.eye(3).to(w)) + torch.linalg.solve(w + 4 * torch.eye(3).to(w), w), w=(3, 3))
+derived("factorised", lambda w: torch.linalg.qr(w).Q + torch.linalg.cholesky(w.T @ w + torch.eye(3).to(w)).sum(), w=(4, 3))
+derived("of its spectrum", lambda w: torch.fft.irfft(torch.fft.rfft(w, dim=1).conj() * (1 + w[:, :1]), n=3, dim=1), w=(4, 3))
+derived("complex numbers", lambda w: torch.view_as_real(torch.view_as_complex(w) ** 2).flatten(1)[:, :3], w=(4, 2, 2))
+derived("its trace and determinant", lambda w: w * w.trace() + torch.linalg.det(w) - torch.logdet(w @ w.T), w=(3, 3))
+
+
 @case(name="derived: weight_norm parametrisation")
 def _():
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
