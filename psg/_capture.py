@@ -135,12 +135,8 @@ def capture(
     """
     tensors = [tensor.detach() for tensor in tensors]
     habits = _Habits(recorded=_differentiating.has(owner))
-    state = _random.get_state(tensors)  # whatever a pass that failed has drawn, the next is to draw again
-    first = True
+    state = _random.get_state(tensors)
     while True:
-        if not first:
-            _random.set_state(state)
-        first = False
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if habits.copied and i not in params else tensor.detach() for i, tensor in enumerate(tensors)]
@@ -163,6 +159,7 @@ def capture(
             # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
             # which under vmap is one for all samples. Give every sample its own.
             habits = habits._replace(fills=habits.fills + 1)
+        _random.set_state(state)  # whatever the pass that failed has drawn, the next is to draw again
 
 
 class _Differentiating:

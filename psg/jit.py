@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psg import _ambient, _functorch, _random, _trees, plans
-from psg._errors import FallbackWarning, InputError, StateError, user_line
+from psg._errors import FallbackWarning, InputError, PsgError, StateError, user_line
 from psg._ops import READS
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
@@ -289,19 +289,31 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
 
 
 class _Outside(TorchDispatchMode):
-    """Makes what fn closes over as unknown to the tracer as its arguments: of a constant it would give a Python value, and keep that."""
+    """Makes what fn closes over as unknown to the tracer as its arguments: of a constant it would give a Python value, and keep that.
+
+    And refuses what has as many entries as its values say: the number is a Python value too, on which all that follows may depend.
+    """
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mode = get_proxy_mode()
+        if mode is not None and isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags and _counts(func, args):
+            raise PsgError(f"how many entries {func} gives depends on the data")
         if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
             tracer = mode.tracer
             for leaf in _trees.flatten((args, kwargs))[0]:
                 if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
                     track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
         return func(*args, **kwargs)
+
+
+def _counts(func: OpOverload, args: Any) -> bool:
+    """Whether the shape of an op's output is one of its values: of an indexing only if a mask is among the indices."""
+    if func is not torch.ops.aten.index.Tensor:
+        return True
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 class _Reads(TorchFunctionMode):

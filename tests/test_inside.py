@@ -463,3 +463,27 @@ def test_a_constant_that_is_written_into_between_two_uses(normal):
         return (first * torch.func.grad(energy)(x)).sum()
 
     assert_agrees(Problem(fn, ({"w": normal(3, 3)}, normal(5, 3))), may_fall="what fn makes to write into is then of each sample's own")
+
+
+def test_constants_of_the_parameters_inside_of_a_transform(normal):
+    def fn(p, x):
+        def energy(z):
+            with torch.no_grad():
+                u = torch.mv(p["w"], torch.ones(3, device=z.device))
+                scale = torch.dot(u, u).sqrt()
+            weight = torch.where(p["w"].detach().abs() > 0.1, p["w"], 0.0) / scale + (p["w"].round() - p["w"]).detach()
+            return F.linear(z, weight).tanh().sum() * (2.0 if scale > 0.5 else 1.0)
+
+        return torch.func.hessian(energy)(x).square().sum() + torch.func.grad(energy)(x).sum() * energy(x)
+
+    params, x = {"w": normal(4, 3)}, normal(5, 3)
+    assert_agrees(Problem(fn, (params, x)))
+    assert not are_lifted(fn, params, x)
+
+
+def test_a_detached_parameter_that_an_inner_transform_differentiates_for(normal):
+    def fn(p, x):
+        slopes = torch.func.grad(lambda w: F.linear(x, w).square().sum())(p["w"].detach())
+        return (F.linear(x, p["w"] - 0.1 * slopes)).sin().sum()
+
+    assert_agrees(Problem(fn, ({"w": normal(4, 3)}, normal(5, 3))))

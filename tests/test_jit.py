@@ -17,7 +17,7 @@ from cases import N, each_case
 from torch import nn
 
 import psg
-from psg.testing import assert_trees_close
+from psg.testing import assert_trees_close, loop_grad
 
 
 def small(device, *layers):
@@ -580,3 +580,22 @@ def test_an_error_of_the_function_is_the_functions_own(device):
     p, x = linear_args(device)
     with pytest.raises(psg.InputError, match="expected fn to return a scalar"):
         psg.jit(psg.per_sample_norm(lambda p, x: x), backend="eager")(p, x)
+
+
+MASKED = {
+    "index": lambda w, x, mask: (w * x)[mask].square().mean(),
+    "masked_select": lambda w, x, mask: torch.masked_select(w * x, mask).exp().mean(),
+    "nonzero": lambda w, x, mask: (w * x)[mask.nonzero()[:, 0]].exp().mean(),
+    "of the parameters": lambda w, x, mask: (w * x)[w.detach() * mask > 0].exp().sum(),
+}
+
+
+@pytest.mark.parametrize("fn", MASKED.values(), ids=MASKED)
+def test_what_has_as_many_entries_as_a_mask_says_runs_eagerly(fn, device):
+    """Traced, the number would be that of the first call for ever."""
+    w, x = torch.rand(4, device=device) + 0.1, torch.randn(3, 4, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn, in_dims=(None, 0, None)), backend="eager")
+    masks = [[True, False, True, False], [False, True, True, False], [True, True, True, False], [False, False, False, True]]
+    with pytest.warns(psg.FallbackWarning, match="depends on the data"):
+        for mask in torch.tensor(masks, device=device):
+            assert_trees_close(fast(w, x, mask), loop_grad(fn, in_dims=(None, 0, None))(w, x, mask))
