@@ -45,13 +45,7 @@ def embedding(
 
 @transpose(F.embedding, data="input")
 def embedding_transpose(
-    shape: torch.Size,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    shape: torch.Size, weight: Tensor, max_norm: float | None = None, scale_grad_by_freq: bool = False, **_: Any
 ) -> Any:
     """Nobody differentiates for an index."""
     return NotImplemented if weight.is_complex() or max_norm is not None or scale_grad_by_freq else (F.embedding, {})

@@ -33,9 +33,9 @@ def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
 
 @decomposition(torch.index_add)
 @decomposition(Tensor.index_add)
-def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, out: Tensor | None = None) -> Any:
     """Where every sample has an index of its own (the edges of a graph): vmap selects each from the whole."""
-    if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
+    if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype or out is not None:
         return NotImplemented
     shape = [1] * source.ndim
     shape[dim] = len(index)
