@@ -241,8 +241,9 @@ def _one_pass(
     mode.backward(outputs[0])
     pull_back(mode.values, lifted, n)
     factors = [value.factor(n) for value in lifted]
-    captured = Captured(tuple(output.detach() for output in outputs), factors, [value.uses for value in lifted], mode.nbytes)
-    return captured, mode.differentiates
+    # What fn returns of a parameter as it is must not be the caller's own memory.
+    outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in mode.owned else output.detach() for output in outputs)
+    return Captured(outputs, factors, [value.uses for value in lifted], mode.nbytes), mode.differentiates
 
 
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
@@ -289,8 +290,9 @@ class _Mode(Watch):
             marked = self.own.owns(leaves) and func not in LIKENESSES
             output = self._route(func, args, kwargs, leaves)
             if marked:
-                self.own.claim(output, target_of(func, args, kwargs))
-                if self.constants and self.own.has_marked(leaves):
+                target = target_of(func, args, kwargs)
+                self.own.claim(output, target)
+                if target is None and self.constants and self.own.has_marked(leaves):
                     self.own.mark(output)
             return output
         except Exception as error:
@@ -541,12 +543,14 @@ class _Mode(Watch):
             return NotImplemented  # depends on the sample
         if name in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
             return NotImplemented  # of the parameters it takes shape, dtype and device alone
-        # Inside a transform that differentiates, fn runs more than once. (Of constants nobody could say that they are what they were.)
-        settings = _functorch.is_autocast(met[0].leaf), _functorch.records_below(self.level)
-        key = None if others else (func, settings, call_key(args, kwargs))
+        if target_of(func, args, kwargs) is not None:
+            return NotImplemented
+        # Inside a transform that differentiates, fn runs more than once. (Of other tensors nobody could say that they are what they were.)
+        given, records = call_key(args, kwargs), _functorch.records_below(self.level)
+        key = None if others or given is None else (func, given, records, _functorch.autocast_dtype(met[0].leaf))
         if key in self.derivations:
             return self.derivations[key][0]
-        given, records = (args, kwargs), settings[1]
+        given = args, kwargs
         with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.history)
             with torch.set_grad_enabled(records):
@@ -571,7 +575,7 @@ class _Mode(Watch):
             output = type(output)(parts) if hasattr(output, "n_fields") or not hasattr(output, "_fields") else type(output)(*parts)
         else:
             output = parts[0]
-        if key is not None:
+        if key is not None and len(derivations) == len(parts):  # what is no constant cannot be written into
             self.derivations[key] = output, given  # whose identities are in the key
         return output
 

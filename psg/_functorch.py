@@ -34,9 +34,10 @@ class Stale(Exception):
         return isinstance(error, Stale) or "escaped from inside a function being vmapped" in str(error)
 
 
-def is_autocast(tensor: Tensor) -> bool:
-    """Whether ops on this tensor's device run under autocast."""
-    return torch.is_autocast_enabled(tensor.device.type)
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype of autocast on this tensor's device; None without it."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def transform_active() -> bool:

@@ -207,16 +207,25 @@ def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
     return function(tree)
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
 def call_key(*arguments: Any) -> Any:
-    """What tells calls of a deterministic op apart: tensors by identity, all else by kind and value."""
-    return tuple(map(_key, arguments))
+    """What tells calls of a deterministic op apart: tensors by identity, plain values by kind and value. None if there is anything else."""
+    parts = [_key(argument) for argument in arguments]
+    return None if None in parts else tuple(parts)
 
 
 def _key(item: Any) -> Any:
     if isinstance(item, Tensor):
         return id(item)
     if isinstance(item, (tuple, list)):
-        return type(item), *map(_key, item)
+        inner = call_key(*item)
+        return None if inner is None else (type(item), inner)
     if isinstance(item, dict):
-        return tuple((name, _key(value)) for name, value in item.items())
-    return type(item), repr(item)  # 0.0 and -0.0, True and 1 are equal
+        inner = call_key(*item.values())
+        return None if inner is None else (tuple(item), inner)
+    if isinstance(item, slice):
+        inner = call_key(item.start, item.stop, item.step)
+        return None if inner is None else (slice, inner)
+    return (type(item), repr(item)) if type(item) in _PLAIN else None  # 0.0 and -0.0, True and 1 are equal

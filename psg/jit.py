@@ -296,24 +296,33 @@ class _Outside(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._literals: list[Tensor] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mode = get_proxy_mode()
-        if mode is not None and isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags and _counts(func, args):
-            raise PsgError(f"how many entries {func} gives depends on the data")
+        if mode is not None and isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags:
+            if _counts(func, args, kwargs, self._literals):
+                raise PsgError(f"how many entries {func} gives depends on the data")
         if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
             tracer = mode.tracer
             for leaf in _trees.flatten((args, kwargs))[0]:
                 if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
                     track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
-        return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._literals.append(output)
+        return output
 
 
-def _counts(func: OpOverload, args: Any) -> bool:
+def _counts(func: OpOverload, args: Any, kwargs: Any, literals: list[Tensor]) -> bool:
     """Whether the shape of an op's output is one of its values: of an indexing only if a mask is among the indices."""
     if func is not torch.ops.aten.index.Tensor:
-        return True
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        return kwargs.get("output_size") is None
+    masks = [index for index in args[1] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
+    return any(all(mask is not literal for literal in literals) for mask in masks)
 
 
 class _Reads(TorchFunctionMode):

@@ -459,9 +459,16 @@ STAYS = {
             "into zeros": lambda y, index, source: torch.zeros_like(y).index_add_(1, index, source.T) + y,
             "by an index that samples share": lambda y, index, source: y.index_add(0, torch.tensor([1, 1, 3], device=y.device), source),
             "of numbers": lambda y, index, source: y + y[0].index_add(0, index, source[:, 0]),
+            "by keywords": lambda y, index, source: y.index_add(dim=0, index=index, source=source, alpha=3),
         }.items()
     },
-    "weight norm": lambda w, x: (torch._weight_norm(w, w[:, :1] ** 2, 0) @ x + torch._weight_norm(w, w[:1].exp(), 1) @ x).sin().sum(),
+    **{
+        f"weight norm along {dim}": lambda w, x, dim=dim: (
+            (torch._weight_norm(w, {1: w[:1], -1: w[:1, :1]}.get(dim, w[:, :1]).exp(), dim) @ x).sin().sum()
+        )
+        for dim in (0, 1, -1, -2)
+    },
+    "weight norm of numbers": lambda w, x: (torch._weight_norm(w[0], w[1], 0) * x + torch._weight_norm(w[0], w[1, 1], -1)).sin().sum(),
     "moveaxis": lambda w, x: (torch.moveaxis(w * x, 0, 1) @ x).sin().sum(),
     "a mask that all samples share": masked(lambda x: x < 100),
     "a mask of two kinds": masked(lambda x: torch.arange(4, device=x.device) < 2 + (x[0] > 0)),
@@ -702,7 +709,52 @@ def branches(w, x):
     return (w[order] * x).sin().sum() if (w.detach() > 0).any() else (w @ x).sum()
 
 
-CONSTANTS = [first_order_step, first_order_step_at_the_detached, written_into, what_is_made_of_it_is_written_into, branches]
+def twins(w, x):
+    with torch.no_grad():
+        one, other = w.clone(), w.clone()
+        torch._foreach_add_([one], 1.0)
+    return ((w * other + one) @ x).sin().sum()
+
+
+class Row:
+    """An index that does not say which it is, as NumPy's arrays of more than a thousand entries do not."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def __index__(self):
+        return self.row
+
+    def __repr__(self):
+        return "Row"
+
+
+def rows_by_objects(w, x):
+    return ((w[Row(0)] - 2 * w[Row(1)]) * x).sin().sum()
+
+
+def two_precisions(w, x):
+    w, x = w.float(), x.float()
+    with torch.autocast(w.device.type, torch.bfloat16):
+        one = w @ w
+    with torch.autocast(w.device.type, torch.float16):
+        other = w @ w
+    assert (one.dtype, other.dtype) == (torch.bfloat16, torch.float16)
+    return (w * x).sin().sum().double()
+
+
+CONSTANTS = [
+    *(
+        first_order_step,
+        first_order_step_at_the_detached,
+        written_into,
+        what_is_made_of_it_is_written_into,
+        branches,
+        twins,
+        rows_by_objects,
+    ),
+    two_precisions,
+]
 
 
 @pytest.mark.parametrize("fn", CONSTANTS)
@@ -713,6 +765,30 @@ def test_constants_computed_from_parameters_stay_on_the_first_rung(fn, device):
         found = psg.per_sample_grad(fn)(w, x)
         assert psg.explain(fn)(w, x).rung == "capture"
     assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+def test_a_tensor_of_the_users_own_that_takes_a_constant(device):
+    room = torch.zeros(4, device=device)
+
+    def writes(w, x):
+        with torch.no_grad():
+            room.copy_(w * 2)
+        return (w * x * room).sum()
+
+    def reads(w, x):
+        return (w * x + room).sin().sum()
+
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    for fn in (writes, reads, writes, reads):
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
+def test_aux_of_a_parameter_is_not_its_memory(device):
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    before = w.clone()
+    _, aux = psg.per_sample_grad(lambda w, x: ((w * x).sum(), w.detach()), has_aux=True)(w, x)
+    aux.zero_()
+    assert torch.equal(w, before)
 
 
 def test_fake_quantisation(device):

@@ -599,3 +599,14 @@ def test_what_has_as_many_entries_as_a_mask_says_runs_eagerly(fn, device):
     with pytest.warns(psg.FallbackWarning, match="depends on the data"):
         for mask in torch.tensor(masks, device=device):
             assert_trees_close(fast(w, x, mask), loop_grad(fn, in_dims=(None, 0, None))(w, x, mask))
+
+
+def test_literal_masks_are_compiled(device):
+    def fn(w, x):
+        mask = torch.tensor([True, False, True, False], device=x.device)
+        return (w * x)[mask].sin().sum() + w.repeat_interleave(torch.tensor([1, 2, 0, 1], device=x.device), output_size=4).dot(x)
+
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    assert_trees_close(fast(w, x), loop_grad(fn)(w, x))
+    assert [entry.error for entry in fast.cache_info()] == [None]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch
+from psg.factors._base import widen
 from psg.rules._registry import decomposition
 
 
@@ -33,29 +34,37 @@ def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
 
 @decomposition(torch.index_add)
 @decomposition(Tensor.index_add)
-def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, out: Tensor | None = None) -> Any:
+def _index_add(input: Tensor, dim: Any = None, index: Any = None, source: Any = None, *, alpha: float = 1, **others: Any) -> Any:
     """Where every sample has an index of its own (the edges of a graph): vmap selects each from the whole."""
-    if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype or out is not None:
+    if others or not isinstance(dim, int) or not isinstance(index, Tensor) or not isinstance(source, Tensor):
+        return NotImplemented
+    if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
         return NotImplemented
     shape = [1] * source.ndim
     shape[dim] = len(index)
     whole = all(given == own for d, (given, own) in enumerate(zip(source.shape, input.shape, strict=False)) if d != dim % source.ndim)
     if not whole or input.ndim != source.ndim or source.shape[dim] != len(index):
         return NotImplemented  # torch says what it expects
-    return input.scatter_add(dim, index.reshape(shape).expand(source.shape), source if alpha == 1 else alpha * source)
+    if alpha != 1:
+        source = (alpha * source).to(input.dtype)
+    return input.scatter_add(dim, index.reshape(shape).expand(source.shape), source)
 
 
 @decomposition(Tensor.index_add_)
-def _index_add_in_place(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
-    added = _index_add(input, dim, index, source, alpha=alpha)
+def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    added = _index_add(input, *args, **kwargs)
     return added if added is NotImplemented else input.copy_(added)
 
 
 @decomposition(torch._weight_norm)  # pyright: ignore[reportPrivateImportUsage]
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """v g / |v|, the norm over all dimensions but one: its own backward is run sample by sample."""
-    dims = [d for d in range(v.ndim) if dim == -1 or d != dim]
-    return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=dim != -1))
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    """v g / |v|, the norm over all dimensions but one, or over all for -1: its own backward is run sample by sample."""
+    if not -v.ndim <= dim < v.ndim or v.dtype != g.dtype or v.is_complex():
+        return NotImplemented
+    dims = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]
+    wide = widen(v)
+    norm = torch.linalg.vector_norm(wide, dim=dims, keepdim=dim != -1) if dims else wide.abs()
+    return (wide * (widen(g) / norm)).to(v.dtype)
 
 
 def _written_back(op: Any) -> Callable[..., Any]:
