@@ -253,7 +253,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             ways["vmap_clip_compiled"](params, *batch)
         except RuntimeError as error:
             del ways["vmap_clip_compiled"]
-            failed = [{"workload": name, "method": "vmap_clip_compiled", "status": f"failed: {error}"}]
+            failed = [{"workload": name, "method": "vmap_clip_compiled", "status": f"failed: {str(error).splitlines()[0]}"}]
         ways |= {f"psg_jit_clip{suffix}": psg.jit(psg.clipped_grad(fn, CLIP_NORM)) for suffix, fn in forms.items()}
     calls = {"plain": train} | {method: lambda way=way: way(params, *batch) for method, way in ways.items()}
     medians = {method: 1e3 * statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
