@@ -111,6 +111,9 @@ def _with_full_lists(op: Any, dims: int) -> None:
 
 
 def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
+    def fits(shape: torch.Size, weight: Tensor) -> bool:
+        return not weight.is_complex() and weight.ndim == dims + 2 and len(shape) in (dims + 1, dims + 2)
+
     @transpose(plain, data="input", item=dims + 1, constants=("bias",))
     def of_plain(
         shape: torch.Size,
@@ -121,7 +124,7 @@ def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        if weight.is_complex() or weight.ndim != dims + 2 or len(shape) not in (dims + 1, dims + 2):
+        if not fits(shape, weight):
             return NotImplemented
         stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), tuple(weight.shape[2:])
         if isinstance(padding, str):
@@ -146,7 +149,7 @@ def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
         groups: int = 1,
         dilation: Any = 1,
     ) -> Any:
-        if weight.is_complex() or weight.ndim != dims + 2 or len(shape) not in (dims + 1, dims + 2):
+        if not fits(shape, weight):
             return NotImplemented
         stride, padding, dilation, output_padding = (_each(option, dims) for option in (stride, padding, dilation, output_padding))
         if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
