@@ -272,7 +272,9 @@ class _BatchMode(Watch):
         parts = list(output) if several else [output]
         for i, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
-                value = Lifted.derivation(part, met[0], name_of(func), self.n)
+                value = Lifted.derivation(part, met, name_of(func), self.n)
+                if not several:
+                    value.carry_to(met, name_of(func), args, kwargs)
                 parts[i] = self.hold(value, part.detach().requires_grad_())
                 self.values.append(value)
         for value in met:

@@ -559,7 +559,9 @@ class _Mode(Watch):
             parts = list(output) if several else [output]
             if not all(isinstance(part, Tensor) for part in parts):
                 return NotImplemented
-            derivations = {i: Lifted.derivation(part, met[0], name, self.n) for i, part in enumerate(parts) if part.requires_grad}
+            derivations = {i: Lifted.derivation(part, met, name, self.n) for i, part in enumerate(parts) if part.requires_grad}
+            if not several and derivations:
+                derivations[0].carry_to(met, name, args, kwargs)
         for value in met:
             value.uses.append(f"{name}: derived")
         shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)

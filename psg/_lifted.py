@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
+from psg._carries import Carry, carries_of
 from psg._errors import PsgError
-from psg._ops import CARRIES
 from psg.factors import Dense, Factor, Sum, merge
 
 
@@ -22,7 +22,7 @@ class Lifted:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         derived: For a derived value, the value with its history up to the roots.
-        carry: For a derived value that is its parent in another layout or dtype: the parent, and how to carry factors over.
+        carries: For a derived value, what it was computed from, and how factors are carried over to it; empty where they have to be formed.
         handle: The wrapper that the function holds; kept, so that its id stays its own.
         shared: Whether it was computed from data too, which the samples share.
         name: What messages call it.
@@ -34,7 +34,7 @@ class Lifted:
         self.leaf = leaf
         self.value = value
         self.derived: Tensor | None = None
-        self.carry: tuple[Lifted, Callable[[Factor], Factor | None]] | None = None
+        self.carries: list[tuple[Lifted, Carry]] = []
         self.shared = False
         self.handle: Tensor | None = None
         self.name = name
@@ -49,14 +49,19 @@ class Lifted:
         return cls(value.expand(n, *value.shape).requires_grad_(), value, name)
 
     @classmethod
-    def derivation(cls, derived: Tensor, parent: "Lifted", op: str, n: int) -> "Lifted":
-        """Lift a value that an op has computed from lifted ones, of which `parent` is the first."""
+    def derivation(cls, derived: Tensor, met: "list[Lifted]", op: str, n: int) -> "Lifted":
+        """Lift a value that an op has computed from lifted ones."""
         value = derived.detach()
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{op} of {parent.name}")
-        lifted.derived, lifted.uses = derived, parent.uses
-        if op in CARRIES and parent.value is not None:
-            lifted.carry = parent, CARRIES[op](parent.value, derived)
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{op} of {met[0].name}")
+        lifted.derived, lifted.uses = derived, met[0].uses
         return lifted
+
+    def carry_to(self, met: "list[Lifted]", op: str, args: Any, kwargs: Any) -> None:
+        """Learn how factors are carried over to what an op computed this value from: its arguments have their history."""
+        by_history = {id(value.history): value for value in met}
+        carries = [(by_history[id(side)], carry) for side, carry in carries_of(op, self.derived, args, kwargs) if id(side) in by_history]
+        if len({id(value) for value, _ in carries}) == len(by_history):  # nobody is left out
+            self.carries = carries
 
     @cached_property
     def root(self) -> Tensor | None:
@@ -73,13 +78,16 @@ class Lifted:
         return predicate(self.leaf if self.derived is None else self.derived)
 
     def carry_terms(self) -> None:
-        """Hand the terms to the parent of which this value is another layout or dtype, where their kind allows it."""
-        if self.carry is None:
-            return
-        parent, carry = self.carry
-        carried = [(term, carry(term)) for term in self.terms]
-        parent.terms += [new for _, new in carried if new is not None]
-        self.terms = [term for term, new in carried if new is None]
+        """Hand the terms to what this value was computed from, where their kind allows it."""
+        left = []
+        for term in self.terms:
+            carried = [(value, carry(term)) for value, carry in self.carries]
+            if not carried or any(factor is None for _, factor in carried):
+                left.append(term)
+                continue
+            for value, factor in carried:
+                value.terms.append(cast(Factor, factor))
+        self.terms = left
 
     def accept(self, factor: Factor, place: str, n: int) -> Factor:
         """A rule's factor in the parameter's dtype: under autocast its two sides may come in different ones.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg.factors import Dense, Factor, Outer
+from psg.factors import Factor
 
 REQUIRES_GRAD, GRAD_FN, IS_LEAF = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
@@ -89,28 +89,6 @@ _DERIVING = frozenset(
     fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn
     """.split()
 )
-
-
-def _carry_transpose(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
-    swapped = parent.ndim == 2 and derived.shape == parent.T.shape and derived.stride() == parent.T.stride()
-
-    def carry(factor: Factor) -> Factor | None:
-        if not swapped or parent.shape[0] == parent.shape[1] and derived.stride() == parent.stride():
-            return None
-        return factor.transpose() if isinstance(factor, Outer) else None
-
-    return carry
-
-
-def _carry_dtype(parent: Tensor, derived: Tensor) -> Callable[[Factor], Factor | None]:
-    real = (derived.shape, derived.device) == (parent.shape, parent.device) and parent.is_floating_point() and derived.is_floating_point()
-    return lambda factor: factor.to(parent.dtype) if real and not isinstance(factor, Dense) else None
-
-
-CARRIES: dict[str, Callable[[Tensor, Tensor], Callable[[Factor], Factor | None]]] = {
-    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _carry_transpose),
-    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _carry_dtype),
-}
 
 
 @cache

@@ -1,0 +1,173 @@
+"""Weights computed from parameters: factors of their gradients become factors of the parameters', unformed, and right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.factors import Conv, Dense, Outer, Rows
+
+OUT, IN, RANK = 4, 3, 2
+
+
+def dora(p):
+    merged = p["w"] + p["b"] @ p["a"]
+    return p["gain"] * (merged / merged.norm(dim=1, keepdim=True).detach())
+
+
+def spectral(p):
+    w = p["w"]
+    with torch.no_grad():
+        v = F.normalize(w.sum(0), dim=0)
+        u = F.normalize(torch.mv(w, v), dim=0)
+    return w / torch.vdot(u, torch.mv(w.flatten(1), v))
+
+
+# What is made of the parameters, and which kinds of factors become of a matrix product's.
+MATRICES = {
+    "scaled": (lambda p: p["w"] * 0.3, {"w": Outer}),
+    "scaled, the number first": (lambda p: 0.3 * p["w"], {"w": Outer}),
+    "divided": (lambda p: p["w"] / torch.tensor(3.0, device=p["w"].device), {"w": Outer}),
+    "negative": (lambda p: -p["w"], {"w": Outer}),
+    "its own row scales": (lambda p: p["gain"] * p["w"], {"w": Outer, "gain": Dense}),
+    "its own column scales": (lambda p: p["w"] * p["columns"], {"w": Outer, "columns": Dense}),
+    "divided by a parameter": (lambda p: p["w"] / p["s"], {"w": Outer, "s": Dense}),
+    "low rank": (lambda p: p["b"] @ p["a"], {"a": Outer, "b": Outer}),
+    "merged low rank": (lambda p: p["w"] + 0.5 * torch.matmul(p["b"], p["a"]).view(OUT, IN), dict.fromkeys("wab", Outer)),
+    "less a low rank": (lambda p: torch.sub(p["w"], p["b"].mm(p["a"]), alpha=2), dict.fromkeys("wab", Outer)),
+    "transposed": (lambda p: (p["a"].T @ p["b"].T).T, {"a": Outer, "b": Outer}),
+    "two uses of one": (lambda p: p["w"] * 2 + p["w"].clone(), {"w": Outer}),
+    "magnitude and direction": (dora, {"w": Outer, "a": Outer, "b": Outer, "gain": Dense}),
+    "spectral norm": (spectral, {"w": Outer}),
+    "centred": (lambda p: p["w"] - p["columns"].expand(OUT, IN), {"w": Outer, "columns": Dense}),
+    "cast": (lambda p: p["w"].float().double() + p["gain"], {"w": Outer, "gain": Dense}),
+}
+
+
+def parameters(device, *names):
+    shapes = {"w": (OUT, IN), "a": (RANK, IN), "b": (OUT, RANK), "gain": (OUT, 1), "columns": (IN,), "s": ()}
+    return {name: torch.randn(shapes[name], device=device) for name in names}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_the_factor_of_a_matrix_product_is_carried_over(name, device):
+    make, kinds = MATRICES[name]
+    problem = Problem(lambda p, x: score(F.linear(x, make(p))), (parameters(device, *kinds), torch.randn(5, 2, IN, device=device)))
+    if name == "cast":  # in float32 on the way
+        problem = problem._replace(fn=lambda p, x: score(F.linear(x.float(), make(p).float())).double())
+        torch.testing.assert_close(*norms_and_reference(problem), rtol=1e-5, atol=1e-5)
+    else:
+        assert_agrees(problem)
+    assert found_kinds(problem) == kinds
+
+
+def found_kinds(problem):
+    factors = psg.factored_grad(problem.fn)(*problem.args)
+    return {name: type(factor) for name, factor in factors.items()}
+
+
+def norms_and_reference(problem):
+    grads = torch.func.vmap(torch.func.grad(problem.fn), in_dims=(None, 0))(*problem.args)
+    expected = torch.cat([grad.flatten(1) for grad in grads.values()], 1).norm(dim=1)
+    return psg.per_sample_norm(problem.fn)(*problem.args), expected
+
+
+def lookup(table, x):
+    return score(F.embedding((x[0, 0] > 0).long() + torch.arange(2, device=x.device), table))
+
+
+LOOKUPS = {
+    "scaled": (lambda p: p["w"] * 0.3, {"w": Rows}),
+    "its own row scales": (lambda p: p["w"] * p["gain"].detach(), {"w": Rows}),
+    "its own column scales": (lambda p: p["w"] * p["columns"].detach(), {"w": Rows}),
+    "divided by a parameter": (lambda p: p["w"] / p["s"], {"w": Rows, "s": Dense}),
+    "its own gains": (lambda p: p["w"] * p["gain"], {"w": Dense, "gain": Dense}),
+    "low rank": (lambda p: p["b"] @ p["a"], {"a": Dense, "b": Dense}),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_the_factor_of_a_lookup_is_carried_over(name, device):
+    make, kinds = LOOKUPS[name]
+    held = {"w": parameters(device, "w")["w"], **parameters(device, "gain", "columns"), **parameters(device, *kinds)}
+    frozen = {name: held.pop(name) for name in list(held) if name not in kinds}
+    problem = Problem(lambda p, x: lookup(make({**frozen, **p}), x), (held, torch.randn(5, 2, IN, device=device)))
+    assert_agrees(problem)
+    assert found_kinds(problem) == kinds
+
+
+KERNELS = {
+    "scaled": (lambda w, s: w * 0.3, Conv),
+    "divided by a parameter": (lambda w, s: w / s[0], Conv),
+    "filters scaled": (lambda w, s: w * s.detach()[:, None, None], Conv),
+    "filters scaled by parameters": (lambda w, s: w * s[:, None, None], Dense),
+    "channels scaled": (lambda w, s: w * s.detach()[:2, None], Dense),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_factor_of_a_convolution_is_carried_over(name, device):
+    make, kind = KERNELS[name]
+    params = {"w": torch.randn(4, 2, 3, device=device), "s": torch.randn(4, device=device)}
+    problem = Problem(lambda p, x: score(F.conv1d(x, make(p["w"], p["s"]))), (params, torch.randn(5, 2, 6, device=device)))
+    assert_agrees(problem)
+    assert found_kinds(problem)["w"] is kind
+
+
+# Every value is a matrix of one shape, so that any step may follow any other.
+STEPS = {
+    "number": lambda w, p: w * 0.7,
+    "parameter": lambda w, p: p["s"] * w,
+    "divided": lambda w, p: w / (2 + p["s"].square()),
+    "of a number": lambda w, p: 2.0 / (3 + w.square()),
+    "rows": lambda w, p: w * p["gain"],
+    "rows, as a vector": lambda w, p: p["gain"].view(-1)[:, None] * w,
+    "columns": lambda w, p: w * p["columns"],
+    "columns divided": lambda w, p: w / (2 + p["columns"].square()),
+    "columns added": lambda w, p: w - p["columns"],
+    "rows added": lambda w, p: p["gain"] + w,
+    "both": lambda w, p: w + p["gain"] * p["columns"],
+    "entries": lambda w, p: w * p["w"],
+    "added": lambda w, p: p["w"] - w,
+    "low rank": lambda w, p: w + 0.5 * p["b"] @ p["a"],
+    "from the left": lambda w, p: (p["b"] @ p["b"].T) @ w,
+    "from the right": lambda w, p: w @ (p["a"].T @ p["a"]),
+    "reversed": lambda w, p: 1 - w,
+    "detached": lambda w, p: w + w.detach() * p["s"].detach(),
+    "its norm": lambda w, p: w / (1 + w.norm()),
+    "the norms of its rows": lambda w, p: w / (1 + w.norm(dim=1, keepdim=True)),
+    "its own spectrum": lambda w, p: w / (3 + torch.dot(p["gain"].flatten(), torch.mv(w, p["columns"])).square()),
+    "turned and back": lambda w, p: (w.T.contiguous() * p["gain"].T).mT,
+    "cut and joined": lambda w, p: torch.cat(w.split(1)[::-1]),
+    "squared": lambda w, p: w * w,
+    "flat": lambda w, p: w.reshape(-1).unflatten(0, (OUT, IN)).view_as(w),
+}
+USES = {
+    "linear": lambda w, x: F.linear(x, w),
+    "matmul": lambda w, x: x @ w.T,
+    "lookup": lambda w, x: F.embedding(torch.tensor([1, 3, 1], device=w.device), w) * x[0],
+    "convolution": lambda w, x: F.conv1d(x[..., None], w[..., None]),
+    "entries": lambda w, x: w * x[0],
+}
+
+
+@given(
+    st.sampled_from([0, 1, 4]),
+    st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
+    st.lists(st.sampled_from(sorted(USES)), min_size=1, max_size=2),
+    st.booleans(),
+)
+def test_drawn_derivations(device, n, steps, uses, midway):
+    def fn(p, x):
+        w, early = p["w"], p["w"]
+        for k, step in enumerate(steps):
+            w = STEPS[step](w, p)
+            early = w if k == 0 else early
+        return sum(score(USES[use](early if midway and k else w, x)) for k, use in enumerate(uses))
+
+    params = parameters(device, "w", "a", "b", "gain", "columns", "s")
+    assert_agrees(Problem(fn, (params, torch.randn(n, 2, IN, device=device))))
