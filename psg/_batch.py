@@ -45,6 +45,7 @@ from psg._ops import (
 )
 from psg._owners import groups, loss_weights, owners
 from psg.factors import Dense, Factor
+from psg.factors._base import as_real
 from psg.rules import _registry
 from psg.rules.leaks import refuse_updates
 from psg.rules.products import sum_to
@@ -256,6 +257,8 @@ class _BatchMode(Watch):
 
     def _protect(self, func: Any, target: Any) -> None:
         """Refuse to write into memory that the caller owns."""
+        for own in target if isinstance(target, (tuple, list)) else ():
+            self._protect(func, own)
         memory = _functorch.memory_of(target) if isinstance(target, Tensor) and target.numel() else None
         if memory in self.owned:
             raise InputError(
@@ -406,7 +409,9 @@ class _BatchMode(Watch):
         rows = len(present[0][0])
         if tap.is_outdated:
             raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
-        flat, *weighted = (torch.cat([side.reshape(rows, -1).double() for side in sides], 1) for sides in zip(*present, strict=True))
+        flat, *weighted = (
+            torch.cat([as_real(side).reshape(rows, -1).double() for side in sides], 1) for sides in zip(*present, strict=True)
+        )
         if self.n > 1 and not all(side.isfinite().all() for side in (flat, *weighted)):
             raise NotFinite(losses)
         eps = max(torch.finfo(own.dtype).eps for own, *_ in present)

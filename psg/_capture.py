@@ -11,6 +11,8 @@
    cotangent is taken as soon as it arrives: what a transform makes of it is often small, and the memory serves the rest of the pass.
 """
 
+import functools
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -170,14 +172,22 @@ class _Differentiating:
 
     def has(self, function: Any) -> bool:
         """Whether this one did so when it was last called."""
-        return len(self._functions) > 0 and isinstance(function, FunctionType) and function in self._functions
+        return len(self._functions) > 0 and _code_of(function) in self._functions
 
     def note(self, function: Any, differentiates: bool) -> None:
         """It did so, or did not."""
-        if differentiates and isinstance(function, FunctionType):
-            self._functions.add(function)
-        elif self.has(function):
-            self._functions.discard(function)
+        code = _code_of(function) if differentiates or self._functions else None
+        if code is not None:
+            self._functions.add(code) if differentiates else self._functions.discard(code)
+
+
+def _code_of(function: Any) -> Any:
+    """What a callable runs: the function under wrappers, bound arguments and methods; None if that is not written in Python."""
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial) or inspect.ismethod(function):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    function = function if isinstance(function, FunctionType) else inspect.getattr_static(type(function), "__call__", None)
+    return function if isinstance(function, FunctionType) else None
 
 
 _differentiating = _Differentiating()
@@ -306,7 +316,7 @@ class _Mode(Watch):
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs)
-        if kwargs.get("generator") is not None:
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise Unsupported(OWN_GENERATOR)
         if func in PREDICATES:
             answer = self._ask(func, args[0])
@@ -470,6 +480,9 @@ class _Mode(Watch):
 
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
+        if isinstance(target, (tuple, list)):
+            for own in target:
+                self._protect(op, own)
         if not isinstance(target, Tensor):
             return
         memory = _functorch.memory_of(target)

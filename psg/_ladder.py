@@ -142,8 +142,7 @@ class _Aux:
     def join(self, tensors: Sequence[Tensor]) -> Any:
         if self.spec is None:
             return None
-        rest = iter(tensors)
-        return _trees.unflatten(self.spec, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
+        return _trees.unflatten(self.spec, _trees.fill(self.leaves, tensors))
 
 
 def _run_capture(call: Call) -> Result:
@@ -177,7 +176,9 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
     columns = zip(*(result.factors for result in results), strict=True)
     return Result(
         values=torch.cat([result.values for result in results])[back],
-        aux=_trees.map_leaves(lambda leaf: leaf[back] if isinstance(leaf, Tensor) else leaf, _trees.concat([r.aux for r in results])),
+        aux=_trees.map_leaves(
+            lambda leaf: leaf[back] if isinstance(leaf, Tensor) else leaf, _trees.concat([r.aux for r in results], "aux")
+        ),
         factors=[concat(column).take(back) for column in columns],
         rung=results[0].rung,
         reasons=(),
@@ -250,7 +251,9 @@ def _run_loop(call: Call) -> Result:
         if call.randomness == "same":
             _random.set_state(state)
         leaves = call.sample(i)
+        before = aux.leaves
         gradients, loss, extra = gradient(call, leaves, aux)
+        _trees.expect_same(before, aux.leaves, "aux")
         rows.append((*gradients, loss, *extra))
         if call.randomness == "error" and not _random.same_state(state, _random.get_state(leaves[i] for i in call.tensors)):
             raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
@@ -267,8 +270,6 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
     """One sample's gradients, loss and auxiliary tensors by plain autograd, which can run whatever PyTorch can."""
     history = call.needs_derivative
     for position in call.params:
-        # A copy: a function that writes into its parameter must not write into the caller's.
-        leaves[position] = leaves[position].clone()
         if not leaves[position].requires_grad:
             leaves[position].requires_grad_()
     own, called = [leaves[position] for position in call.params], _pass.Pass()
@@ -309,7 +310,7 @@ def _nested_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
             loss, extra = call.evaluate(leaves)
         return loss, (loss, *aux.split(extra))
 
-    own = [leaves[position].clone() for position in call.params]
+    own = [leaves[position] for position in call.params]
     gradients, (loss, *extra) = torch.func.grad(function, argnums=tuple(range(len(own))), has_aux=True)(*own)
     return gradients, loss, extra
 
@@ -328,6 +329,12 @@ def _batch_together(call: Call) -> Result:
         losses, extra = call.evaluate(call.filled(tensors), batch=True)
         return (losses, *aux.split(extra))
 
+    for position in call.params:
+        if call.dims[position] is not None:
+            raise InputError(
+                f'{call.name}, method="batch": {call.paths[position]} has a dimension of samples; only what the samples share can be '
+                "differentiated."
+            )
     params = {order.index(position): call.paths[position] for position in call.params}
     captured = capture_batch(function, [call.leaves[i] for i in order], params, call.n, call.outside.look)
     values, *extra = captured.outputs
@@ -381,7 +388,7 @@ class _Guard(TorchFunctionMode):
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)
         reason = find_leak(func, args, kwargs, self.rung)
-        if self.rung == "vmap" and kwargs.get("generator") is not None:
+        if self.rung == "vmap" and any(isinstance(leaf, torch.Generator) for leaf in leaves_of(args, kwargs)):
             reason = OWN_GENERATOR
         if reason is None and self.differentiated:
             reason = find_leak(func, args, kwargs, "capture")  # here too autograd is beneath vmap
@@ -429,15 +436,16 @@ def empty(call: Call) -> Result:
     for position in call.params:
         leaf, dim = call.leaves[position], call.dims[position]
         factors.append(Dense((leaf.unsqueeze(0) if dim is None else leaf.movedim(dim, 0))[:0]))
-    dtype = next((call.leaves[i].dtype.to_real() for i in call.params), torch.get_default_dtype())
-    device = call.leaves[call.params[0]].device if call.params else None
+    first = call.leaves[call.params[0]]
     aux = None
     if call.has_aux:
         leaves = [
-            leaf if dim is None else leaf.new_zeros([size for d, size in enumerate(leaf.shape) if d != dim])
+            leaf.new_zeros([size for d, size in enumerate(leaf.shape) if d != dim]) if dim is not None else leaf
             for leaf, dim in zip(call.leaves, call.dims, strict=True)
         ]
+        # Copies: a function that writes into its arguments must not write into the caller's.
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         _, aux = call.evaluate(leaves)
         tensors, spec = _trees.flatten(aux)
         aux = _trees.unflatten(spec, [t.detach().new_zeros(0, *t.shape) if isinstance(t, Tensor) else t for t in tensors])
-    return Result(torch.zeros(0, dtype=dtype, device=device), aux, factors, "empty", (), [[] for _ in factors])
+    return Result(torch.zeros(0, dtype=first.dtype.to_real(), device=first.device), aux, factors, "empty", (), [[] for _ in factors])

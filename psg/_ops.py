@@ -119,7 +119,9 @@ def _writes(func: Any) -> bool:
     name = name_of(func)
     if name in ("requires_grad_", "detach_"):
         return False  # change what is recorded, not what is stored
-    return name in ("__setitem__", "__set__") or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    if name.startswith("__i"):
+        return hasattr(Tensor, "__" + name[3:])  # __iadd__ has an __add__; __invert__, __int__ and __index__ write nothing
+    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
 @cache

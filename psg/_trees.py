@@ -88,10 +88,15 @@ def broadcast(prefix: Any, tree: Any, name: str) -> list[Any]:
         InputError: `prefix` is no prefix of `tree`.
     """
     leaves, spec = flatten(tree)
+    skeleton = _skeleton(spec, leaves)
+    options: Any = {"none_is_leaf": True, "namespace": NAMESPACE}
     try:
-        return optree.broadcast_prefix(prefix, _skeleton(spec, leaves), none_is_leaf=True, namespace=NAMESPACE)
+        spread = optree.tree_broadcast_prefix(prefix, skeleton, **options)
     except ValueError as error:
         raise InputError(f"{name}={prefix!r} is no prefix of the tree it belongs to, which has the structure {spec}.") from error
+    # Kinds of dicts differ in their order: what belongs together is told by the path.
+    found = dict(zip(optree.tree_paths(spread, **options), optree.tree_leaves(spread, **options), strict=True))
+    return [found[path] for path in optree.tree_paths(skeleton, **options)]
 
 
 def _skeleton(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
@@ -122,7 +127,20 @@ def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
     return [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def concat(parts: Sequence[Any]) -> Any:
-    """One tree from several: tensors joined along dim 0; what is no tensor is that of the first."""
+def expect_same(leaves: Sequence[Any], others: Sequence[Any], name: str) -> None:
+    """Raise InputError if what is no tensor differs: a batch has room for one such value, not for each sample's own."""
+    for leaf, other in zip(leaves, others, strict=False):
+        if not isinstance(leaf, torch.Tensor) and leaf is not other and repr(leaf) != repr(other):
+            raise InputError(f"{name} holds a Python value that is not the same for all samples, {leaf!r} and {other!r}: return a tensor.")
+
+
+def concat(parts: Sequence[Any], name: str) -> Any:
+    """One tree from several: tensors joined along dim 0; what is no tensor has to be the same in all.
+
+    Raises:
+        InputError: It is not.
+    """
     columns, specs = zip(*(flatten(part) for part in parts), strict=True)
+    for leaves in columns:
+        expect_same(columns[0], leaves, name)
     return unflatten(specs[0], [torch.cat(c) if isinstance(c[0], torch.Tensor) else c[0] for c in zip(*columns, strict=True)])

@@ -13,6 +13,7 @@ Under each of them the scaled gradient's norm is at most C up to rounding, so on
 """
 
 import math
+import numbers
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -140,14 +141,14 @@ def adapt(
     if norms.ndim != 1 or mask is not None and mask.shape != norms.shape:
         got = f"norms of shape {tuple(norms.shape)}" + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}")
         raise InputError(f"psg.clipping.adapt: expected norms [n] and, if any, a mask [n], got {got}.")
-    for name, value, fits, range in (
+    for name, value, fits, expected in (
         ("expected_batch_size", expected_batch_size, 0 < expected_batch_size < math.inf, "greater than 0 and finite"),
         ("quantile", quantile, 0 <= quantile <= 1, "in [0, 1]"),
         ("rate", rate, 0 <= rate < math.inf, "at least 0 and finite"),
         ("std", std, 0 <= std < math.inf, "at least 0 and finite"),
     ):
         if not fits:
-            raise InputError(f"psg.clipping.adapt: {name}={value!r}: expected a number {range}.")
+            raise InputError(f"psg.clipping.adapt: {name}={value!r}: expected a number {expected}.")
     counts = (norms <= clip_norm).to(norms.dtype) - 0.5
     total = (counts if mask is None else torch.where(mask, counts, 0)).sum()
     if std:
@@ -233,9 +234,9 @@ def check_clip_norm(clip_norm: Any) -> None:
         if clip_norm.ndim != 0:
             raise InputError(f"clip_norm: expected a number or a scalar tensor, got a tensor of shape {tuple(clip_norm.shape)}.")
         return  # its value is not read: that would wait for the device
-    if not isinstance(clip_norm, (int, float)) or isinstance(clip_norm, bool):
+    if not isinstance(clip_norm, numbers.Real) or isinstance(clip_norm, bool):
         raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.")
-    if math.isnan(clip_norm) or clip_norm < 0:
+    if not float(clip_norm) >= 0:
         raise InputError(f"clip_norm={clip_norm}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
 
 
@@ -256,6 +257,27 @@ def policy_of(policy: str | Policy) -> Policy:
     if policy not in POLICIES:
         raise InputError(f"policy={policy!r}: expected one of {list(POLICIES)} or a function (norms, clip_norm) -> clip_coef.")
     return POLICIES[policy]
+
+
+def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+    """What a policy makes of norms.
+
+    Args:
+        policy: The policy.
+        norms: [n].
+        clip_norm: A number or a scalar tensor.
+
+    Returns:
+        A coefficient for each norm, [n].
+
+    Raises:
+        InputError: It makes something else of them.
+    """
+    coefs = policy(norms, clip_norm)
+    if not isinstance(coefs, Tensor) or coefs.shape != norms.shape:
+        got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
+        raise InputError(f"the policy has to give a coefficient for each norm, {tuple(norms.shape)}; it gave {got}.")
+    return coefs
 
 
 def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:

@@ -65,7 +65,7 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         dist.all_reduce(flat, group=group)
         for i, total in zip(alike, flat.split([parts[i].numel() for i in alike]), strict=True):
             total = total.reshape(parts[i].shape)
-            results[i] = (torch.view_as_complex(total).clone() if leaves[i].is_complex() else total).to(leaves[i].dtype)
+            results[i] = (torch.view_as_complex(total.clone()) if leaves[i].is_complex() else total).to(leaves[i].dtype)
     return _trees.unflatten(spec, [results[i] for i in range(len(leaves))])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psg import _ambient, _ladder, _trees
+from psg import _ambient, _ladder
 from psg._call import Options, prepare
 from psg._errors import InputError
 from psg.factors import Factor
@@ -120,9 +120,8 @@ def explain(
 
 
 def _leaf(path: str, factor: Factor, uses: list[str]) -> Leaf:
-    held = sum(tensor.numel() * tensor.element_size() for tensor in _trees.flatten(factor)[0])
     dense = factor.n * factor.shape.numel() * factor.dtype.itemsize
-    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), held, dense)
+    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), factor.nbytes, dense)
 
 
 def _human(size: float) -> str:

@@ -81,5 +81,5 @@ def budget(size: str, device: torch.device) -> int:
         return named
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 << 30
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ()) else 4 << 30
     return free // 4

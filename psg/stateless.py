@@ -233,10 +233,10 @@ class _Strays(TorchFunctionMode):
 
 def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:
     for name, child in children.items():
-        if child.training and _mixes_samples(child):
+        if _mixes_samples(child) and (child.training or getattr(child, "running_mean", child) is None):
             raise StateError(
-                f"stateless: {name or 'the module'} ({_kind(child)}) is in training mode, where it mixes the samples of a "
-                "batch and updates its running statistics, so that no sample has a gradient of its own. Put it in eval mode, or use "
+                f"stateless: {name or 'the module'} ({_kind(child)}) is in training mode, or keeps no running statistics, and so mixes "
+                "the samples of a batch: no sample has a gradient of its own. Put it in eval mode, with running statistics, or use "
                 "GroupNorm, LayerNorm or InstanceNorm."
             )
 

@@ -454,6 +454,7 @@ def _over_batches(
             values.add(start, [result.values])
             leaves, spec = _trees.flatten(result.aux)
             rest = rest or (leaves, spec)
+            _trees.expect_same(rest[0], leaves, "aux")
             aux.add(start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         leaves, spec = rest
         return _Reduced(reduced.result(), values.result()[0], _trees.unflatten(spec, _trees.fill(leaves, aux.result())))
@@ -631,7 +632,7 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipp
     coefs = []
     sums: dict[int, Tensor] = {}
     for group, joint, own in zip(groups, joints, apart, strict=True):
-        coef = call.outside.run(scale, own, group.clip_norm)
+        coef = call.outside.run(functools.partial(clipping.coefficients, scale), own, group.clip_norm)
         coefs.append(coef if keep is None else torch.where(keep, coef, 0))
         sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
     return _Clipped([sums[i] for i in range(len(factors))], norms, coefs, apart, values, nonfinite)

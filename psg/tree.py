@@ -44,6 +44,9 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
     (factors, spec), (others, other_spec) = _factors(tree, name), _factors(other, name)
     if spec != other_spec:
         raise InputError(f"psg.tree.{name}: the trees differ in structure: {spec} and {other_spec}.")
+    for x, y in zip(factors, others, strict=True):
+        if x.shape != y.shape:
+            raise InputError(f"psg.tree.{name}: leaves differ in shape: {tuple(x.shape)} and {tuple(y.shape)} of one sample.")
     return list(zip(factors, others, strict=True))
 
 
@@ -184,8 +187,9 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
 
 
 def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> None:
-    if weights.shape != (factors[0].n,):
-        raise InputError(f"psg.tree.{name}: expected weights of shape ({factors[0].n},), got {tuple(weights.shape)}.")
+    if not isinstance(weights, Tensor) or weights.shape != (factors[0].n,) or weights.is_complex():
+        got = f"{tuple(weights.shape)} of {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise InputError(f"psg.tree.{name}: expected real weights of shape ({factors[0].n},), got {got}.")
 
 
 @never
@@ -222,9 +226,10 @@ def mean(tree: Any) -> Any:
         >>> mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([2., 3.])
     """
-    n = _factors(tree, "mean")[0][0].n
-    total, spec = _trees.flatten(sum(tree))
-    return _trees.unflatten(spec, _divide(total, n))
+    first = _factors(tree, "mean")[0][0]
+    if first.n == 0:
+        return _trees.map_leaves(lambda leaf: leaf / 0, sum(tree))
+    return weighted_sum(tree, torch.full((first.n,), 1 / first.n, dtype=wide(first.dtype.to_real()), device=first.device))
 
 
 class Moments(NamedTuple):
@@ -541,8 +546,8 @@ def take(tree: Any, index: Any) -> Any:
         tensor([[3.],
                 [1.]])
     """
-    if isinstance(index, int):
-        raise InputError(f"psg.tree.take: got the integer {index}; to keep the dimension of samples, pass slice({index}, {index + 1}).")
+    if not isinstance(index, slice) and torch.as_tensor(index).ndim != 1:
+        raise InputError(f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {index!r}; of one sample k, slice(k, k + 1).")
     return _map(tree, lambda factor: factor.take(index), "take")
 
 

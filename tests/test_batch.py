@@ -180,7 +180,22 @@ def mask_tokens(n, device):
     return fn, params, (torch.randn(n, 4, WIDTH, device=device),)
 
 
-PROBLEMS = [positions, lookups, class_tokens, mask_tokens, broadcasts, experts, images, shuffled, time_first, derived, projection]
+def spectrum(n, device):
+    """Real parameters that meet complex data."""
+
+    def fn(p, x):
+        shifted = (torch.fft.fft(x * p["a"]) * p["a"] + p["b"]).imag
+        return (torch.fft.irfft(torch.fft.rfft(x) * p["gain"], n=WIDTH) + shifted).sin().sum(1)
+
+    params = {
+        "gain": torch.randn(WIDTH // 2 + 1, device=device),
+        "a": torch.randn(WIDTH, device=device),
+        "b": torch.randn(WIDTH, device=device),
+    }
+    return fn, params, (torch.randn(n, WIDTH, device=device),)
+
+
+PROBLEMS = [spectrum, positions, lookups, class_tokens, mask_tokens, broadcasts, experts, images, shuffled, time_first, derived, projection]
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
 
 
@@ -225,6 +240,13 @@ def test_chunks_change_nothing(seed, n, size):
     fn, params, batch = experts(n, "cpu")
     whole = psg.per_sample_grad(fn, method="batch")(params, *batch)
     assert_trees_close(psg.per_sample_grad(fn, method="batch", chunk_size=size)(params, *batch), whole)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_parameter_of_each_samples_own_is_an_error(n, device):
+    w, x = torch.randn(2, device=device), torch.randn(n, 2, device=device)
+    with pytest.raises(psg.InputError, match=r"x has a dimension of samples; only what the samples share"):
+        psg.per_sample_grad(lambda w, x: (w * x).sum(1), argnums=1, in_dims=(None, 0), method="batch")(w, x)
 
 
 def test_aux_and_containers(device):

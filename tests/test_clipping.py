@@ -1,6 +1,7 @@
 """clipped_grad: exact clipping, policies, groups, masks, samples that are not finite."""
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -229,6 +230,27 @@ def test_per_leaf_takes_a_prefix_of_the_tree(device):
     out = psg.clipped_grad(fn, PerLeaf({"layers": 0.5, "head": 1.5}))(params, x)
     expected = {"layers": [clipped_leaf(leaf, 0.5) for leaf in grads["layers"]], "head": clipped_leaf(grads["head"], 1.5)}
     summed(out.grads, expected, "grads")
+
+
+@pytest.mark.parametrize("params_kind", [dict, OrderedDict])
+@pytest.mark.parametrize("norms_kind", [dict, OrderedDict])
+def test_kinds_of_dicts_may_differ(params_kind, norms_kind, device):
+    params = params_kind([("v", torch.randn(3, device=device)), ("a", torch.randn(3, device=device))])
+    x = torch.randn(N, 3, device=device)
+
+    def fn(p, x):
+        return (p["v"] * x).sum() + 2 * (p["a"] * x).sum()
+
+    out = psg.clipped_grad(fn, PerLeaf(norms_kind([("v", 1e-3), ("a", 1e9)])))(params, x)
+    torch.testing.assert_close(out.grads["v"], clipped_leaf(x, 1e-3))
+    torch.testing.assert_close(out.grads["a"], 2 * x.sum(0))
+
+
+def test_a_policy_that_gives_something_else(args):
+    with pytest.raises(psg.InputError, match=r"the policy has to give a coefficient for each norm, \(\d,\); it gave \(\d, 1\)"):
+        psg.clipped_grad(loss, 1.0, policy=lambda norms, clip_norm: norms[:, None])(*args)
+    with pytest.raises(psg.InputError, match=r"it gave float"):
+        psg.clipped_grad(loss, 1.0, policy=lambda norms, clip_norm: 1.0)(*args)
 
 
 def test_per_group(args):

@@ -66,7 +66,8 @@ def work(rank, path):
             {
                 "half": torch.tensor([256.0 if rank == 0 else 1.0, rank], dtype=torch.bfloat16),
                 "count": torch.tensor(rank),
-                "complex": torch.tensor([1 + rank * 1j]),
+                "float": torch.ones(3, dtype=torch.float32),
+                "complex": torch.tensor([1 + rank * 1j], dtype=torch.complex64),
                 "history": torch.ones(2, requires_grad=True) * 2,
             }
         ),

@@ -71,6 +71,27 @@ def test_empty_batch_with_aux_has_the_structure_of_aux(params, x):
     assert aux["x"].shape == (0, 3) and aux["pair"][0].shape == (0,) and aux["pair"][1] == 2
 
 
+def test_empty_batch_with_aux_leaves_shared_tensors_alone(params, x):
+    def counting(p, x, count):
+        return loss(p, x), count.add_(1)
+
+    count = torch.zeros(2)
+    psg.per_sample_grad(counting, has_aux=True, in_dims=(None, 0, None))(params, x[:0], count)
+    assert torch.equal(count, torch.zeros(2))
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_python_values_in_aux_that_differ(method, chunk_size, params, x):
+    def with_aux(p, x, label):
+        return loss(p, x), {"label": int(label), "same": 7}
+
+    call = psg.per_sample_grad(with_aux, has_aux=True, method=method, chunk_size=chunk_size)
+    with pytest.raises(psg.InputError, match=r"aux holds a Python value that is not the same for all samples, 0 and 1: return a tensor"):
+        call(params, x, torch.arange(len(x)))
+    assert call(params, x, torch.ones(len(x)))[1] == {"label": 1, "same": 7}
+
+
 @pytest.mark.parametrize("chunk_size", [1, 2])
 def test_empty_batch_in_chunks(chunk_size, params, x):
     assert psg.per_sample_norm(loss, chunk_size=chunk_size)(params, x[:0]).shape == (0,)
@@ -285,6 +306,13 @@ def test_batch_norm_in_training_mode_without_stateless(device):
     with pytest.raises(psg.StateError, match=r"[Bb]atch.?[Nn]orm.*eval"):
         psg.per_sample_grad(lambda p, x: functional_call(module, p, (x[None],)).sum())(params, torch.randn(N, 2, 5, 5, device=device))
     assert torch.equal(module[1].running_mean, mean)
+
+
+def test_batch_norm_without_running_statistics_mixes_samples_in_every_mode(device):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).to(device).eval()
+    fn, params = psg.stateless(module, F.cross_entropy)
+    with pytest.raises(psg.StateError, match=r"1 \(BatchNorm1d\) .*keeps no running statistics"):
+        psg.per_sample_grad(fn)(params, torch.randn(N, 3, device=device), torch.zeros(N, dtype=torch.int64, device=device))
 
 
 def test_batch_norm_in_evaluation_mode_works(device):

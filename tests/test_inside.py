@@ -487,3 +487,28 @@ def test_a_detached_parameter_that_an_inner_transform_differentiates_for(normal)
         return (F.linear(x, p["w"] - 0.1 * slopes)).sin().sum()
 
     assert_agrees(Problem(fn, ({"w": normal(4, 3)}, normal(5, 3))))
+
+
+def penalised(calls, p, x):
+    calls.append(1)
+    x = x.requires_grad_()
+    (slope,) = torch.autograd.grad((x @ p).tanh().sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+class Penalised:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, p, x):
+        return penalised(self.calls, p, x)
+
+
+@pytest.mark.parametrize("wrap", [lambda calls: functools.partial(penalised, calls), Penalised, lambda calls: Penalised(calls).__call__])
+def test_a_function_that_calls_autograd_is_remembered_under_its_wrappers(wrap, device):
+    calls = []
+    norm, args = psg.per_sample_norm(wrap(calls)), (torch.randn(3, device=device), torch.randn(4, 3, device=device))
+    norm(*args)
+    calls.clear()
+    norm(*args)
+    assert len(calls) == 1

@@ -129,7 +129,12 @@ def test_randomness_same_draws_one_mask_however_often_a_pass_starts(device):
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize(
-    "draw", [lambda g, x: torch.rand(16, generator=g, device=x.device), lambda g, x: torch.zeros_like(x).normal_(generator=g)]
+    "draw",
+    [
+        lambda g, x: torch.rand(16, generator=g, device=x.device),
+        lambda g, x: torch.zeros_like(x).normal_(generator=g),
+        lambda g, x: torch.poisson(torch.full_like(x, 4), g),
+    ],
 )
 def test_a_generator_seeded_in_fn_draws_the_same_for_every_sample(draw, device):
     def fn(p, x):

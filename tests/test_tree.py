@@ -411,6 +411,20 @@ def test_noise_under_vmap_is_drawn_as_its_randomness_says(device):
     assert torch.equal(noisy["a"][0], noisy["a"][1]) and noisy["b"][0] == noisy["b"][1] != 1
 
 
+def test_means_of_large_gradients_in_16_bits_do_not_overflow(device):
+    gradients = torch.full((256, 2), 300.0, dtype=torch.float16, device=device)
+    assert torch.equal(psg.tree.mean(gradients), gradients[0])
+    assert psg.tree.mean(gradients[:0]).isnan().all()
+
+
+def test_directions_of_another_dtype(device):
+    left, right = torch.randn(3, 2, 4, device=device), torch.randn(3, 2, 5, device=device)
+    direction = torch.randn(4, 5, device=device).float()
+    expected = torch.einsum("nta,ntb,ab->n", left, right, direction.to(left.dtype))
+    for factor in (Outer(left, right), Dense(Outer(left, right).materialize())):
+        torch.testing.assert_close(psg.tree.dot(factor, direction), expected)
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 VALUES = torch.ones(3, 2, dtype=torch.float32)
@@ -430,7 +444,12 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.inner(VALUES, VALUES[:2]), r"psg\.tree\.inner: .*3 and 2 samples.*gram"),
         (lambda: psg.tree.inner([VALUES], [VALUES, VALUES]), r"psg\.tree\.inner: .*differ in structure"),
         (lambda: psg.tree.gram([VALUES], (VALUES,)), r"psg\.tree\.gram: .*differ in structure"),
-        (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: .*integer 1.*slice\(1, 2\)"),
+        (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: expected .*got 1; .*slice\(k, k \+ 1\)"),
+        (lambda: psg.tree.take(VALUES, torch.tensor(1)), r"psg\.tree\.take: expected .*got tensor\(1\)"),
+        (lambda: psg.tree.inner(VALUES, VALUES[:, :1]), r"psg\.tree\.inner: leaves differ in shape: \(2,\) and \(1,\)"),
+        (lambda: psg.tree.gram(Outer(VALUES[:, None], VALUES[:, None]), VALUES), r"psg\.tree\.gram: .*\(2, 2\) and \(2,\)"),
+        (lambda: psg.tree.weighted_sum(VALUES, [1.0, 2.0, 3.0]), r"psg\.tree\.weighted_sum: expected real weights .*got list"),
+        (lambda: psg.tree.weighted_sum(VALUES, 1j * torch.ones(3)), r"weighted_sum: expected real .*got \(3,\) of torch.complex"),
         (lambda: psg.tree.concat([]), r"psg\.tree\.concat: .*at least one tree"),
         (lambda: psg.tree.concat([[VALUES], (VALUES,)]), r"psg\.tree\.concat: .*differ in structure"),
         (lambda: psg.tree.project(VALUES, 0), r"psg\.tree\.project: dim=0: expected an integer that is at least 1"),

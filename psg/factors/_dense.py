@@ -78,7 +78,7 @@ class Dense(Factor):
         return total if order is None else total.permute(order).contiguous()
 
     def dot(self, direction: Tensor) -> Tensor:
-        return widen(real_rows(self.values)) @ widen(real_rows(direction[None])[0])
+        return widen(real_rows(self.values)) @ widen(real_rows(direction[None].to(wide(self.dtype)))[0])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.values))

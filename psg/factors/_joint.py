@@ -28,7 +28,8 @@ class Joint:
         self.is_differentiated = any(factor.is_differentiated for factor in factors)
         self._factors = list(factors)
         self._small = [] if self.is_differentiated else _worth_joining(factors)
-        self._rest = [i for i in range(len(factors)) if i not in self._small]
+        small = set(self._small)
+        self._rest = [i for i in range(len(factors)) if i not in small]
 
     @cached_property
     def _parts(self) -> list[Factor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from psg._errors import InputError
+from psg._ops import leaves_of
 from psg.factors import Factor
 
 Builder = Callable[[Any], Factor]
@@ -192,7 +193,7 @@ def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def op(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        tensors = tuple(leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
         if has_torch_function(tensors):
             return handle_torch_function(op, tensors, *args, **kwargs)
         return function(*args, **kwargs)

@@ -269,14 +269,21 @@ def _scaled(input: Tensor, weight: Tensor) -> Any:
     """y = x w: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
     own, shape = weight.shape, _row_shape(weight)
     output = input * weight.reshape(shape)
-    return output, {"weight": lambda cotangent: Dense(sum_to(cotangent * input, shape).reshape(len(input), *own))}
+
+    return output, {"weight": lambda cotangent: _broadcast(cotangent * input.conj(), shape, own)}
 
 
 def _shifted(input: Tensor, weight: Tensor) -> Any:
     """y = x + b: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
     own, shape = weight.shape, _row_shape(weight)
     output = input + weight.reshape(shape)
-    return output, {"weight": lambda cotangent: Dense(sum_to(cotangent, shape).reshape(len(input), *own))}
+    return output, {"weight": lambda cotangent: _broadcast(cotangent, shape, own)}
+
+
+def _broadcast(cotangent: Tensor, shape: torch.Size, own: torch.Size) -> Dense:
+    """The gradient of a real weight that was broadcast, to complex data perhaps."""
+    summed = sum_to(cotangent, shape)
+    return Dense((summed.real if summed.is_complex() else summed).reshape(len(cotangent), *own))
 
 
 ELEMENTWISE = dict.fromkeys(_PRODUCTS, Rule.of(_scaled, ("weight",)))
