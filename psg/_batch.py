@@ -276,8 +276,7 @@ class _BatchMode(Watch):
         for i, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 value = Lifted.derivation(part, met, name_of(func), self.n)
-                if not several:
-                    value.carry_to(met, name_of(func), args, kwargs)
+                value.carry_to(met, name_of(func), args, kwargs)
                 parts[i] = self.hold(value, part.detach().requires_grad_())
                 self.values.append(value)
         for value in met:

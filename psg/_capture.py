@@ -54,6 +54,7 @@ from psg._ops import (
 from psg.factors import Dense, Factor
 from psg.rules import _registry
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
+from psg.rules.rows import LOOKUPS
 
 LARGE = 2 << 20  # bytes; below, what it costs to go from autograd to Python and back is more than the memory is worth
 
@@ -335,6 +336,11 @@ class _Mode(Watch):
             output = run(func, rule, args, kwargs)
             if output is not NotImplemented:
                 return output
+        if func in LOOKUPS and here and args and id(args[0]) in self.by_handle and self.habits.ruled:
+            with self:
+                output = self._look_up(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
         if not here:
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
@@ -375,6 +381,12 @@ class _Mode(Watch):
                 output = output.expand(self.n, *output.shape).clone()
             return _functorch.wrap(output, self.level)
         return output
+
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Rows of a parameter at the places that each sample says, as an embedding; NotImplemented for other places."""
+        index = args[-1] if len(args) > 1 else None
+        batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
+        return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
 
     def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
         """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
@@ -480,18 +492,15 @@ class _Mode(Watch):
 
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
-        if isinstance(target, (tuple, list)):
-            for own in target:
-                self._protect(op, own)
-        if not isinstance(target, Tensor):
-            return
-        memory = _functorch.memory_of(target)
-        if memory in self.owned:
+        written = target if isinstance(target, (tuple, list)) else (target,)
+        memories = {_functorch.memory_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
+        if memories & self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
-        derived = [value.derived for value in self.values[len(self.params) :]]
-        if any(memory == _functorch.memory_of(value) for value in (*derived, *self.constants) if value is not None):
+        # A list is written into by ops for lists, which vmap does not have: constants can stay what they are.
+        derived = [value.derived for value in self.values[len(self.params) :]] + ([] if isinstance(target, list) else self.constants)
+        if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
             raise _WritesDerived(f"{op} writes into a value computed from parameters")
-        if memory in self.given:
+        if memories & self.given:
             raise WritesInput(f"{op} writes into an input, or a view of one")
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
@@ -573,8 +582,8 @@ class _Mode(Watch):
             if not all(isinstance(part, Tensor) for part in parts):
                 return NotImplemented
             derivations = {i: Lifted.derivation(part, met, name, self.n) for i, part in enumerate(parts) if part.requires_grad}
-            if not several and derivations:
-                derivations[0].carry_to(met, name, args, kwargs)
+            for value in derivations.values():
+                value.carry_to(met, name, args, kwargs)
         for value in met:
             value.uses.append(f"{name}: derived")
         shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg.factors import Dense, Factor, Outer
+from psg import _functorch
+from psg.factors import Dense, Factor, Outer, Place, Views
 from psg.factors._maps import Scale, contracted, premultiplied, scaled, transposed
 
 Carry = Callable[[Factor], Factor | None]
@@ -134,12 +135,28 @@ def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
         return []  # the same bytes, seen otherwise
     if shape == output.shape:
         return [(input, lambda factor: factor)]
-    return [(input, lambda factor: _if_dense(factor, lambda values: Dense(values.reshape(len(values), *shape))))]
+    place = Place(tuple(output.shape), tuple(output.shape[k + 1 :].numel() for k in range(output.ndim)), 0)
+
+    def carry(factor: Factor) -> Factor:
+        return Dense(factor.values.reshape(factor.n, *shape)) if isinstance(factor, Dense) else Views([factor], [place], shape)
+
+    return [(input, carry)]
+
+
+def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
+    """A view of some entries, or of all in another order."""
+    of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input.detach())
+    if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
+        return []
+    place = Place(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
+    return [(input, lambda factor: None if isinstance(factor, Dense) else Views([factor], [place], input.shape))]
 
 
 def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
-    turned = input.detach().mT if input.ndim == 2 else input
-    if input.ndim != 2 or (output.shape, output.stride()) != (turned.shape, turned.stride()):
+    if input.ndim != 2:
+        return _part(output, input)
+    turned = input.detach().mT
+    if (output.shape, output.stride()) != (turned.shape, turned.stride()):
         return []
     if (output.shape, output.stride()) == (input.shape, input.stride()):
         return []  # by its strides it may be either
@@ -163,5 +180,8 @@ _CARRIES: dict[str, Callable[..., _Carried]] = {
     "__rmatmul__": _rmatmul,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshape),
     **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
+    **dict.fromkeys(
+        ("__getitem__", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part
+    ),
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
 }

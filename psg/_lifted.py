@@ -79,10 +79,13 @@ class Lifted:
 
     def carry_terms(self) -> None:
         """Hand the terms to what this value was computed from, where their kind allows it."""
+        if not self.carries or not self.terms:
+            return
         left = []
-        for term in self.terms:
+        merged = merge(self.terms)
+        for term in merged.terms if isinstance(merged, Sum) else (merged,):
             carried = [(value, carry(term)) for value, carry in self.carries]
-            if not carried or any(factor is None for _, factor in carried):
+            if any(factor is None for _, factor in carried):
                 left.append(term)
                 continue
             for value, factor in carried:

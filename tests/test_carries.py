@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.factors import Conv, Dense, Outer, Rows
+from psg.factors import Conv, Dense, Outer, Place, Rows, Sum, Views
+from psg.testing import assert_trees_close
 
 OUT, IN, RANK = 4, 3, 2
 
@@ -78,6 +79,33 @@ def norms_and_reference(problem):
 
 def lookup(table, x):
     return score(F.embedding((x[0, 0] > 0).long() + torch.arange(2, device=x.device), table))
+
+
+def indexed(table, x):
+    index = (x[0, 0] > 0).long() - torch.arange(1, 3, device=x.device)  # negative ones from the end
+    return score(table[index] * table.index_select(0, index % len(table)))
+
+
+TABLES = {"rows": ((OUT, IN), Rows), "matrices": ((OUT, IN, 2), Views), "numbers": ((OUT,), Views)}
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_that_are_indexed(name, n, device):
+    shape, kind = TABLES[name]
+    problem = Problem(indexed, (torch.randn(shape, device=device), torch.randn(n, 2, IN, device=device)))
+    assert_agrees(problem)
+    assert n == 0 or type(psg.factored_grad(indexed)(*problem.args)) is kind
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_tables_that_each_sample_indexes_once(n, device):
+    def fn(p, i, j):
+        return (p["rows"][i] * p["rows"][j]).sum() * p["numbers"][i].sin() + p["numbers"][j]
+
+    p = {"rows": torch.randn(4, 3, device=device), "numbers": torch.randn(4, device=device)}
+    index = torch.arange(n, device=device)
+    assert_agrees(Problem(fn, (p, index % 4, -1 - index % 3)))
 
 
 LOOKUPS = {
@@ -171,3 +199,82 @@ def test_drawn_derivations(device, n, steps, uses, midway):
 
     params = parameters(device, "w", "a", "b", "gain", "columns", "s")
     assert_agrees(Problem(fn, (params, torch.randn(n, 2, IN, device=device))))
+
+
+PARTS = {
+    "layers of a stack": ((3, 3, 3), lambda w: [w[0], w.select(0, 1), w[2]]),
+    "layers, one twice": ((2, 3, 3), lambda w: [w[0], w[1], w[0]]),
+    "loop over a stack": ((3, 3, 3), list),
+    "unbind": ((3, 3, 3), lambda w: w.unbind(0)),
+    "chunks of rows": ((9, 3), lambda w: w.chunk(3)),
+    "columns": ((3, 9), lambda w: w.split([3, 6], 1)[0:1] + (w[:, 4:7],)),
+    "columns that overlap": ((3, 9), lambda w: [w[:, :3], w[:, 2:5]]),
+    "every other row": ((6, 3), lambda w: [w[::2], w[1::2]]),
+    "another shape": ((3, 1, 3, 1), lambda w: [w.squeeze(1).flatten(1), w[:, 0, :, 0]]),
+    "last dimension of a stack": ((3, 3, 2), lambda w: [w[..., 0], w[..., 1]]),
+    "of a scaled one": ((2, 3, 3), lambda w: [(0.5 * w)[0], (w * 2)[1]]),
+    "nested": ((2, 6, 3), lambda w: [w[0].narrow(0, 1, 3), w[1][3:], w[0][:3]]),
+    "flat": ((18,), lambda w: [w[:9].view(3, 3), w[9:].view(3, 3).T]),
+    "permuted": ((3, 1, 3), lambda w: [w.permute(1, 0, 2).squeeze(0), w.movedim(1, 0).reshape(3, 3)]),
+}
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+@pytest.mark.parametrize("name", PARTS)
+def test_views_of_a_parameter(name, n, device):
+    shape, parts = PARTS[name]
+
+    def fn(p, x):
+        for w in parts(p):
+            x = F.linear(x, w).sin()
+        return x.sum()
+
+    p, x = torch.randn(shape, device=device), torch.randn(n, 2, 3, device=device)
+    assert_agrees(Problem(fn, (p, x)))
+    if n:
+        factor = psg.factored_grad(fn)(p, x)
+        assert all(isinstance(term, Views) for term in (factor.terms if isinstance(factor, Sum) else [factor]))
+
+
+def test_derivations_compiled(device):
+    def fn(p, x):
+        for w in p["stack"].unbind():
+            x = F.linear(x, 0.5 * w).tanh()
+        return (p["table"][(x.sum() > 0).long()] * x).sum()
+
+    p = {"stack": torch.randn(3, 3, 3, device=device), "table": torch.randn(2, 3, device=device)}
+    x = torch.randn(4, 2, 3, device=device)
+    fast = psg.jit(psg.clipped_grad(fn, 1.0), backend="aot_eager")
+    out, expected = fast(p, x), psg.clipped_grad(fn, 1.0)(p, x)
+    assert [info.error for info in fast.cache_info()] == [None]
+    assert_trees_close(out.grads, expected.grads, per_sample=False)
+    assert_trees_close(out.norms, expected.norms)
+
+
+def test_views_side_by_side_are_one_factor(device):
+    fn = lambda w, x: sum(F.linear(x, own).sin().sum() for own in w)  # noqa: E731
+    factor = psg.factored_grad(fn)(torch.randn(4, 5, 3, device=device), torch.randn(2, 3, device=device))
+    assert isinstance(factor, Views) and len(factor.factors) == 4
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_places_that_are_apart_share_no_entry(shape, data):
+    entries = torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+    steps = 0
+
+    def view():
+        nonlocal steps
+        part = entries
+        for dim in range(entries.ndim):
+            start, step = data.draw(st.integers(0, shape[dim] - 1)), data.draw(st.integers(1, 2))
+            steps += step > 1
+            part = part[(slice(None),) * dim + (slice(start, data.draw(st.integers(start + 1, shape[dim])), step),)]
+        return part.squeeze() if data.draw(st.booleans()) else part.permute(*reversed(range(part.ndim)))
+
+    views = [view(), view()]
+    places = [Place(tuple(part.shape), tuple(part.stride()), part.storage_offset()) for part in views]
+    assert all(torch.equal(place.of(entries), part) for place, part in zip(places, views, strict=True))
+    shared = set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())
+    assert not (places[0].is_apart(places[1], entries.shape) and shared)
+    assert places[0].is_apart(places[1], entries.shape) or shared or steps > 0  # a step over the other's entries is not looked into

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.factors import Conv, Dense, Geometry, Outer, Rows, Sum, merge
+from psg.factors import Conv, Dense, Geometry, Outer, Place, Rows, Sum, Views, merge
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -63,6 +63,24 @@ def rows(n, size, generator):
     return Rows(index, cotangent, a), torch.einsum("nta,ntb->nab", F.one_hot(index, a).to(cotangent.dtype), cotangent)
 
 
+def views(n, size, generator):
+    """Some rows, and the columns of the others one by one."""
+    t, a, b = SIZES[size]
+    left, right = randn(n, t, a // 2, generator=generator), randn(n, t, b, generator=generator)
+    below = randn(n, b, a - a // 2, generator=generator)
+    places = [Place((a // 2, b), (b, 1), 0), Place((b, a - a // 2), (1, b), a // 2 * b)]
+    factor = Views([Outer(left, right), Dense(below)], places, torch.Size((a, b)))
+    return factor, torch.cat([torch.einsum("nta,ntb->nab", left, right), below.mT], 1)
+
+
+def reshaped(n, size, generator):
+    """In another shape."""
+    t, a, b = SIZES[size]
+    left, right = randn(n, t, b, generator=generator), randn(n, t, a, generator=generator)
+    factor = Views([Outer(left, right)], [Place((b, a), (a, 1), 0)], torch.Size((a, b)))
+    return factor, torch.einsum("nta,ntb->nab", left, right).reshape(n, a, b)
+
+
 def sum_of(*kinds):
     def recipe(n, size, generator):
         made = [kind(n, size, generator) for kind in kinds]
@@ -78,7 +96,10 @@ MATRICES = {
     "Dense": dense,
     "Outer": outer,
     "Rows": rows,
+    "Views": views,
+    "Views in another shape": reshaped,
     "Sum of nothing": sum_of(),
+    "Sum of Views": sum_of(views, reshaped, dense),
     "Sum of Rows and Outer": sum_of(rows, outer),
     "Sum of all": sum_of(rows, dense, outer, rows),
     "Sum of a Sum": sum_of(sum_of(rows, rows), outer),

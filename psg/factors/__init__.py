@@ -15,14 +15,16 @@ from psg.factors._joint import Joint, norm_of
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._sum import Sum
+from psg.factors._views import Place, Views, merge_views
 
-__all__ = ["Conv", "Dense", "Factor", "Geometry", "Joint", "Outer", "Rows", "Sum", "concat", "merge", "norm_of"]
+__all__ = ["Conv", "Dense", "Factor", "Geometry", "Joint", "Outer", "Place", "Rows", "Sum", "Views", "concat", "merge", "norm_of"]
 
 
 def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
-    Dense terms are added, Outer terms are one Outer over all their positions, and Rows terms one Rows; a Sum holds what is left.
+    Dense terms are added, Outer terms are one Outer over all their positions, Rows terms one Rows, and views that share no entry of the
+    parameter one Views; a Sum holds what is left.
     """
     if len(terms) == 1:
         return terms[0]
@@ -36,7 +38,10 @@ def merge(terms: list[Factor]) -> Factor:
     rows = [term for term in terms if isinstance(term, Rows)]
     if rows:
         merged.append(Rows(_along([term.index for term in rows]), _along([term.cotangent for term in rows]), rows[0].num_rows))
-    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Rows))]
+    views = [term for term in terms if isinstance(term, Views)]
+    if views:
+        merged += merge_views(views, merge)
+    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Rows, Views))]
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
@@ -80,6 +85,7 @@ _register(Outer, ())
 _register(Rows, ("num_rows",))
 _register(Conv, ("geometry",))
 _register(Sum, ("_shape",))
+_register(Views, ("places", "_shape"))
 
 # What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
-torch.serialization.add_safe_globals([Conv, Dense, Geometry, Outer, Rows, Sum])
+torch.serialization.add_safe_globals([Conv, Dense, Geometry, Outer, Place, Rows, Sum, Views])

@@ -13,6 +13,7 @@ from psg.factors._conv import Conv
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
+from psg.factors._views import Views
 
 Scale = Tensor | float
 
@@ -56,6 +57,13 @@ def _(factor: Conv, scale: Scale) -> Factor | None:
             return None
         scale = entries[:, 0]
     return Conv(factor.cotangent * scale, factor.input, factor.geometry)
+
+
+@scaled.register
+def _(factor: Views, scale: Scale) -> Factor | None:
+    found = [scaled(own, scale) for own in factor.factors] if _entries(scale, factor) is None else [None]
+    own = [part for part in found if part is not None]
+    return factor.with_factors(own) if len(own) == len(factor.factors) else None
 
 
 @singledispatch

@@ -16,6 +16,7 @@ from psg.factors._dense import Dense, real_rows
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._sum import Sum
+from psg.factors._views import Views
 
 Product = Callable[..., Tensor | None]
 _inner: dict[tuple[type, type], Product] = {}
@@ -136,6 +137,19 @@ def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
             total = pair[0] * pair[1] if total is None else torch.addcmul(total, *pair)
         blocks.append(total)
     return torch.cat(blocks)
+
+
+# Views x Views of the same places: place by place
+
+
+@_pair(_inner, Views, Views)
+def _(x: Views, y: Views) -> Tensor | None:
+    return torch.stack([inner(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.places == y.places else None
+
+
+@_pair(_gram, Views, Views)
+def _(x: Views, y: Views) -> Tensor | None:
+    return torch.stack([gram(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.places == y.places else None
 
 
 # Rows x Rows: sum_{t,s} [index_t = index'_s] <c_t, c'_s>

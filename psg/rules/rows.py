@@ -297,10 +297,14 @@ EXPANSIONS = frozenset({Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, t
 def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
     """W[index], an integer tensor along dim 0, as an embedding; negative ones count from the end where the op lets them."""
     known = isinstance(input, Tensor) and isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
-    if not known or input.ndim < 2 or input.is_complex() or len(input) == 0:
+    if not known or input.ndim == 0 or input.is_complex() or len(input) == 0:
         return NotImplemented
     if from_end:
         index = torch.where(index < 0, index + len(input), index)
+    if input.ndim == 2:
+        return F.embedding(index, input)
+    if input.ndim == 1:
+        return F.embedding(index, input.unsqueeze(1)).squeeze(-1)
     return F.embedding(index, input.flatten(1)).unflatten(-1, input.shape[1:])
 
 

@@ -1,0 +1,163 @@
+"""Views: gradients of views of a parameter, which share no entry of it: slices, layers of a stack, another shape."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from psg.factors._base import Factor
+
+
+class Place(NamedTuple):
+    """Where a view's entries stand in its contiguous parameter; no two of them in one place."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a contiguous tensor of the parameter's shape."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    def of_each(self, values: Tensor) -> Tensor:
+        """The views of contiguous tensors [n, *shape]."""
+        n, *shape = values.shape
+        stride = torch.Size(shape).numel(), *self.stride
+        return values.as_strided((n, *self.size), stride, values.storage_offset() + self.offset)
+
+    def is_apart(self, other: "Place", shape: torch.Size) -> bool:
+        """Whether the two are known to share no entry."""
+        own, others = self._box(shape), other._box(shape)
+        if own is None or others is None:
+            return False
+        return any(stop <= begin or end <= start for (start, stop), (begin, end) in zip(own, others, strict=True))
+
+    def _box(self, shape: torch.Size) -> list[tuple[int, int]] | None:
+        """For each dimension of the parameter from where to where; None for a view that joins dimensions."""
+        if shape.numel() == 0:
+            return None
+        strides = [shape[k + 1 :].numel() for k in range(len(shape))]
+        rest, starts = self.offset, []
+        for stride in strides:
+            start, rest = divmod(rest, stride)
+            starts.append(start)
+        stops = [start + 1 for start in starts]
+        for size, stride in zip(self.size, self.stride, strict=True):
+            if size == 1:
+                continue
+            k = next(k for k, own in enumerate(strides) if own <= stride and shape[k] > 1)  # strides descend to 1
+            if stride % strides[k] or stops[k] > starts[k] + 1:
+                return None
+            stops[k] += (size - 1) * stride // strides[k]
+            if stops[k] > shape[k]:
+                return None
+        return list(zip(starts, stops, strict=True))
+
+
+class Views(Factor):
+    """gradient[n] = 0, but in views of the parameter, no two of which share an entry: there it is that of each view's factor.
+
+    Args:
+        factors: Of the same samples, at least one.
+        places: For each factor where its entries stand.
+        shape: The parameter's shape.
+    """
+
+    fields = ("factors",)
+
+    def __init__(self, factors: Sequence[Factor], places: Sequence[Place], shape: torch.Size) -> None:
+        self.factors = tuple(factors)
+        self.places = tuple(places)
+        self._shape = torch.Size(shape)
+
+    @property
+    def n(self) -> int:
+        return self.factors[0].n
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.factors[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.factors[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(factor.nbytes for factor in self.factors)
+
+    @property
+    def is_differentiated(self) -> bool:
+        return any(factor.is_differentiated for factor in self.factors)
+
+    def materialize(self) -> Tensor:
+        parts = [factor.materialize() for factor in self.factors]
+        values = parts[0].new_zeros(self.n, *self.shape)
+        for place, part in zip(self.places, parts, strict=True):
+            place.of_each(values).copy_(part)
+        return values
+
+    def squared_norm(self) -> Tensor:
+        return torch.stack([factor.squared_norm() for factor in self.factors]).sum(0)
+
+    def partial_norms(self) -> list[Tensor]:
+        return [norms for factor in self.factors for norms in factor.partial_norms()]
+
+    def scale(self) -> Tensor:
+        return torch.stack([factor.scale() for factor in self.factors]).sum(0)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self._placed([factor.weighted_sum(weights) for factor in self.factors])
+
+    def moment_sums(self) -> tuple[Tensor, Tensor]:
+        totals, squares = zip(*(factor.moment_sums() for factor in self.factors), strict=True)
+        return self._placed(totals), self._placed(squares)
+
+    def _placed(self, sums: Sequence[Tensor]) -> Tensor:
+        total = sums[0].new_zeros(self.shape)
+        for place, part in zip(self.places, sums, strict=True):
+            place.of(total).copy_(part)
+        return total
+
+    def dot(self, direction: Tensor) -> Tensor:
+        direction = direction.contiguous()
+        pairs = zip(self.factors, self.places, strict=True)
+        return torch.stack([factor.dot(place.of(direction)) for factor, place in pairs]).sum(0)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)([factor.map(function) for factor in self.factors], self.places, self.shape)
+
+    def regroup(self, table: Tensor) -> Factor:
+        return self.with_factors([factor.regroup(table) for factor in self.factors])
+
+    def settle(self) -> Factor:
+        return self.with_factors([factor.settle() for factor in self.factors])
+
+    def with_factors(self, factors: Sequence[Factor]) -> "Views":
+        """Others in the same places."""
+        return Views(factors, self.places, self.shape)
+
+    def plan(self) -> str:
+        return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
+
+
+def merge_views(views: Sequence[Views], merge: Callable[[list[Factor]], Factor]) -> list[Views]:
+    """As few as there can be: factors of one place as one, and those in places that share no entry side by side."""
+    shape = views[0].shape
+    held: dict[Place, list[Factor]] = {}
+    for view in views:
+        for place, factor in zip(view.places, view.factors, strict=True):
+            held.setdefault(place, []).append(factor)
+    rows: list[list[Place]] = []
+    for place in held:
+        row = next((row for row in rows if all(place.is_apart(other, shape) for other in row)), None)
+        if row is None:
+            rows.append([place])
+        else:
+            row.append(place)
+    return [Views([merge(held[place]) for place in row], row, shape) for row in rows]
