@@ -1,14 +1,29 @@
 """Losses, whose rules fold the samples into rows, against the loop over drawn shapes and options."""
 
+import warnings
+
+import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
 from cases import Problem
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
 from psg.testing import assert_trees_close, loop_value_and_grad, tensors
+
+
+class Calls(TorchDispatchMode):
+    """Counts the ops that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
 
 each_rule = st.sampled_from([True, False])
 REDUCTIONS = st.sampled_from(["mean", "sum", "none"])
@@ -130,3 +145,168 @@ def test_probabilities_and_images_take_the_lifted_path(device):
         found_values, found = psg.per_sample_value_and_grad(fn, method="capture")(w, x, y)
         assert_trees_close(found_values, values)
         assert_trees_close(found, grads)
+
+
+# --- losses with margins, and of a variance ---------------------------------------------------------------------------
+
+# In halves, so that sums and differences are exact and the kinks are met.
+margins = st.sampled_from([0.5, 1.0, 1.5])
+
+
+def on_a_grid(draw, *shape):
+    """Inputs that are sums of a few halves: many are equal, and many differ by the margin."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    return torch.randint(-2, 3, shape, generator=generator) / 2
+
+
+def assert_loss_agrees(op, w, *batch, device):
+    """w times the first of the batch is the loss's input, without a rounding: w has powers of two."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of vmap, where it runs sample by sample
+        assert_agrees(on(Problem(lambda w, x, *rest: weighted(op(w, x, *rest)), (w, *batch)), device))
+
+
+@given(data=st.data())
+def test_multi_margin_loss(data, device):
+    draw = data.draw
+    n, classes, rows = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([(), (1,), (3,)]))
+    options = {"reduction": draw(REDUCTIONS), "p": draw(st.sampled_from([1, 2])), "margin": draw(margins)}
+    weight = draw(st.sampled_from([None, 2.0 ** torch.arange(-1, classes - 1)]))
+    target = torch.randint(classes, (n, *rows), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+
+    def loss(w, x, y):
+        return F.multi_margin_loss(w * x, y, weight=None if weight is None else weight.to(w), **options)
+
+    assert_loss_agrees(loss, 2.0 ** torch.randint(-1, 2, (classes,)), on_a_grid(draw, n, *rows, classes), target, device=device)
+
+
+@given(data=st.data())
+def test_multilabel_margin_loss(data, device):
+    draw = data.draw
+    n, classes, rows = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([(), (1,), (3,)]))
+    reduction = draw(REDUCTIONS)
+    # The first -1 ends the list of the targets; one may stand there twice.
+    target = torch.randint(-1, classes, (n, *rows, classes), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+
+    def loss(w, x, y):
+        return F.multilabel_margin_loss(w * x, y, reduction=reduction)
+
+    assert_loss_agrees(loss, 2.0 ** torch.randint(-1, 2, (classes,)), on_a_grid(draw, n, *rows, classes), target, device=device)
+
+
+@given(data=st.data())
+def test_elementwise_losses_with_a_margin(data, device):
+    draw = data.draw
+    n, shape = draw(st.integers(0, 4)), draw(st.sampled_from([(), (3,), (2, 3)]))
+    reduction, margin = draw(REDUCTIONS), draw(st.sampled_from([0, 0.5, -0.5]))
+    x, z, sign = on_a_grid(draw, n, *shape), on_a_grid(draw, n, *shape), on_a_grid(draw, n, *shape).sign()
+    w = torch.tensor(draw(st.sampled_from([0.5, 1.0, 2.0])))
+    other = {"both": lambda w, z: w * z, "data": lambda w, z: z, "stretched": lambda w, z: w.reshape(z.ndim * [1])}[
+        draw(st.sampled_from(["both", "data", "stretched"]))
+    ]
+    assert_loss_agrees(lambda w, x, y: F.soft_margin_loss(w * x, y, reduction=reduction), w, x, sign, device=device)
+    assert_loss_agrees(
+        lambda w, x, z, y: F.margin_ranking_loss(w * x, other(w, z), y, margin, reduction=reduction), w, x, z, sign, device=device
+    )
+
+
+@given(data=st.data())
+def test_triplet_margin_loss(data, device):
+    draw = data.draw
+    n, rows, width = draw(st.integers(0, 3)), draw(st.sampled_from([(), (1,), (3,)])), draw(st.integers(1, 3))
+    options = {
+        "reduction": draw(REDUCTIONS),
+        "margin": draw(margins),
+        "p": draw(st.sampled_from([1.0, 2.0, 3.0])),
+        "eps": draw(st.sampled_from([1e-6, 0.25])),
+        "swap": draw(st.booleans()),
+    }
+    own = draw(st.sampled_from(["anchor", "all", "broadcast"]))
+
+    def loss(w, x, y, z):
+        if own == "broadcast":
+            return F.triplet_margin_loss(w * x, w.expand(*(1 for _ in rows), width), z, **options)
+        return F.triplet_margin_loss(w * x, *((w * y, w * z) if own == "all" else (y, z)), **options)
+
+    assert_loss_agrees(loss, 2.0 ** torch.randint(-1, 2, (width,)), *(on_a_grid(draw, n, *rows, width) for _ in range(3)), device=device)
+
+
+@given(data=st.data())
+def test_gaussian_nll_loss(data, device):
+    draw = data.draw
+    n, rows, width = draw(st.integers(0, 3)), draw(st.sampled_from([(), (1,), (3,)])), draw(st.integers(1, 3))
+    options = {"reduction": draw(REDUCTIONS), "full": draw(st.booleans()), "eps": draw(st.sampled_from([1e-6, 0.5]))}
+    var = draw(st.sampled_from([0.75, (width,), (1,), None]))  # of every entry, of one, and one of all; and without that dimension
+    x, y = on_a_grid(draw, n, *rows, width), on_a_grid(draw, n, *rows, width)
+    v = on_a_grid(draw, n, *rows, *(var if isinstance(var, tuple) else ())).abs()  # 0 and 0.5 are clamped, or just not
+    if var == (1,) and rows == (1,):
+        var = 0.75
+
+    def loss(w, x, y, v):
+        return F.gaussian_nll_loss(w * x, y, var if isinstance(var, float) else w[0] * v, **options)
+
+    assert_loss_agrees(loss, 2.0 ** torch.randint(0, 2, (width,)), x, y, v, device=device)
+
+
+@pytest.mark.parametrize("var", [-1.0, [0.5, -0.5, 1.0], [0.5, 1.0]], ids=["number", "one sample", "size"])
+def test_what_gaussian_nll_loss_refuses(var, device):
+    w, x = torch.tensor(2.0, device=device), torch.randn(3, 4, device=device)
+    if var == [0.5, 1.0]:
+        batch, fn = (x,), lambda w, x: F.gaussian_nll_loss(w * x, x, torch.tensor(var, device=device))
+    elif isinstance(var, float):
+        batch, fn = (x,), lambda w, x: F.gaussian_nll_loss(w * x, x, var)
+    else:
+        batch, fn = (x, torch.tensor(var, device=device)), lambda w, x, v: F.gaussian_nll_loss(w * x, x, v.expand(4))
+    with pytest.raises(ValueError, match="var"):
+        psg.per_sample_grad(fn)(w, *batch)
+
+
+MARGINS = {
+    "soft_margin_loss": lambda w, x: F.soft_margin_loss(w * x, x.sign()),
+    "margin_ranking_loss": lambda w, x: F.margin_ranking_loss(w * x, x.flip(0), x.sign(), 0.3),
+    "triplet_margin_loss": lambda w, x: F.triplet_margin_loss(w * x, x.flip(0), -x, 3.0, swap=True),
+    "multi_margin_loss": lambda w, x: F.multi_margin_loss(w * x, x.argmin(-1)),
+    "multilabel_margin_loss": lambda w, x: F.multilabel_margin_loss(w * x, x.argsort(-1)),
+    "gaussian_nll_loss": lambda w, x: F.gaussian_nll_loss(w * x, x, x.square() * w.square()),
+}
+
+
+@pytest.mark.parametrize("name", MARGINS)
+def test_no_loss_runs_sample_by_sample(name, device):
+    """Its ops are as many for 32 samples as for 2."""
+    w = torch.randn(4, device=device)
+
+    def ops(n):
+        x = torch.randn(n, 3, 4, device=device)
+        with Calls() as calls:
+            psg.per_sample_grad(MARGINS[name])(w, x)
+        return calls.count
+
+    psg.check(MARGINS[name])(w, torch.randn(5, 3, 4, device=device))
+    assert ops(32) == ops(2)
+
+
+@pytest.mark.parametrize("name", [name for name in MARGINS if name != "gaussian_nll_loss"])
+def test_losses_under_autocast_are_those_of_float32(name):
+    w, x = torch.randn(4, dtype=torch.bfloat16), torch.randn(3, 2, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = psg.per_sample_value_and_grad(MARGINS[name])(w, x)
+        expected = torch.stack([MARGINS[name](w, sample) for sample in x])
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: F.soft_margin_loss(x, w * x),
+        lambda w, x: F.multi_margin_loss(x, torch.tensor([0, 1]), weight=w),
+        lambda w, x: F.triplet_margin_loss(w * x, x, x, margin=-1.0),
+        lambda w, x: F.margin_ranking_loss(w * x, x, w.sum()),
+        lambda w, x: F.multilabel_margin_loss(w * x, x.sign().long() + 7),
+    ],
+)
+def test_what_losses_with_margins_refuse(fn):
+    with pytest.raises((RuntimeError, ValueError)):
+        psg.per_sample_grad(fn)(torch.randn(3), torch.randn(4, 2, 3))

@@ -1,6 +1,6 @@
 """Losses have no parameters; their rules fold the samples into the rows that the native kernels know.
 
-Under vmap they are written out in a dozen small ops.
+Under vmap they are written out in a dozen small ops, or run sample by sample.
 """
 
 import math
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _functorch
 from psg.rules._registry import decomposition, rule
 
 
@@ -74,3 +75,139 @@ def smoothed_and_weighted(
     if reduction == "mean":
         smooth = smooth / weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum()
     return (1 - label_smoothing) * plain + label_smoothing / input.shape[dim] * smooth
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
+def _is_plain(size_average: bool | None, reduce: bool | None, reduction: str) -> bool:
+    return size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+
+
+def _in_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The arguments of a loss that torch computes in float32 under autocast."""
+    if _functorch.autocast_dtype(tensors[0]) is None:
+        return tensors
+    return tuple(tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor for tensor in tensors)
+
+
+# Losses of rows, whose native kernels vmap runs sample by sample
+
+
+def _by_sample(losses: Tensor, rows: torch.Size, reduction: str) -> Tensor:
+    """[n * rows] -> [n, *rows] or [n]."""
+    losses = losses.reshape(rows)
+    if reduction == "none" or losses.ndim == 1:
+        return losses
+    return losses.sum(1) if reduction == "sum" else losses.mean(1)
+
+
+@rule(F.multi_margin_loss, params=())
+def multi_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """w_y / classes * sum_{k != y} max(0, margin - x_y + x_k)^p: ([n,*rows,classes], [n,*rows]) -> [n,*rows] or [n]."""
+    if not _is_plain(size_average, reduce, reduction) or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
+        return NotImplemented
+    if weight is not None and (weight.shape != (len(input), input.shape[-1]) or weight.requires_grad):
+        return NotImplemented  # torch says what it expects
+    losses = F.multi_margin_loss(input.flatten(0, -2), target.flatten(), p, margin, reduction="none")
+    if weight is not None:
+        losses = losses * weight.gather(1, target.reshape(len(target), -1)).flatten()
+    return _by_sample(losses, target.shape, reduction), {}
+
+
+@rule(F.multilabel_margin_loss, params=())
+def multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
+) -> Any:
+    """1 / classes * sum_{y in target} sum_{k not in target} max(0, 1 - x_y + x_k): twice [n,*rows,classes] -> [n,*rows] or [n]."""
+    if not _is_plain(size_average, reduce, reduction) or input.ndim not in (2, 3) or target.shape != input.shape or input.numel() == 0:
+        return NotImplemented
+    losses = F.multilabel_margin_loss(input.flatten(0, -2), target.flatten(0, -2), reduction="none")
+    return _by_sample(losses, input.shape[:-1], reduction), {}
+
+
+# Losses that vmap does not know, written out as in aten/src/ATen/native/Loss.cpp
+
+
+@decomposition(F.soft_margin_loss)
+def soft_margin_loss(
+    input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
+) -> Any:
+    """log(1 + exp(-y x))."""
+    if not _is_plain(size_average, reduce, reduction) or target.shape != input.shape or target.requires_grad:
+        return NotImplemented
+    input, target = _in_float32(input, target)
+    if not input.is_floating_point() or target.dtype != input.dtype:
+        return NotImplemented
+    return _reduced((-input * target).exp().log1p(), reduction)
+
+
+@decomposition(F.margin_ranking_loss)
+def margin_ranking_loss(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """max(0, -y (x_1 - x_2) + margin)."""
+    if not _is_plain(size_average, reduce, reduction) or not input1.ndim == input2.ndim == target.ndim:
+        return NotImplemented
+    input1, input2, target = _in_float32(input1, input2, target)
+    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+
+
+@decomposition(F.triplet_margin_loss)
+def triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """max(0, |a - b + eps|_p - |a - c + eps|_p + margin); with `swap` the lesser of |a - c + eps|_p and |b - c + eps|_p."""
+    if not _is_plain(size_average, reduce, reduction) or not anchor.ndim == positive.ndim == negative.ndim or margin <= 0:
+        return NotImplemented
+    anchor, positive, negative = _in_float32(anchor, positive, negative)
+    near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
+    return _reduced((margin + near - far).clamp_min(0), reduction)
+
+
+@decomposition(F.gaussian_nll_loss)
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:
+    """(log v + (x - y)^2 / v) / 2 for v = max(var, eps), of whose cotangent var has all: torch's own, whose check of var the pass sees."""
+    if reduction not in ("mean", "sum", "none") or not isinstance(var, float) and not (isinstance(var, Tensor) and var.is_floating_point()):
+        return NotImplemented
+    if var < 0 if isinstance(var, float) else (var < 0).any():
+        raise ValueError("var has negative entry/entries")
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif input.ndim != var.ndim or sum(own for given, own in zip(input.shape, var.shape, strict=True) if given != own) != 1:
+            raise ValueError("var is of incorrect size")
+    var = torch.where(var < eps, eps + (var - var.detach()), var)
+    losses = 0.5 * (var.log() + (input - target) ** 2 / var)
+    return _reduced(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
