@@ -65,7 +65,8 @@ FACTORIES: list[set[Any]] = [
 CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 
 # Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
-# is lifted, which is right too; an op that draws random numbers must not be named. What has no derivative, such as a mask, is a constant.
+# is lifted, which is right too; an op that draws random numbers must not be named, nor one whose backward vmap runs wrong (cdist). What has
+# no derivative, such as a mask, is a constant.
 _DERIVING = frozenset(
     """
     add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid logsigmoid tanh softplus softmax
@@ -86,7 +87,30 @@ _DERIVING = frozenset(
     vdot inner addmv addr addcmul addcdiv baddbmm cross trace diff block_diag matrix_power matrix_exp linalg_matrix_exp mH H adjoint
     linalg_solve linalg_solve_triangular linalg_inv inverse pinverse linalg_pinv linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet
     linalg_householder_product orgqr real imag conj resolve_conj view_as_real view_as_complex complex polar
-    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn
+    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfft fft_ihfft
+    fft_fftshift fft_ifftshift stft istft
+    absolute negative positive multiply divide subtract __rdiv__ fmod remainder float_power ldexp copysign frac fix sinc deg2rad rad2deg
+    exp2 log2 log10 logit logaddexp2 xlogy arcsin arccos arctan arctan2 arcsinh arccosh arctanh erfinv lgamma mvlgamma digamma polygamma i0
+    igamma igammac special_entr special_erfcx special_erfinv special_exp2 special_expm1 special_log1p special_logit special_log_ndtr
+    special_ndtr special_ndtri special_gammaln special_multigammaln special_digamma special_psi special_polygamma special_zeta special_i0
+    special_i0e special_i1 special_i1e special_sinc special_round special_xlogy special_xlog1py special_softmax special_log_softmax
+    special_logsumexp softmin softsign tanhshrink softshrink hardshrink threshold _threshold log_sigmoid prelu
+    layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist renorm norm_except_dim
+    nansum nanmean median nanmedian quantile nanquantile kthvalue mode topk sort msort argsort aminmax fmax fmin cummax cummin logcumsumexp
+    cov corrcoef trapezoid trapz cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin
+    greater greater_equal less less_equal not_equal logical_xor searchsorted bucketize
+    masked_fill masked_scatter index_put index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce put take
+    take_along_dim select_scatter slice_scatter diagonal_scatter
+    ravel unfold fold rot90 fliplr flipud diagflat diag_embed broadcast_tensors meshgrid cartesian_prod combinations column_stack row_stack
+    dstack dsplit hsplit vsplit unsafe_chunk unsafe_split constant_pad_nd sum_to_size atleast_1d atleast_2d atleast_3d conj_physical
+    pixel_shuffle pixel_unshuffle channel_shuffle grid_sample affine_grid conv_transpose1d conv_transpose2d conv_transpose3d
+    max_pool3d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d
+    linalg_svd linalg_svdvals svd linalg_eig linalg_eigvals linalg_eigh linalg_eigvalsh linalg_lu linalg_lu_factor linalg_lu_factor_ex lu
+    lu_unpack qr cholesky linalg_cholesky_ex cholesky_inverse cholesky_solve linalg_inv_ex linalg_solve_ex linalg_lstsq linalg_tensorinv
+    linalg_tensorsolve triangular_solve det slogdet linalg_cond linalg_matrix_norm linalg_matrix_rank linalg_matrix_power linalg_matmul
+    linalg_multi_dot linalg_cross linalg_diagonal linalg_vander linalg_vecdot ger
+    mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits
+    poisson_nll_loss hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss
     """.split()
 )
 

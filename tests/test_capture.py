@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
-from cases.derived import Scaled
+from cases.derived import COMPUTED_ONCE, Scaled
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
@@ -66,6 +66,41 @@ def test_a_derived_value_is_computed_once(device):
         psg.per_sample_grad(fn)(params, x)
     assert flops(lambda: psg.per_sample_grad(fn)(params, x)) <= derive + 2 * n * o * i + 2 * n * derive
     assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
+
+
+def parts_of(output):
+    return [output] if isinstance(output, torch.Tensor) else [part for item in output for part in parts_of(item)]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:index_reduce")
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("name", COMPUTED_ONCE)
+def test_an_op_on_parameters_alone_runs_once(name, n, device):
+    """All of its outputs, with cotangents that differ from sample to sample and from entry to entry."""
+
+    def fn(w, x):
+        loss = score(w * x[0])
+        for part in parts_of(COMPUTED_ONCE[name](w)):
+            part = torch.view_as_real(part) if part.is_complex() else part.to(w.dtype)
+            loss = loss + ((part * x[0]).sin() * (part + x[1]).cos()).sum() * x[2]
+        return loss
+
+    with torch.device(device):
+        w, x = torch.rand(4, 4) + 0.5, torch.randn(n, 3)
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        uses = psg.explain(fn)(w, x).leaves[0].uses
+    op = name.split()[0]
+    assert uses[f"{op}: derived"] and f"{op}: lifted" not in uses
+
+
+def test_distances_of_parameters_are_not_computed_once(device):
+    # What vmap makes of their backward, for the cotangents of all samples at once, has wrong numbers.
+    def fn(w, x):
+        return (torch.cdist(w, w.square() + 1) * x).sin().sum()
+
+    w, x = torch.randn(4, 4, device=device), torch.randn(N, 4, 4, device=device)
+    assert "cdist: lifted" in psg.explain(fn)(w, x).leaves[0].uses
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
 
 
 def test_what_is_used_is_known_exactly(device):
