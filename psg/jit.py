@@ -280,7 +280,8 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
     captured = _captured(graph)
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
-        graph = make_fx(torch.func.functionalize(graph))(*tensors, *(tensor.detach() for tensor in captured))
+        with _ambient.off():  # autocast is in the graph already
+            graph = make_fx(torch.func.functionalize(graph))(*tensors, *(tensor.detach() for tensor in captured))
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         # A compiler may lay out a tensor in another way than eager does, in which it has no such view.
         node.target = torch.ops.aten.reshape.default
@@ -349,7 +350,6 @@ def _captured(graph: GraphModule) -> list[Tensor]:
                 inputs[node.target] = graph.graph.placeholder(f"captured_{len(inputs)}")
             tensors[node.target] = value
         node.replace_all_uses_with(inputs[node.target])
-        graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return list(tensors.values())
@@ -365,8 +365,14 @@ def _compare(actual: Any, expected: Any, name: str) -> None:
 
 
 def _nudged(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, changed by as much as a few roundings do."""
-    return [t + 4 * torch.finfo(t.dtype).eps * t * torch.randn_like(t) if t.dtype.is_floating_point else t for t in tensors]
+    """The tensors, changed by as much as a few roundings do, those of autocast included."""
+
+    def nudge(tensor: Tensor) -> Tensor:
+        coarse = None if tensor.dtype == torch.float64 else _functorch.autocast_dtype(tensor)  # which leaves doubles alone
+        eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarse) if dtype is not None)
+        return tensor + 4 * eps * tensor * torch.randn_like(tensor)
+
+    return [nudge(tensor) if tensor.dtype.is_floating_point else tensor for tensor in tensors]
 
 
 def _is_rounding(actual: Any, expected: Any, nudged: Sequence[Any]) -> bool:

@@ -224,6 +224,22 @@ def test_what_fn_closes_over_is_read_at_every_call(device):
     assert len(fast.cache_info()) == 1
 
 
+def test_the_first_op_may_use_one_of_several_tensors_that_fn_closes_over(device):
+    """An input of the graph that was inserted before a node that goes was lost with it."""
+    mean, scale = torch.randn(5, device=device), torch.rand(5, device=device) + 1
+    fn = psg.per_sample_grad(lambda w, x: (w * x).sum() ** 2)
+
+    def step(w, x):
+        return fn(w, (x - mean) / scale)
+
+    fast = psg.jit(step, backend="eager")
+    w, x = torch.randn(5, device=device), torch.randn(N, 5, device=device)
+    same(fast(w, x), step(w, x))
+    scale.mul_(2)
+    same(fast(w, x), step(w, x))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
 @pytest.mark.parametrize("change", [lambda module: module.bfloat16(), lambda module: module.weight.set_(torch.arange(16.0)[::2])])
 def test_what_fn_closes_over_may_change_its_layout(change, device):
     """A compiler's code would read the new memory as the old."""
@@ -549,6 +565,26 @@ def test_a_relu_at_its_kink_is_no_mismatch(device):
     assert flipped
     with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong"):
         psg.jit(fn, backend=other_side)(2 * p, x)  # away from the kink it is wrong
+
+
+@pytest.mark.parametrize("backend", ["eager", "reordered"])
+def test_under_autocast(backend, device):
+    """Autocast is applied once, and what it rounds is no mistake of the compiler's."""
+
+    def reordered(graph, inputs):
+        return lambda *args: tuple(output * (1 + 2e-3 * torch.rand_like(output)) for output in graph(*args))
+
+    model = nn.Sequential(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).to(
+        device, torch.float32
+    )
+    loss, params = psg.stateless(model, F.cross_entropy)
+    fn = psg.per_sample_grad(loss)
+    fast = psg.jit(fn, backend=backend if backend == "eager" else reordered)
+    x, y = torch.randn(N, 16, device=device, dtype=torch.float32), torch.randint(3, (N,), device=device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        actual, expected = fast(params, x, y), fn(params, x, y)
+    assert {name: leaf.dtype for name, leaf in actual.items()} == {name: leaf.dtype for name, leaf in expected.items()}
+    assert [entry.error for entry in fast.cache_info()] == [None]
 
 
 def test_log(device, caplog):
