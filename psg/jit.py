@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
 from torch.overrides import TorchFunctionMode
@@ -67,7 +68,8 @@ def jit(
     What is traced and what is not, as in JAX:
 
     - Tensors among the arguments may change from call to call. New shapes, strides, dtypes or devices are a new signature, and so are
-      other Python values (numbers, strings, flags, the tree's structure) and other autocast settings: each is compiled once.
+      other Python values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings: each is
+      compiled once.
     - Tensors that fn closes over are read at every call, so that changes in place are seen, those of dtype or shape by compiling anew;
       one that is *replaced* is not. Functions made
       by `psg.stateless` are looked after: replaced buffers, frozen parameters and submodules and `train()`/`eval()` lead to a new trace.
@@ -78,8 +80,8 @@ def jit(
       ask that first, as those of transformers do, and go the way that is right for every mask.
     - Random numbers of torch are drawn anew at every call, from torch's generators; `torch.manual_seed` decides them.
 
-    Inside torch.func transforms, and where an input or what fn closes over requires grad, calls run eagerly, so that they can be
-    differentiated. So do empty batches. Thread-safe: a signature is compiled once, whoever asks first.
+    Inside torch.func transforms and forward-mode AD, and where an input or what fn closes over requires grad, calls run eagerly, so that
+    they can be differentiated. So do empty batches, and calls inside of another function that is traced or watched by a dispatch mode. Thread-safe: a signature is compiled once, whoever asks first.
 
     Args:
         fn: The function.
@@ -138,6 +140,8 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, compiled for this signature."""
+        if _functorch.is_traced() or forward_ad._current_level >= 0:
+            return self._fn(*args, **kwargs)  # a tracer would not see the ops of a compiled graph, and it carries no tangents
         if self._sizes is not None and self._batching is not None:
             args, kwargs, n = self._batching.pad(args, kwargs, self._sizes)
             return self._batching.trim(self._run(args, kwargs), n)
@@ -153,13 +157,13 @@ class Jitted:
             self._cache.clear()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, spec = _trees.flatten((args, kwargs))
+        leaves, spec, orders = _flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._fn(*args, **kwargs)
         if any(tensor.numel() == 0 for tensor in tensors):
             return self._fn(*args, **kwargs)  # an empty batch: nothing to compile
-        key = (spec, tuple(_signature(leaf) for leaf in leaves), _surroundings(), self._key())
+        key = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), self._key())
         entry = self._cache.get(key)
         if entry is None or entry.is_outdated:
             with self._lock:
@@ -391,6 +395,21 @@ def _python_randomness() -> Any:
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else ()
     return random.getstate(), tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
+    """Leaves, structure, and the keys of all dicts in their order, over which fn may iterate: to the structure it is all one."""
+    orders: list[Any] = []
+
+    def note(node: Any) -> bool:
+        if node is tree:
+            orders.clear()  # containers that are new to optree are flattened once more
+        elif isinstance(node, dict):
+            orders.append(tuple(node))
+        return False
+
+    leaves, spec = _trees.flatten(tree, is_leaf=note)
+    return leaves, spec, tuple(orders)
 
 
 def _signature(leaf: Any) -> Hashable:

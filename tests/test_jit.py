@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from agreement import linear_args, linear_loss
 from cases import N, each_case
 from torch import nn
+from torch.autograd import forward_ad
 
 import psg
 from psg.testing import assert_trees_close, loop_grad
@@ -458,6 +459,21 @@ def test_argument_trees(device):
     same(psg.jit(fn, backend="eager")([p["w"], p["b"]], {"x": x}), fn([p["w"], p["b"]], {"x": x}))
 
 
+def test_the_order_of_a_dict_is_part_of_the_signature(device):
+    """The structure of two dicts with the same keys is one, and fn may iterate over them."""
+    fn = psg.per_sample_norm(
+        lambda p, x, **scales: sum((i + 1) * (w * x).sum() ** 2 for i, w in enumerate([*p.values(), *scales.values()]))
+    )
+    fast = psg.jit(fn, backend="eager")
+    a, b, x = torch.randn(5, device=device), torch.randn(5, device=device), torch.randn(N, 5, device=device)
+    for p in ({"a": a, "b": b}, {"b": b, "a": a}):
+        for scales in ({"c": a, "d": b}, {"d": b, "c": a}):
+            same(fast(p, x, **scales), fn(p, x, **scales))
+    assert len(fast.cache_info()) == 4
+    fast({"b": a, "a": b}, x, c=b, d=a)
+    assert len(fast.cache_info()) == 4
+
+
 # --- composing ----------------------------------------------------------------------------------------------
 
 
@@ -483,6 +499,30 @@ def test_what_fn_closes_over_is_not_detached(device):
         same(fast(p, x), fn(p, x))
     fast(p, x).sum().backward()
     same(scale.grad, fn(p, x).detach().sum() / 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inside_of_another_trace(compiled, device):
+    """What a compiled graph gives is to the other tracer a constant."""
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(linear_loss)
+    inner = psg.jit(fn, backend="aot_eager", buckets=4)
+    if compiled:
+        inner(p, x)
+    outer = psg.jit(lambda p, x: 2 * inner(p, x), backend="aot_eager")
+    for args in ((p, x), linear_args(device), (p, 3 * x)):
+        same(outer(*args), 2 * fn(*args))
+    assert [entry.error for entry in outer.cache_info()] == [None]
+
+
+def test_tangents_of_forward_mode(device):
+    p, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    fn = psg.per_sample_norm(lambda w, x: (w * x).sin().sum() ** 2)
+    fast = psg.jit(fn, backend="eager")
+    fast(p, x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(p, torch.ones_like(p))
+        same(forward_ad.unpack_dual(fast(dual, x)).tangent, forward_ad.unpack_dual(fn(dual, x)).tangent)
 
 
 def test_under_inference_mode(device):
