@@ -39,8 +39,26 @@ class Node:
 
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
-# Python values too, but taken from memory by no op: no tracer sees them.
-READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+# Python values too, but taken from memory by no op: no tracer sees them. Of their first argument, of where to split, of what stands in a list.
+READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+_SPLITS = {torch.tensor_split, Tensor.tensor_split}
+_FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+
+
+def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors whose values this call takes from memory by no op."""
+    items: Iterable[Any] = ()
+    if func in READS:
+        items = args[:1]
+    elif func in _SPLITS:
+        items = (*args[1:], *(value for name, value in kwargs.items() if name != "input"))
+    elif func in _FROM_LISTS:
+        items = leaves_of([item for item in (*args, *kwargs.values()) if isinstance(item, (list, tuple))], {})
+    elif func is torch.sparse_coo_tensor and len(args) < 3 and kwargs.get("size") is None:
+        items = args[0] if args else kwargs["indices"]
+        items = [items] if isinstance(items, Tensor) else leaves_of(items, {})
+    return [item for item in items if isinstance(item, Tensor)]
+
 
 # What a mask says where: how many entries come out is a Python value too.
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, user_line
-from psg._ops import READS
+from psg._ops import read_by
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
 from psg.transforms import Batching
@@ -71,7 +71,8 @@ def jit(
       other Python values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings: each is
       compiled once.
     - Tensors that fn closes over are read at every call, so that changes in place are seen, those of dtype or shape by compiling anew;
-      one that is *replaced* is not. Functions made
+      one that is *replaced* is not. What fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to tell it
+      from what fn closes over, a function that closes over tensors is traced twice. Functions made
       by `psg.stateless` are looked after: replaced buffers, frozen parameters and submodules and `train()`/`eval()` lead to a new trace.
       Another function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
     - Python values that fn closes over, and what it prints or appends to, are those of the trace. One that fn takes from a tensor, by
@@ -282,6 +283,10 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
             "Draw them with torch, or outside of the function and pass them to it."
         )
     captured = _captured(graph)
+    # What fn has made past the tracer looks like what it closes over, but is another tensor each time. Autograd's symbolic zeros may be.
+    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()}
+    if suspects and not suspects <= {id(tensor) for tensor in _captured(make_fx(flat)(*tensors))}:
+        raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
         with _ambient.off():  # autocast is in the graph already
@@ -334,8 +339,9 @@ class _Reads(TorchFunctionMode):
     """Lets the tracer refuse what reads memory and is no op: asked for one entry, it refuses those of all but constants."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and args[0].numel():
-            args[0].detach().flatten()[0].item()
+        for tensor in read_by(func, args, kwargs or {}):
+            if tensor.numel():
+                tensor.detach().flatten()[0].item()
         return func(*args, **(kwargs or {}))
 
 

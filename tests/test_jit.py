@@ -272,8 +272,13 @@ def test_a_literal_tensor_is_a_constant(device):
         lambda k, x: k.tolist(),
         lambda k, x: float(k.cpu().numpy()),
         lambda k, x: x.tolist()[0][0],
+        lambda k, x: torch.tensor([k, 1.0], device=k.device).prod(),
+        lambda k, x: torch.as_tensor([[k]], device=k.device).sum(),
+        lambda k, x: torch.arange(8.0, device=k.device).tensor_split(k.long().cpu()[None])[0].sum(),
+        lambda k, x: torch.sparse_coo_tensor(k.long()[None, None], k[None]).shape[0],
     ],
-    ids=["item", "float", "if", "if, with a constant", "full", "tolist", "numpy", "tolist of an argument"],
+    ids=["item", "float", "if", "if, with a constant", "full", "tolist", "numpy", "tolist of an argument"]
+    + ["tensor of a list", "as_tensor", "tensor_split", "sparse tensor"],
 )
 def test_python_values_of_tensors_are_not_kept(value, device):
     """They were those of the first call for ever."""
@@ -285,6 +290,26 @@ def test_python_values_of_tensors_are_not_kept(value, device):
         fast(p, x)
     k.fill_(5.0)
     same(fast(p, 2 * x), fn(p, 2 * x))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda w, x, fn: torch.func.linearize(lambda w: fn(w, x), w)[1](w),
+        lambda w, x, fn: torch.func.linearize(lambda w: (w**3).sum(), w)[1](w),
+        lambda w, x, fn: fn(w, torch.from_dlpack(x)),
+        lambda w, x, fn: fn(w, torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))),
+    ],
+    ids=["linearize", "linearize without psg", "from_dlpack", "to_dlpack"],
+)
+def test_what_is_made_past_the_tracer_is_not_taken_for_closed_over(step, device):
+    pytest.importorskip("numpy")
+    fn = psg.per_sample_norm(lambda w, x: (w * x).sin().sum() ** 2)
+    fast = psg.jit(lambda w, x: step(w, x, fn), backend="eager")
+    w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    with pytest.warns(psg.FallbackWarning, match="cannot be traced"):
+        fast(w, x)
+    same(fast(2 * w, 3 * x), step(2 * w, 3 * x, fn))
 
 
 def test_a_graph_asks_for_no_views(device):
