@@ -39,7 +39,8 @@ class Node:
 
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
-# Python values too, but taken from memory by no op: no tracer sees them. Of their first argument, of where to split, of what stands in a list.
+# Python values too, but taken from memory by no op: no tracer sees them. They read their first argument, where to split, or what
+# stands in a list.
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}

@@ -79,10 +79,12 @@ def jit(
       `.item()` or by branching on it, cannot be traced, unless fn has made that tensor from numbers: such a function runs eagerly.
     - `torch.compiler.is_compiling()` is true during the trace. Models that look into a mask, to take a shorter way if nothing is masked,
       ask that first, as those of transformers do, and go the way that is right for every mask.
+    - Nothing may be written into an argument or into what fn closes over: return the new values instead.
     - Random numbers of torch are drawn anew at every call, from torch's generators; `torch.manual_seed` decides them.
 
     Inside torch.func transforms and forward-mode AD, and where an input or what fn closes over requires grad, calls run eagerly, so that
-    they can be differentiated. So do empty batches, and calls inside of another function that is traced or watched by a dispatch mode. Thread-safe: a signature is compiled once, whoever asks first.
+    they can be differentiated. So do empty batches, and calls inside of another function that is traced or watched by a dispatch mode.
+    Thread-safe: a signature is compiled once, whoever asks first.
 
     Args:
         fn: The function.
@@ -101,7 +103,8 @@ def jit(
 
     Raises:
         InputError: An option does not fit. At a call: an argument is neither a tensor nor hashable.
-        StateError: At a call: fn draws random numbers of Python or NumPy, which every later call would repeat.
+        StateError: At a call: fn draws random numbers of Python or NumPy, which every later call would repeat; or it writes into an
+            argument or a tensor that it closes over, as an optimizer does. The error comes before anything is written.
 
     Example:
         >>> import torch, psg
@@ -271,7 +274,7 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling(), _Outside(), _Reads():
+        with _ambient.compiling(), _Outside(tensors, name), _Reads():
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
 
@@ -301,14 +304,18 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[T
 class _Outside(TorchDispatchMode):
     """Makes what fn closes over as unknown to the tracer as its arguments: of a constant it would give a Python value, and keep that.
 
-    And refuses what has as many entries as its values say: the number is a Python value too, on which all that follows may depend.
+    And refuses what has as many entries as its values say: the number is a Python value too, on which all that follows may depend. And what
+    would be written into either: a trace, a comparison and a call would write more than once.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Sequence[Tensor], name: str) -> None:
         super().__init__()
         self._literals: list[Tensor] = []
+        self._name = name
+        # Views of a tensor share its storage. Those of other tensors stay alive too, so that no other takes their place.
+        self._outside = {_storage(tensor): tensor for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -320,11 +327,31 @@ class _Outside(TorchDispatchMode):
             tracer = mode.tracer
             for leaf in _trees.flatten((args, kwargs))[0]:
                 if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
+                    self._outside[_storage(leaf)] = leaf
                     track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
+        if any(_storage(tensor) in self._outside for tensor in _written(func, args, kwargs)):
+            raise StateError(
+                f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over ({func}), which "
+                "compiling would do more than once. Return the new value from the function and write it outside."
+            )
         output = func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             self._literals.append(output)
         return output
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an op writes into."""
+    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        return []
+    arguments = zip(func._schema.arguments, args, strict=False)
+    written = [value for argument, value in arguments if argument.is_write]
+    written += [kwargs[argument.name] for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
+    return [leaf for leaf in _trees.flatten(written)[0] if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _counts(func: OpOverload, args: Any, kwargs: Any, literals: list[Tensor]) -> bool:

@@ -312,6 +312,49 @@ def test_what_is_made_past_the_tracer_is_not_taken_for_closed_over(step, device)
     same(fast(2 * w, 3 * x), step(2 * w, 3 * x, fn))
 
 
+def into_an_argument(w, state, grads):
+    w.sub_(0.1 * grads)
+
+
+def into_a_view(w, state, grads):
+    state[0].add_(grads)
+
+
+def by_a_list_of_tensors(w, state, grads):
+    torch._foreach_add_([state[0]], [grads])
+
+
+def as_out(w, state, grads):
+    torch.add(state[1], grads, out=state[1])
+
+
+def by_an_optimizer(w, state, grads):
+    parameter = nn.Parameter(state[1])
+    parameter.grad = grads
+    torch.optim.Adam([parameter]).step()
+
+
+@pytest.mark.parametrize("write", [into_an_argument, into_a_view, by_a_list_of_tensors, as_out, by_an_optimizer])
+def test_writing_into_what_fn_is_given_or_closes_over_is_refused(write, device):
+    """Traced, compared and called it was written into several times."""
+    state = torch.zeros(2, 3, device=device)
+    fn = psg.clipped_grad(lambda w, x: (w * x).sum() ** 2, 1.0)
+
+    def step(w, x):
+        scratch = torch.zeros_like(w)
+        scratch.add_(fn(w, x).grads)  # into what is its own it may write
+        write(w, state, scratch)
+        return scratch
+
+    fast = psg.jit(step, backend="eager")
+    w, x = torch.ones(3, device=device), torch.ones(N, 3, device=device)
+    for _ in range(2):
+        with pytest.raises(psg.StateError, match=r"jit\(step\): the function writes into an argument or into a tensor that it closes over"):
+            fast(w, x)
+    assert torch.equal(w, torch.ones_like(w)) and not state.any()
+    assert fast.cache_info() == []
+
+
 def test_a_graph_asks_for_no_views(device):
     """A compiler may choose another layout, in which eager's view is none."""
     targets = []
