@@ -13,12 +13,13 @@ import random
 import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
@@ -30,6 +31,7 @@ from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, user_line
 from psg._ops import read_by
 from psg.rules._registry import are_disabled
+from psg.stateless import state_of, watching
 from psg.testing import Mismatch, assert_trees_close
 from psg.transforms import Batching
 
@@ -73,7 +75,8 @@ def jit(
     - Tensors that fn closes over are read at every call, so that changes in place are seen, those of dtype or shape by compiling anew;
       one that is *replaced* is not. What fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to tell it
       from what fn closes over, a function that closes over tensors is traced twice. Functions made
-      by `psg.stateless` are looked after: replaced buffers, frozen parameters and submodules and `train()`/`eval()` lead to a new trace.
+      by `psg.stateless` are looked after, wherever fn calls them, and so are modules among the arguments: replaced buffers, frozen
+      parameters and submodules and `train()`/`eval()`, of the criterion too, lead to a new trace.
       Another function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
     - Python values that fn closes over, and what it prints or appends to, are those of the trace. One that fn takes from a tensor, by
       `.item()` or by branching on it, cannot be traced, unless fn has made that tensor from numbers: such a function runs eagerly.
@@ -140,6 +143,8 @@ class Jitted:
                 "says which of its arguments are batched. Give jit the transform itself, or leave buckets out."
             )
         self._cache: dict[Hashable, _Entry] = {}
+        # By signature: what its traces have met of what they depend on.
+        self._watched: dict[Hashable, tuple[Callable[[], Hashable], ...]] = {}
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +156,14 @@ class Jitted:
             return self._batching.trim(self._run(args, kwargs), n)
         return self._run(args, kwargs)
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As an attribute of a class it is a method, like the function."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: Any) -> "Jitted":
+        """Itself, like the function."""
+        return self
+
     def cache_info(self) -> list[Compiled]:
         """What has been compiled so far, in order."""
         return [entry.info for entry in self._cache.values()]
@@ -159,6 +172,7 @@ class Jitted:
         """Forget what has been compiled."""
         with self._lock:
             self._cache.clear()
+            self._watched.clear()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec, orders = _flatten((args, kwargs))
@@ -167,26 +181,43 @@ class Jitted:
             return self._fn(*args, **kwargs)
         if any(tensor.numel() == 0 for tensor in tensors):
             return self._fn(*args, **kwargs)  # an empty batch: nothing to compile
-        key = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), self._key())
-        entry = self._cache.get(key)
-        if entry is None or entry.is_outdated:
+        signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), self._key())
+        entry = self._entry(signature)
+        if entry is None:
             with self._lock:
-                entry = self._cache.get(key)
-                if entry is None or entry.is_outdated:
-                    entry = self._cache[key] = self._build(args, kwargs, leaves, spec)
+                entry = self._entry(signature)
+                if entry is None:
+                    entry, watched = self._build(leaves, spec)
+                    if entry.info.error is not None:
+                        result = self._fn(*args, **kwargs)  # an error of the function's own ends here, and nothing is remembered
+                    self._watched[signature] = tuple(dict.fromkeys((*self._watched.get(signature, ()), *watched)))
+                    self._cache[self._state(signature)] = entry
+                    if entry.info.error is not None:
+                        what = f"Calls of this signature run eagerly: {entry.info.signature}."
+                        warnings.warn(f"psg.jit({self._name}): {entry.info.error}. {what}", FallbackWarning, stacklevel=3)
+                        return result
         if entry.program is None or torch.is_grad_enabled() and entry.program.is_tracked:
             return self._fn(*args, **kwargs)
         return entry.program(tensors)
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any) -> "_Entry":
+    def _state(self, signature: Hashable) -> Hashable:
+        """The signature, and the state of all modules that functions of `psg.stateless` have taken it through."""
+        return signature, tuple(watched() for watched in self._watched.get(signature, ()))
+
+    def _entry(self, signature: Hashable) -> "_Entry | None":
+        entry = self._cache.get(self._state(signature))
+        return None if entry is None or entry.is_outdated else entry
+
+    def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", list[Callable[[], Hashable]]]:
+        """A new entry, and what the trace depends on beside the signature."""
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         name = self._name
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
-        trace, program, error = None, None, None
+        trace, program, error, watched = None, None, None, []
         try:
-            with _tracing:
+            with _tracing, watching() as watched:
                 trace = _trace(self._fn, leaves, spec, tensors, name)
             program = _Program(trace, tensors, self._compile)
             if self._check:
@@ -218,9 +249,7 @@ class Jitted:
         seconds = time.perf_counter() - start
         if error is None:
             _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
-        else:
-            warnings.warn(f"psg.jit({name}): {error}. Calls of this signature run eagerly: {signature}.", FallbackWarning, stacklevel=4)
-        return _Entry(program, Compiled(signature, seconds, error))
+        return _Entry(program, Compiled(signature, seconds, error)), [key for key in watched if key is not self._key]
 
 
 class _Entry(NamedTuple):
@@ -454,6 +483,8 @@ def _signature(leaf: Any) -> Hashable:
         raise InputError(
             f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it before jit."
         ) from None
+    if isinstance(leaf, nn.Module):
+        return leaf, state_of(leaf)
     # Numbers as they are written: 0.0 and -0.0 are equal and differ, a NaN equals none.
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,29 @@ from psg._outside import CONSTANT
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+# What the functions of modules that are called meanwhile depend on: for whoever traces.
+_met: ContextVar[list[Callable[[], Hashable]] | None] = ContextVar("_met", default=None)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Callable[[], Hashable]]]:
+    """A context that gives the `cache_key` of every function of `stateless` that is called in it."""
+    met: list[Callable[[], Hashable]] = []
+    token = _met.set(met)
+    try:
+        yield met
+    finally:
+        _met.reset(token)
+
+
+def state_of(module: nn.Module) -> Hashable:
+    """What a trace of a module depends on beside what is written into its tensors."""
+    # The modules themselves, whose ids could come again; a program that reads a tensor keeps it.
+    children = tuple(module.named_modules(remove_duplicate=False))
+    held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
+    return children, tuple(child.training for _, child in children), tuple(map(id, held))
 
 
 def stateless(
@@ -75,6 +99,9 @@ def stateless(
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
+        met = _met.get()
+        if met is not None and cache_key not in met:
+            met.append(cache_key)
         if not isinstance(params, Mapping):
             raise InputError(
                 f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "
@@ -90,13 +117,10 @@ def stateless(
             output = _call(module, params, positional, {**keyword, **shared}, turn, strays)
         return _loss_of(output) if criterion is None else criterion(output, target)
 
-    def cache_key() -> tuple[Any, ...]:
-        """For `psg.jit`: what the loss depends on beside its arguments and what is written into the module's tensors."""
-        # The modules themselves, whose ids could come again; a program that reads a tensor keeps it.
+    def cache_key() -> Hashable:
+        """For `psg.jit`: what the loss depends on beside its arguments and what is written into the tensors of module and criterion."""
         with turn:
-            children = tuple(module.named_modules(remove_duplicate=False))
-            held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
-            return children, tuple(child.training for _, child in children), tuple(map(id, held))
+            return state_of(module), state_of(criterion) if isinstance(criterion, nn.Module) else None
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
     loss.__qualname__ = f"stateless({_kind(module)}).loss"

@@ -1,5 +1,7 @@
 """psg.jit: traced, compiled, compared; padded to buckets; what it looks at again and what it cannot bake in."""
 
+import copy
+import functools
 import logging
 import math
 import random
@@ -478,6 +480,37 @@ def test_stateless_modules_are_looked_after(device):
     assert len(fast.cache_info()) == 3
 
 
+class Criterion(nn.Dropout):
+    def forward(self, output, y):
+        return F.cross_entropy(super().forward(output), y)
+
+
+@pytest.mark.parametrize("kind", ["step", "wrapped loss", "criterion", "argument"])
+def test_modules_are_looked_after_wherever_they_are_called(kind, device):
+    _, loss, params = small(device, module := nn.Dropout(0.9))
+    x, y = batch(device)
+    given = {}
+    if kind == "step":
+        fn = lambda params, x, y: psg.per_sample_norm(loss)(params, x, y)  # noqa: E731
+    elif kind == "wrapped loss":
+        fn = psg.per_sample_norm(lambda params, x, y: 2 * loss(params, x, y))
+    elif kind == "criterion":
+        loss, params = psg.stateless(nn.Linear(5, 3).to(device), module := Criterion(0.9))
+        fn = psg.per_sample_norm(loss)
+    else:
+        given["layer"] = module
+        fn = psg.per_sample_norm(lambda params, x, y, layer: loss(params, layer(x), y))
+    fast = psg.jit(fn, backend="eager")
+    for _ in range(2):
+        for training in (True, False):
+            module.train(training)
+            torch.manual_seed(0)
+            expected = fn(params, x, y, **given)
+            torch.manual_seed(0)
+            same(fast(params, x, y, **given), expected)
+    assert len(fast.cache_info()) == 2  # both are kept
+
+
 def test_exchanged_submodules_are_traced_anew(device):
     """Of a submodule that is gone, what comes may have the address."""
     model, loss, params = small(device, nn.Linear(4, 4).requires_grad_(False))
@@ -724,6 +757,38 @@ def test_an_error_of_the_function_is_the_functions_own(device):
     p, x = linear_args(device)
     with pytest.raises(psg.InputError, match="expected fn to return a scalar"):
         psg.jit(psg.per_sample_norm(lambda p, x: x), backend="eager")(p, x)
+
+
+def test_an_error_of_the_function_in_the_first_call_is_not_remembered(device):
+    """It was taken for an op that cannot be traced."""
+    p, x = linear_args(device)
+    state = {}
+
+    def fn(p, x):
+        return linear_loss(p, x) * state["scale"]
+
+    fast = psg.jit(psg.per_sample_norm(fn), backend="eager")
+    with pytest.raises(KeyError, match="scale"):
+        fast(p, x)
+    assert fast.cache_info() == []
+    state["scale"] = 2.0
+    same(fast(p, x), 2 * psg.per_sample_norm(linear_loss)(p, x))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+def test_copies_and_methods(device):
+    p, x = linear_args(device)
+
+    class Trainer:
+        scale = 2.0
+
+        @functools.partial(psg.jit, backend="eager")
+        def step(self, p, x):
+            return self.scale * psg.per_sample_norm(linear_loss)(p, x)
+
+    same(Trainer().step(p, x), 2 * psg.per_sample_norm(linear_loss)(p, x))
+    assert isinstance(Trainer.step, psg.jit(linear_loss).__class__)
+    assert copy.deepcopy({"step": Trainer.step})["step"] is Trainer.step
 
 
 MASKED = {
