@@ -192,9 +192,9 @@ def layers_by_token() -> Problem:
 PROBLEMS = {make.__name__: make for make in (burgers, poisson, forces, sliced_score, gradient_penalty, layers_by_token)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", default=",".join(PROBLEMS))
+def main(problems: dict[str, Callable[[], Problem]] = PROBLEMS, description: str | None = __doc__) -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", default=",".join(problems))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--device", default="cpu")
@@ -207,15 +207,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.keep_pages and not psg.keep_pages():
         raise SystemExit("--keep-pages: this C library cannot")
-    rows = [row for name in args.problems.split(",") for row in measure(name, args)]
+    rows = [row for name in args.problems.split(",") for row in measure(name, problems[name], args)]
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
 
 
-def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(name: str, make: Callable[[], Problem], args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    problem = PROBLEMS[name]()
+    problem = make()
     model = problem.model.to(args.device)
     batch = tuple(tensor.to(args.device) for tensor in problem.batch)
     params = {key: value.detach() for key, value in model.named_parameters()}
@@ -268,7 +268,7 @@ def check(problem: Problem, forms: Any) -> None:
     """Raise unless all forms have the gradients of vmap(grad), in double precision on a few samples."""
     model = problem.model.cpu()
     params = {key: value.detach().double() for key, value in model.named_parameters()}
-    batch = tuple(tensor[:3].double() for tensor in problem.batch)
+    batch = tuple(tensor[:3].double() if tensor.is_floating_point() else tensor[:3] for tensor in problem.batch)
     expected = vmap(grad(problem.fn), (None, *(0 for _ in batch)))(params, *batch)
     for fn in forms:
         found = psg.per_sample_grad(fn, method="capture")(params, *batch)

@@ -18,7 +18,8 @@ Arguments that all five share:
                 Choose it where vmap cannot run fn and a loop is slow: data-dependent routing (mixtures of experts), `.item()`, kernels
                 without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that meets a
                 parameter needs a rule, or an error names the parameter, the op and the line; StateError if losses share rows of data,
-                as under batch normalisation. It takes a second backward pass, which measures the sample of every row.
+                as under batch normalisation. It takes two more backward passes, which measure the sample of every row. Only what the samples
+                share can be differentiated, and tensors of an aux have the samples in dim 0.
 
 Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
 
@@ -309,9 +310,11 @@ def clipped_grad(
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
         clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
-            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum, inf the plain sum.
+            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the
+            policy "clip", the plain sum.
         argnums: Which positional argument, or tuple of them, to differentiate.
-        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`.
+        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef, both [n], that treats every sample on its
+            own: chunks and masks call it on parts of a batch. See `psg.clipping`.
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
@@ -320,11 +323,12 @@ def clipped_grad(
 
     Returns:
         A function of the same arguments over a batch, and of the keyword `mask`, booleans [n]: samples where it is False contribute
-        exactly zero. It returns a `ClippedGrad`. [n, P] is never held, unless materialising one parameter's gradients and keeping them
-        for the sum is the cheapest way and small.
+        exactly zero. It returns a `ClippedGrad`. Per-sample gradients are formed only where that is cheapest,
+        parameter by parameter; of each at most `plans.using(keep_bytes=)`, 512 MiB by default, is kept for the sum.
 
     Raises:
-        InputError: A clip norm is negative or NaN, or an option is not one of those above.
+        InputError: A clip norm is negative or NaN, or an option is not one of those above. At a call: a mask is not [n] booleans, a policy
+            gives something else than [n], a leaf has no group. See `help(psg.transforms)` for what every transform raises.
 
     Example:
         >>> import torch, psg

@@ -1,0 +1,118 @@
+"""Measures models whose weights are computed from parameters, or parts of them, as ratios to plain training of the same batch.
+
+    python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
+
+Scaled weights, merged low-rank updates, spectral norm, layers taken from a stack, fused projections, tables that are indexed: what is used
+is not the parameter itself. Compared, checked and timed as in inside.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from inside import Problem, main
+from torch import Tensor, nn
+from torch.func import functional_call
+
+CLASSES, WIDTH, INPUTS, SAMPLES = 10, 512, 256, 128
+
+
+class Linear(nn.Module):
+    """A linear layer whose weight `make` computes from its parameters."""
+
+    def __init__(self, inputs: int, outputs: int, make: Callable[[nn.Module], Tensor], rank: int = 8):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / math.sqrt(inputs))
+        self.a, self.b = nn.Parameter(torch.randn(rank, inputs) / math.sqrt(inputs)), nn.Parameter(0.01 * torch.randn(outputs, rank))
+        self.gain = nn.Parameter(self.weight.detach().norm(dim=1, keepdim=True))
+        self.u, self.v = (F.normalize(torch.randn(size), dim=0) for size in self.weight.shape)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.make(self))
+
+
+def merged(layer: nn.Module) -> Tensor:
+    return layer.weight.detach() + 0.5 * layer.b @ layer.a
+
+
+def magnitude(layer: nn.Module) -> Tensor:
+    weight = merged(layer)
+    return layer.gain * weight / weight.norm(dim=1, keepdim=True).detach()
+
+
+def spectral(layer: nn.Module) -> Tensor:
+    u, v = (vector.to(layer.weight) for vector in (layer.u, layer.v))
+    return layer.weight / torch.dot(u, torch.mv(layer.weight, v))
+
+
+def network(make: Callable[[nn.Module], Tensor]) -> Callable[[], Problem]:
+    def problem() -> Problem:
+        layers = [Linear(INPUTS, WIDTH, make), nn.ReLU(), Linear(WIDTH, WIDTH, make), nn.ReLU(), nn.Linear(WIDTH, CLASSES)]
+        return classifier(nn.Sequential(*layers), torch.randn(SAMPLES, INPUTS))
+
+    return problem
+
+
+def classifier(model: nn.Module, x: Tensor) -> Problem:
+    def batched(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, params, (x,)), y, reduction="none")
+
+    return Problem(model, (x, torch.randint(CLASSES, (len(x),))), lambda params, x, y: batched(params, x[None], y[None])[0], batched)
+
+
+class Stack(nn.Module):
+    """Layers that are rows of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, INPUTS, INPUTS) / math.sqrt(INPUTS))
+        self.head = nn.Linear(INPUTS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = F.linear(x, weight).tanh()
+        return self.head(x)
+
+
+class Fused(nn.Module):
+    """Gates that are parts of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3 * WIDTH, INPUTS) / math.sqrt(INPUTS))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.weight.chunk(3)
+        return self.head(F.linear(x, a).tanh() * F.linear(x, b).sigmoid() + F.linear(x, c))
+
+
+class Table(nn.Module):
+    """A table that is indexed, not looked up by an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(0.1 * torch.randn(2000, 64))
+        self.head = nn.Linear(64, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table[ids].mean(1))
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "scaled": network(lambda layer: 0.7 * layer.weight),
+    "merged_low_rank": network(merged),
+    "magnitude_and_direction": network(magnitude),
+    "spectral_norm": network(spectral),
+    "layers_of_a_stack": lambda: classifier(Stack(), torch.randn(SAMPLES, INPUTS)),
+    "fused_gates": lambda: classifier(Fused(), torch.randn(SAMPLES, INPUTS)),
+    "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
+}
+
+
+if __name__ == "__main__":
+    main(PROBLEMS, __doc__)
