@@ -355,9 +355,7 @@ def clipped_grad(
 
         def check(call: Call) -> None:
             groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
-            if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (call.n,)):
-                got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-                raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({call.n},), got {got}.")
+            _check_mask(mask, call.n)
 
         call, (reduced, _, aux) = run(args, kwargs, reduce, check)
 
@@ -411,17 +409,26 @@ def _wrap(
         own = prepare(_label(name, fn), fn, options, args, {})
         if own.n == 0:
             return args, kwargs, 0
-        device = own.leaves[own.params[0]].device
-        index = torch.arange(size_for(own.n), device=device)
+        index = torch.arange(size_for(own.n), device=own.leaves[own.params[0]].device)
+        source = index.clamp(max=own.n - 1)
         if masked:
             mask = kwargs.get("mask")
+            _check_mask(mask, own.n)
             within = index < own.n
-            kwargs = {**kwargs, "mask": within if mask is None else within & mask[index.clamp(max=own.n - 1)]}
-        return _trees.unflatten(own.spec, own.take(index.clamp(max=own.n - 1)).leaves), kwargs, own.n
+            kwargs = {**kwargs, "mask": within if mask is None else within & mask[source]}
+        if len(index) == own.n:
+            return args, kwargs, own.n  # as it is, without a copy
+        return _trees.unflatten(own.spec, own.take(source).leaves), kwargs, own.n
 
     del transformed.__wrapped__
     transformed.batching = Batching(_label(name, fn), fn, pad, trim)  # type: ignore[attr-defined]
     return _ambient.untraced(transformed)
+
+
+def _check_mask(mask: Any, n: int) -> None:
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (n,)):
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({n},), got {got}.")
 
 
 def _label(name: str, fn: Callable[..., Any]) -> str:

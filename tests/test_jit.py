@@ -170,6 +170,22 @@ def test_buckets_with_aux_in_dims_and_mask(device):
     same(psg.jit(eager, backend="eager", buckets=8)(p, scale, x, mask=mask), eager(p, scale, x, mask=mask))
 
 
+@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("mask", [torch.ones(7).bool(), torch.ones(2).bool(), torch.ones(3), [True, False, True]])
+def test_buckets_and_a_mask_that_does_not_fit(mask, n, device):
+    """Padded, it would have fitted."""
+    p, x = linear_args(device, n)
+    fast = psg.jit(psg.clipped_grad(linear_loss, 0.3), backend="eager", buckets=8)
+    with pytest.raises(psg.InputError, match=rf"mask: expected a bool tensor of shape \({n},\)"):
+        fast(p, x, mask=mask)
+
+
+def test_a_batch_of_a_buckets_size_is_not_copied(device):
+    p, x = linear_args(device, 8)
+    args, kwargs, n = psg.clipped_grad(linear_loss, 0.3).batching.pad((p, x), {}, lambda n: 8)
+    assert args[1] is x and n == 8 and kwargs["mask"].all()
+
+
 def test_a_sample_that_is_not_finite_is_counted_once(device):
     p, x = linear_args(device)
     x[-1] = torch.inf  # and is what fills the bucket up
