@@ -10,6 +10,9 @@ A policy is a function `policy(norms, clip_norm) -> clip_coef`, [n] to [n]. With
              Optimization", 2022.)
 
 Under each of them the scaled gradient's norm is at most C up to rounding, so one sample more or less changes a sum by at most C.
+
+A policy of the user's must treat every sample on its own, elementwise in the norms, as these do: it is called on parts of a batch
+(`chunk_size`) and on batches with padding (`buckets` of `psg.jit`, masks), over which a mean or a quantile of the norms is another one.
 """
 
 import math

@@ -310,11 +310,11 @@ def clipped_grad(
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
         clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
-            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the
-            policy "clip", the plain sum.
+            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy
+            "clip", the plain sum.
         argnums: Which positional argument, or tuple of them, to differentiate.
-        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef, both [n], that treats every sample on its
-            own: chunks and masks call it on parts of a batch. See `psg.clipping`.
+        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`. It must treat every
+            sample on its own, elementwise in the norms: chunks and buckets call it on parts of a batch and on padding.
         in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
