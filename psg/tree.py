@@ -596,7 +596,8 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     Raises:
         InputError: `segment_ids` are no such integers, or `num_segments` is none.
 
-    Guarantee: what the largest segment's size is, and whether all ids are in range, is asked of the device: a wait on an accelerator.
+    Guarantee: what the largest segment's size is (for factors), and whether all ids are in range, is asked of the device: a wait on an
+    accelerator. In a trace, which has no answer, the sums of tensors are NaN if an id is out of range.
 
     Example:
         >>> import torch
@@ -617,14 +618,19 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     if not isinstance(num_segments, int) or isinstance(num_segments, bool) or num_segments < 0:
         raise InputError(f"psg.tree.segment_sum: num_segments={num_segments!r}: expected an integer of at least 0.")
     ids = segment_ids.to(factors[0].device, torch.int64)
-    if n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
+    valid: Tensor | None = None
+    if _functorch.is_traced() and num_segments:
+        # What is compiled might take -1 for the last segment.
+        valid, ids = ((0 <= ids) & (ids < num_segments)).all(), ids.clamp(0, num_segments - 1)
+    elif n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
         raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
-    table = groups(ids, num_segments)
+    table: Any = None if all(isinstance(factor, Dense) for factor in factors) else groups(ids, num_segments)
 
     def sums(factor: Factor) -> Factor:
         if isinstance(factor, Dense):
             values = widen(factor.values)
-            return Dense(values.new_zeros(num_segments, *factor.shape).index_add(0, ids, values).to(factor.dtype))
+            total = values.new_zeros(num_segments, *factor.shape).index_add(0, ids, values).to(factor.dtype)
+            return Dense(total if valid is None else torch.where(valid, total, math.nan))
         return factor.regroup(table)
 
     return _map(tree, sums, "segment_sum")

@@ -125,6 +125,19 @@ def test_a_whole_step(device):
     same(psg.jit(step, backend="eager")(params, x, y), step(params, x, y))
 
 
+def test_sums_of_segments(device):
+    """Its check of the ids has no answer in a trace; an id that is out of range shows all the same."""
+    fn = psg.per_sample_grad(linear_loss)
+    fast = psg.jit(lambda p, x, ids: psg.tree.segment_sum(fn(p, x), ids, 2), backend="aot_eager")
+    p, x = linear_args(device)
+    for ids in ([0, 1, 0], [1, 1, 1]):
+        ids = torch.tensor(ids, device=device)
+        same(fast(p, x, ids), psg.tree.segment_sum(fn(p, x), ids, 2))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+    for ids in ([0, -1, 0], [0, 1, 2]):
+        assert all(leaf.isnan().all() for leaf in fast(p, x, torch.tensor(ids, device=device)).values())
+
+
 # --- buckets ------------------------------------------------------------------------------------------------
 
 
