@@ -7,6 +7,7 @@ from agreement import assert_agrees, on
 from cases import Problem, score
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
 from psg.testing import assert_trees_close, layouts, loop_grad, shapes, tensors
@@ -269,6 +270,51 @@ def test_adapters_by_einsum(n, rank, t, seed, device):
         return score(torch.einsum("ti,ir,ro->to", x, p["a"], p["b"]) * p["scale"])
 
     assert_agrees(Problem(fn, (params, torch.randn(n, t, 3, device=device))))
+
+
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor that an op returns."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and not output._is_view():
+            self.entries = max(self.entries, output.numel())
+        return output
+
+
+@pytest.mark.parametrize("equation", ["tef,efd,te->td", "te,tef,efd->td", "efd,tef,te->td"])
+def test_experts_meet_their_gates_before_one_another(equation, device):
+    n, t, e, f, d = 3, 7, 4, 5, 6
+    sizes = {"t": t, "e": e, "f": f, "d": d}
+    operands = equation.split("->")[0].split(",")
+    own = operands.index("efd")
+    tensors = [torch.randn(*(() if k == own else (n,)), *(sizes[name] for name in names)) for k, names in enumerate(operands)]
+    problem = on(Problem(lambda w, x, y: score(torch.einsum(equation, *(x, y)[:own], w, *(x, y)[own:])), ()), device)
+    args = tuple(tensor.to(device) for tensor in (tensors.pop(own), *tensors))
+    assert_agrees(problem._replace(args=args))
+    with Largest() as largest:
+        psg.per_sample_grad(problem.fn)(*args)
+    assert largest.entries <= n * max(e * f * d, t * e * f, t * e * d)
+
+
+@given(data=st.data())
+def test_einsum_of_four(data, device):
+    # Sizes of 1 are stretched, and data may have one label twice.
+    draw = data.draw
+    n, sizes = draw(st.integers(0, 3)), {name: draw(sides) for name in "abcd"}
+    terms = [
+        "".join(draw(st.permutations("abcd"))[: draw(st.integers(0, 3))]),
+        *("".join(draw(st.lists(st.sampled_from("abcd"), max_size=3))) for _ in range(3)),
+    ]
+    out = "".join(name for name in sorted(set("".join(terms))) if draw(st.booleans()))
+    w, *batch = (
+        draw(tensors((*(() if k == 0 else (n,)), *((1 if name in "ab"[k:] and draw(st.booleans()) else sizes[name]) for name in term))))
+        for k, term in enumerate(terms)
+    )
+    equation = f"{','.join(terms)}->{out}"
+    assert_agrees(on(Problem(lambda w, *batch: score(torch.einsum(equation, w, *batch)), (w, *batch)), device))
 
 
 def test_the_same_parameter_twice_in_one_product(device):

@@ -5,7 +5,9 @@ cotangent of y: grad x_k[n,K_k] = the einsum of C[n,O] and every other operand -
 one of the output that is an Outer over the labels that both have, and it is not formed.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import combinations
 from string import ascii_letters
 from typing import Any
 
@@ -98,10 +100,33 @@ def _dense(
     present = {name for _, names in terms for name in names}
     # What was stretched is summed over; what no other operand has is the same for every entry.
     kept = [name for name, size in zip(labels, shape, strict=True) if name in present and size == sizes[name]]
-    equation = f"{','.join(names for _, names in terms)}->{out[0]}{''.join(kept)}"
-    gradient = torch.einsum(equation, *(tensor.to(dtype) for tensor, _ in terms))
+    gradient = _contracted([(tensor.to(dtype), names) for tensor, names in terms], out[0] + "".join(kept))
     index = tuple(slice(None) if name in kept else None for name in labels)
     return Dense(gradient[(slice(None), *index)].expand(gradient.shape[0], *shape))
+
+
+def _contracted(terms: list[tuple[Tensor, str]], out: str) -> Tensor:
+    """The einsum of several tensors by two at a time, first those whose product adds least to what they take themselves.
+
+    torch goes from left to right: from the cotangent of a mixture of experts to all of its experts' products, before it meets their gates.
+    """
+    while len(terms) > 2:
+        first, second, kept = min(_products(terms, out), key=lambda product: product[3])[:3]
+        product = torch.einsum(f"{first[1]},{second[1]}->{kept}", first[0], second[0])
+        terms = [(product, kept), *(term for term in terms if term is not first and term is not second)]
+    return torch.einsum(f"{','.join(names for _, names in terms)}->{out}", *(tensor for tensor, _ in terms))
+
+
+def _products(terms: list[tuple[Tensor, str]], out: str) -> Iterator[tuple[tuple[Tensor, str], tuple[Tensor, str], str, int]]:
+    """All pairs, the labels that have to come out of their product, and how many entries that adds."""
+    for first, second in combinations(terms, 2):
+        needed = {*out, *(name for term in terms if term is not first and term is not second for name in term[1])}
+        sizes: dict[str, int] = {}
+        for tensor, names in (first, second):
+            for name, size in zip(names, tensor.shape, strict=True):
+                sizes[name] = max(size, sizes.get(name, 0))
+        kept = "".join(name for name in sizes if name in needed)
+        yield first, second, kept, math.prod(sizes[name] for name in kept) - first[0].numel() - second[0].numel()
 
 
 def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str, shared: Collection[str], **options: Any) -> Any:
