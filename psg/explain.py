@@ -41,7 +41,8 @@ class Report:
     Attributes:
         name: The function's name.
         n: The number of samples.
-        rung: The rung of the ladder that runs the call: "capture", "vmap" or "loop"; "batch" for a function of a whole batch, "empty" without samples.
+        rung: The rung of the ladder that runs the call: "capture", "vmap" or "loop"; "batch" for a function of a whole batch; "empty"
+            without samples.
         reasons: Why each rung above does not, as (rung, reason).
         leaves: One entry a leaf.
     """

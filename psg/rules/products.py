@@ -1,8 +1,8 @@
 """Matrix products beyond F.linear: each is an einsum of parameters and data, and so is the gradient of each parameter.
 
 y[n,O] = sum over the labels not in O of x_1[n,K_1] x_2[K_2] ..., where data carries the sample's label n and parameters do not. With C the
-cotangent of y: grad x_k[n,K_k] = the einsum of C[n,O] and every other operand -> [n,K_k]. Of a matrix that maps one label of the data to
-one of the output that is an Outer over the labels that both have, and it is not formed.
+cotangent of y: grad x_k[n,K_k] = the einsum of C[n,O] and every other operand -> [n,K_k]. Of a parameter that maps some labels of the data
+to others of the output that is an Outer over the labels that both have, and it is not formed.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors import Dense, Factor, Outer
+from psg.factors import Dense, Factor, Outer, Place, Views
 from psg.rules._registry import reshape, rule, standard, transpose
 from psg.rules.linear import positions
 
@@ -74,19 +74,29 @@ def contract(
     return reshape(output, output.shape), [builder(k) for k in range(len(operands))]
 
 
-def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Outer | None:
-    """The factor of a matrix, one of whose labels comes from the data and does not come out, while the other comes out; else None."""
-    if len(labels) != 2 or len(set(given)) < len(given):
+def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
+    """The factor of a parameter, some of whose labels come from the data and do not come out, while the others come out; else None."""
+    contracted = "".join(name for name in labels if name in given and name not in out)
+    produced = "".join(name for name in labels if name in out and name not in given)
+    if not contracted or not produced or len(contracted + produced) < len(labels) or len(set(given)) < len(given):
         return None
-    contracted = [name for name in labels if name in given and name not in out]
-    produced = [name for name in labels if name in out and name not in given]
-    if len(contracted) != 1 or len(produced) != 1:
+    along = "".join(name for name in out if name not in produced)  # n and the positions
+    x = torch.einsum(f"{given}->{along}{contracted}", data)
+    c = torch.einsum(f"{out}->{along}{produced}", cotangent)
+    found = dict(zip(contracted + produced, (*x.shape[len(along) :], *c.shape[len(along) :]), strict=True))
+    if tuple(found[name] for name in labels) != tuple(shape):
         return None
-    along = "".join(name for name in out if name != produced[0])  # n and the positions
-    x = positions(torch.einsum(f"{given}->{along}{contracted[0]}", data))
-    c = positions(torch.einsum(f"{out}->{along}{produced[0]}", cotangent))
-    factor = Outer(x, c) if labels[0] == contracted[0] else Outer(c, x)
-    return factor if factor.shape == shape else None
+    x, c = (positions(side.flatten(len(along))) for side in (x, c))
+    first = contracted if labels.startswith(contracted) else produced
+    factor = Outer(x, c) if first is contracted else Outer(c, x)
+    if len(labels) == 2:
+        return factor
+    # As a matrix, then with all its labels, then with these where they stand in the parameter.
+    order = contracted + produced if first is contracted else produced + contracted
+    whole = torch.Size(found[name] for name in order)
+    strides = {name: shape[k + 1 :].numel() for k, name in enumerate(labels)}
+    factor = Views([factor], [Place(tuple(factor.shape), (factor.shape[1], 1), 0)], whole)
+    return factor if order == labels else Views([factor], [Place(tuple(whole), tuple(strides[name] for name in order), 0)], shape)
 
 
 def _dense(
