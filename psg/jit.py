@@ -373,8 +373,14 @@ class _Outside(TorchDispatchMode):
         return output
 
 
+# They write into running statistics when in training mode, and their schemas do not say so.
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default}
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an op writes into."""
+    if func in _BATCH_NORMS and args[5]:
+        return [leaf for leaf in args[3:5] if isinstance(leaf, Tensor)]
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return []
     arguments = zip(func._schema.arguments, args, strict=False)

@@ -365,7 +365,11 @@ def by_an_optimizer(w, state, grads):
     torch.optim.Adam([parameter]).step()
 
 
-@pytest.mark.parametrize("write", [into_an_argument, into_a_view, by_a_list_of_tensors, as_out, by_an_optimizer])
+def by_a_batch_norm(w, state, grads):
+    F.batch_norm(grads + torch.eye(3, dtype=w.dtype, device=w.device), state[0], state[1], training=True)
+
+
+@pytest.mark.parametrize("write", [into_an_argument, into_a_view, by_a_list_of_tensors, as_out, by_an_optimizer, by_a_batch_norm])
 def test_writing_into_what_fn_is_given_or_closes_over_is_refused(write, device):
     """Traced, compared and called it was written into several times."""
     state = torch.zeros(2, 3, device=device)
