@@ -188,21 +188,17 @@ class Jitted:
                 entry = self._entry(signature)
                 if entry is None:
                     entry, watched = self._build(leaves, spec)
-                    if entry.info.error is None:
-                        self._remember(signature, entry, watched)
-                    else:
-                        result = self._fn(*args, **kwargs)  # an error of the function's own ends here, and nothing is remembered
-                        self._remember(signature, entry, watched)
+                    # An error of the function's own ends here, and nothing is remembered.
+                    result = None if entry.info.error is None else self._fn(*args, **kwargs)
+                    self._watched[signature] = tuple(dict.fromkeys((*self._watched.get(signature, ()), *watched)))
+                    self._cache[self._state(signature)] = entry
+                    if entry.info.error is not None:
                         what = f"Calls of this signature run eagerly: {entry.info.signature}."
                         warnings.warn(f"psg.jit({self._name}): {entry.info.error}. {what}", FallbackWarning, stacklevel=3)
                         return result
         if entry.program is None or torch.is_grad_enabled() and entry.program.is_tracked:
             return self._fn(*args, **kwargs)
         return entry.program(tensors)
-
-    def _remember(self, signature: Hashable, entry: "_Entry", watched: list[Callable[[], Hashable]]) -> None:
-        self._watched[signature] = tuple(dict.fromkeys((*self._watched.get(signature, ()), *watched)))
-        self._cache[self._state(signature)] = entry
 
     def _state(self, signature: Hashable) -> Hashable:
         """The signature, and the state of all modules that functions of `psg.stateless` have taken it through."""
