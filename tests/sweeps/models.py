@@ -38,6 +38,9 @@ class Architecture(NamedTuple):
         model_class = getattr(transformers, self.model)
         config = model_class.config_class(**{key: value for key, value in self.sizes.items() if key not in options})
         model = model_class._from_config(config, **options).double().eval()
+        for module in model.modules():
+            if isinstance(vars(module).get("dtype"), torch.dtype):  # a router that computes in float32, whatever its parameters
+                module.dtype = torch.float64
         _scale(model)
         batch = self.batch()
         target = batch.pop("target", None)
