@@ -96,11 +96,16 @@ class Views(Factor):
         return any(factor.is_differentiated for factor in self.factors)
 
     def materialize(self) -> Tensor:
-        parts = [factor.materialize() for factor in self.factors]
-        values = parts[0].new_zeros(self.n, *self.shape)
-        for place, part in zip(self.places, parts, strict=True):
-            place.of_each(values).copy_(part)
+        part = self.factors[0].materialize()
+        values = self._room(part, self.n, *self.shape)
+        for k, place in enumerate(self.places):
+            place.of_each(values).copy_(self.factors[k].materialize() if k else part)
         return values
+
+    def _room(self, like: Tensor, *shape: int) -> Tensor:
+        """Room for all entries of the parameter, zero where no view is."""
+        covered = sum(torch.Size(place.size).numel() for place in self.places) == self.shape.numel()
+        return like.new_empty(shape) if covered else like.new_zeros(shape)
 
     def squared_norm(self) -> Tensor:
         return torch.stack([factor.squared_norm() for factor in self.factors]).sum(0)
@@ -119,7 +124,7 @@ class Views(Factor):
         return self._placed(totals), self._placed(squares)
 
     def _placed(self, sums: Sequence[Tensor]) -> Tensor:
-        total = sums[0].new_zeros(self.shape)
+        total = self._room(sums[0], *self.shape)
         for place, part in zip(self.places, sums, strict=True):
             place.of(total).copy_(part)
         return total
