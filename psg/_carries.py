@@ -6,6 +6,7 @@ sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. So G is never formed
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,15 +31,16 @@ def carries_of(op: str, output: Any, args: Any, kwargs: Any) -> _Carried:
         found = find(output.detach(), *args, **kwargs)
     except TypeError:
         return []  # called in a form that is not known here
-    return [(side, _in_dtype_of(side, carry)) for side, carry in found if isinstance(side, Tensor) and side.is_floating_point()]
+    read = [(tensor, tensor._version) for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
 
-
-def _in_dtype_of(side: Tensor, carry: Carry) -> Carry:
-    def carried(factor: Factor) -> Factor | None:
+    def carried(side: Tensor, carry: Carry, factor: Factor) -> Factor | None:
+        if any(tensor._version != version for tensor, version in read):
+            return None  # written into since: autograd, which has to form the gradient, says so
         found = carry(factor)
         return found if found is None or found.dtype == side.dtype else found.to(side.dtype)
 
-    return carried
+    sides = [(side, carry) for side, carry in found if isinstance(side, Tensor) and side.is_floating_point()]
+    return [(side, partial(carried, side, carry)) for side, carry in sides]
 
 
 # Entry by entry: what each argument, broadcast, is multiplied by

@@ -251,6 +251,19 @@ def test_derivations_compiled(device):
     assert_trees_close(out.norms, expected.norms)
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_what_is_written_into_after_it_was_read_is_an_error_as_in_torch(device):
+    def fn(w, x):
+        scale = torch.ones(3, device=x.device)
+        scaled = w * scale
+        scale.zero_()
+        return F.linear(x, scaled).sum()
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(2, 3, device=device)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        psg.per_sample_norm(fn)(w, x)
+
+
 def test_views_side_by_side_are_one_factor(device):
     fn = lambda w, x: sum(F.linear(x, own).sin().sum() for own in w)  # noqa: E731
     factor = psg.factored_grad(fn)(torch.randn(4, 5, 3, device=device), torch.randn(2, 3, device=device))
