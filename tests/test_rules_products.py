@@ -309,8 +309,9 @@ def test_einsum_of_four(data, device):
         *("".join(draw(st.lists(st.sampled_from("abcd"), max_size=3))) for _ in range(3)),
     ]
     out = "".join(name for name in sorted(set("".join(terms))) if draw(st.booleans()))
+    stretched = [{name for name in "ab"[k:] if draw(st.booleans())} for k in range(len(terms))]
     w, *batch = (
-        draw(tensors((*(() if k == 0 else (n,)), *((1 if name in "ab"[k:] and draw(st.booleans()) else sizes[name]) for name in term))))
+        draw(tensors((*(() if k == 0 else (n,)), *(1 if name in stretched[k] else sizes[name] for name in term))))
         for k, term in enumerate(terms)
     )
     equation = f"{','.join(terms)}->{out}"
