@@ -87,7 +87,13 @@ def test_an_op_on_parameters_alone_runs_once(name, n, device):
 
     with torch.device(device):
         w, x = torch.rand(4, 4) + 0.5, torch.randn(n, 3)
-        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        try:
+            expected = loop_grad(fn)(w, x)
+        except RuntimeError as error:
+            if "is not implemented" not in str(error) and "is now removed" not in str(error):
+                raise
+            pytest.skip(f"torch {torch.__version__} lacks it: {str(error).splitlines()[0]}")
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
         uses = psg.explain(fn)(w, x).leaves[0].uses
     op = name.split()[0]
     assert uses[f"{op}: derived"] and f"{op}: lifted" not in uses
