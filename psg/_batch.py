@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from psg import _functorch, _pass
 from psg._capture import Captured, WritesInput
+from psg._carries import Call, part_of
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._ops import (
@@ -276,7 +277,7 @@ class _BatchMode(Watch):
         for i, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 value = Lifted.derivation(part, met, name_of(func), self.n)
-                value.carry_to(met, name_of(func), args, kwargs)
+                value.carry_to(met, Call(part_of(func, i if several else None), args, kwargs, part, name_of(func)))
                 parts[i] = self.hold(value, part.detach().requires_grad_())
                 self.values.append(value)
         for value in met:

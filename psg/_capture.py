@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _random, _trees
+from psg._carries import Call, part_of
 from psg._errors import PsgError
 from psg._inside import Product
 from psg._lifted import Lifted, Tap, Watch, pull_back, with_history
@@ -582,8 +583,8 @@ class _Mode(Watch):
             if not all(isinstance(part, Tensor) for part in parts):
                 return NotImplemented
             derivations = {i: Lifted.derivation(part, met, name, self.n) for i, part in enumerate(parts) if part.requires_grad}
-            for value in derivations.values():
-                value.carry_to(met, name, args, kwargs)
+            for i, value in derivations.items():
+                value.carry_to(met, Call(part_of(func, i if several else None), args, kwargs, parts[i], name))
         for value in met:
             value.uses.append(f"{name}: derived")
         shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)

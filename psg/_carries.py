@@ -2,45 +2,202 @@
 
 A merged low-rank update W + s B A, weights times a scale, a spectral norm: an op on parameters has a derivative that is linear, and the
 transpose of many such maps takes a factor of few terms to others. With G = sum_t l_t r_t^T the gradient of B A, that of B is
-sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. So G is never formed.
+sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. What acts entry by entry scales the entries of G; what reduces rows, or all
+entries, to a number each gives multiples c_n E of one tensor E. So G is never formed.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
-from psg.factors import Dense, Factor, Outer, Place, Views
+from psg._ops import name_of
+from psg.factors import Dense, Expanded, Factor, Outer, Place, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, premultiplied, scaled, transposed
 
-Carry = Callable[[Factor], Factor | None]
-"""From a factor of the result's gradient to one of an argument's; None where it would have to be formed."""
 
-_Carried = list[tuple[Any, Carry]]
+class Call(NamedTuple):
+    """An op on parameters, and what came out.
+
+    Attributes:
+        run: What calls it: its result has the output at the same place.
+        args: Its arguments, the parameters among them with their history.
+        kwargs: The others.
+        output: One of the tensors that it gave.
+        name: The op's.
+    """
+
+    run: Callable[..., Tensor]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output: Tensor
+    name: str
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        lists = [given if isinstance(given, (list, tuple)) else (given,) for given in (*self.args, *self.kwargs.values())]
+        return [item for items in lists for item in items if isinstance(item, Tensor)]
+
+    @property
+    def sides(self) -> list[Tensor]:
+        """Those among them that have gradients, each once."""
+        return list({id(tensor): tensor for tensor in self.tensors if tensor.requires_grad and tensor.is_floating_point()}.values())
+
+    def is_first(self, side: Tensor) -> bool:
+        """Whether it is the first argument."""
+        return len(self.args) > 0 and self.args[0] is side
+
+    def again(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
+        """What it, or `run` in its place, gives for arguments without their history; leaves stand for some, by their identity."""
+
+        def given(argument: Any) -> Any:
+            if isinstance(argument, (list, tuple)):
+                return type(argument)([given(item) for item in argument])
+            return leaves.get(id(argument), argument.detach()) if isinstance(argument, Tensor) else argument
+
+        with torch.enable_grad():
+            return run(*map(given, self.args), **{name: given(argument) for name, argument in self.kwargs.items()})
+
+    def pulled(self, side: Tensor, cotangent: Tensor) -> Tensor:
+        """What autograd makes of one cotangent for one argument: of this op alone, and not of what led to the others."""
+        leaf = side.detach().requires_grad_()
+        output = self.again({id(side): leaf}, self.run)
+        return torch.autograd.grad(output, leaf, cotangent.to(output.dtype))[0]
 
 
-def carries_of(op: str, output: Any, args: Any, kwargs: Any) -> _Carried:
-    """For each tensor that an op on parameters was given, how factors are carried over to it; [] for an op that has none."""
-    find = _CARRIES.get(op)
-    if find is None or not isinstance(output, Tensor) or not output.is_floating_point():
-        return []
+Carry = Callable[[Factor], list[list[Factor]] | None]
+"""From a factor of the result's gradient to those of each side's, which add up; None where the gradient has to be formed."""
+
+_OverTo = Callable[[Factor], Factor | None]  # to one side
+_Carried = list[tuple[Any, _OverTo]]
+
+
+def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor]:
+    """What gives one of the tensors that `func` gives; None for the only one."""
+    return func if index is None else lambda *args, **kwargs: func(*args, **kwargs)[index]
+
+
+def carry_of(call: Call) -> Carry | None:
+    """How factors are carried over to the sides of a call; None for a result that has none."""
+    output, sides = call.output, call.sides
+    if not output.is_floating_point():
+        return None
     try:
-        found = find(output.detach(), *args, **kwargs)
+        known = _CARRIES[call.name](output.detach(), *call.args, **call.kwargs) if call.name in _CARRIES else []
     except TypeError:
-        return []  # called in a form that is not known here
-    read = [(tensor, tensor._version) for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
+        known = []  # called in a form that is not known here
+    read = [(tensor, tensor._version) for tensor in call.tensors]
 
-    def carried(side: Tensor, carry: Carry, factor: Factor) -> Factor | None:
+    def over_to(side: Tensor, factor: Factor) -> list[Factor] | None:
+        if call.name in _SHAPED_AS and not call.is_first(side):
+            return []
+        found = [carry(factor) for own, carry in known if own is side] or [None]
+        if any(part is None for part in found):
+            found = [_of_entries(call, side, factor)]
+        return [part if part.dtype == side.dtype else part.to(side.dtype) for part in found if part is not None] or None
+
+    def carry(factor: Factor) -> list[list[Factor]] | None:
         if any(tensor._version != version for tensor, version in read):
             return None  # written into since: autograd, which has to form the gradient, says so
-        found = carry(factor)
-        return found if found is None or found.dtype == side.dtype else found.to(side.dtype)
+        if call.name in _COMPOSITES:
+            return _over_steps(call, factor)
+        found = [over_to(side, factor) for side in sides]
+        carried = [factors for factors in found if factors is not None]
+        return carried if len(carried) == len(found) else None
 
-    sides = [(side, carry) for side, carry in found if isinstance(side, Tensor) and side.is_floating_point()]
-    return [(side, partial(carried, side, carry)) for side, carry in sides]
+    return carry
+
+
+class _Steps(TorchFunctionMode):
+    """Writes down the calls of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        parts = enumerate(output) if isinstance(output, (tuple, list)) else [(None, output)]
+        self.calls += [
+            Call(part_of(func, i), args, kwargs, part, name_of(func))
+            for i, part in parts
+            if isinstance(part, Tensor) and part.requires_grad
+        ]
+        return output
+
+
+def _over_steps(call: Call, factor: Factor) -> list[list[Factor]] | None:
+    """For an op that is a composite of others, as if these had run."""
+    leaves = {id(side): side.detach().requires_grad_() for side in call.sides}
+    with _Steps() as steps:
+        output = call.again(leaves, _COMPOSITES[call.name])
+    if output is NotImplemented or output.dtype != call.output.dtype:
+        return None
+    terms: dict[int, list[Factor]] = {id(output): [factor]}
+    for step in reversed(steps.calls):
+        own, carry = terms.pop(id(step.output), None), carry_of(step)
+        for term in terms_of(own) if own else ():
+            carried = carry(term) if carry is not None else None
+            if carried is None:
+                return None
+            for side, factors in zip(step.sides, carried, strict=True):
+                terms.setdefault(id(side), []).extend(factors)
+    return [terms.get(id(leaf), []) for leaf in leaves.values()]
+
+
+def terms_of(found: list[Factor]) -> Sequence[Factor]:
+    """The terms of one gradient, as few as there can be."""
+    merged = merge(found)
+    return merged.terms if isinstance(merged, Sum) else (merged,)
+
+
+def _of_entries(call: Call, side: Tensor, factor: Factor) -> Factor | None:
+    """For ops that act entry by entry, or reduce to few numbers; and for multiples c[n] E of a constant, whatever the op."""
+    output = call.output.detach()
+    if call.name in _POINTWISE:
+        return scaled(factor, call.pulled(side, torch.ones_like(output))) if side.shape == output.shape else None
+    number = (1,) * side.ndim
+    if isinstance(factor, Dense):
+        small = number if output.numel() == 1 else _kept(call, side)
+        return None if small is None else _multiple(factor.values.reshape(-1, *small), call.pulled(side, torch.ones_like(output)))
+    if isinstance(factor, Scaled) and isinstance(factor.factor, Expanded) and factor.factor.small.numel() == 1:
+        constant = factor.shared
+        if constant is not None:
+            values = factor.factor.values  # the same tensor where it can be, by which multiples are known
+            values = values if values.ndim == 1 + side.ndim else values.reshape(-1, *number)
+            return _multiple(values, call.pulled(side, constant.expand(factor.shape)))
+    return None
+
+
+def _multiple(numbers: Tensor, constant: Tensor) -> Factor:
+    """numbers[n, *small] constant[*shape]."""
+    if numbers.shape[1:] == constant.shape:
+        return Dense(numbers * constant)
+    return Scaled(Expanded(numbers, constant.shape), constant.to(numbers.dtype).expand(len(numbers), *constant.shape))
+
+
+def _kept(call: Call, side: Tensor) -> tuple[int, ...] | None:
+    """For an op that reduces some dimensions, the shape of a result that keeps them; None if nothing says which these are."""
+    position = _REDUCING.get(call.name)
+    if position is None or not call.is_first(side):
+        return None
+    shape, reduced = side.shape, call.output.shape
+    if len(reduced) == len(shape):
+        small = tuple(reduced)
+    else:
+        dims = call.kwargs.get("dim", call.args[position] if len(call.args) > position else None)
+        if isinstance(dims, bool) or not isinstance(dims, (int, list, tuple)):
+            return None
+        gone = {dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)}
+        small = tuple(1 if dim in gone else size for dim, size in enumerate(shape))
+        if [size for dim, size in enumerate(small) if dim not in gone] != list(reduced):
+            return None
+    return small if all(size in (1, own) for size, own in zip(small, shape, strict=True)) else None
 
 
 # Entry by entry: what each argument, broadcast, is multiplied by
@@ -50,7 +207,7 @@ def _entrywise(output: Tensor, sides: Iterable[tuple[Any, Scale]]) -> _Carried:
     return [(side, _entry(output, side.shape, scale)) for side, scale in sides if isinstance(side, Tensor)]
 
 
-def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> Carry:
+def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> _OverTo:
     if shape == output.shape:
         return (lambda factor: factor) if isinstance(scale, (int, float)) and scale == 1 else lambda factor: scaled(factor, scale)
     weights = scale if isinstance(scale, Tensor) else output.new_full((), scale)
@@ -118,10 +275,37 @@ def _rmatmul(output: Tensor, input: Any, other: Any) -> _Carried:
     return _matmul(output, other, input)
 
 
+def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _Carried:
+    if (input.ndim, weight.ndim) != (2, 2):
+        return []
+    x, w = input.detach(), weight.detach()
+    products = [(input, lambda factor: _postmultiplied(factor, w)), (weight, lambda factor: _turned(premultiplied(factor, x.T)))]
+    return products + _entrywise(output, [(bias, 1)])
+
+
+def _addmm(output: Tensor, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> _Carried:
+    product = [(side, lambda factor, carry=carry: carry(scaled(factor, alpha))) for side, carry in _matmul(output, mat1, mat2)]
+    return _entrywise(output, [(input, beta)]) + product
+
+
+def _outer(output: Tensor, input: Any, vec2: Any) -> _Carried:
+    rows, columns = (input.shape[0], 1), (1, vec2.shape[0])
+    left, right = (vector.detach().reshape(shape).expand(output.shape) for vector, shape in ((input, rows), (vec2, columns)))
+
+    def carry(factor: Factor, weights: Tensor, shape: tuple[int, int]) -> Factor | None:
+        found = contracted(factor, weights, torch.Size(shape))
+        return None if found is None else Dense(found.materialize().flatten(1))
+
+    return [(input, lambda factor: carry(factor, right, rows)), (vec2, lambda factor: carry(factor, left, columns))]
+
+
 def _postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
-    swapped = transposed(factor)
-    product = None if swapped is None else premultiplied(swapped, matrix.T)
-    return None if product is None else transposed(product)
+    turned = transposed(factor)
+    return None if turned is None else _turned(premultiplied(turned, matrix.T))
+
+
+def _turned(factor: Factor | None) -> Factor | None:
+    return None if factor is None else transposed(factor)
 
 
 def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | None:
@@ -174,12 +358,15 @@ _CARRIES: dict[str, Callable[..., _Carried]] = {
     **dict.fromkeys(("sub", "__sub__"), _sub),
     **dict.fromkeys(("rsub", "__rsub__"), _rsub),
     **dict.fromkeys(("neg", "__neg__"), _neg),
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
-    **dict.fromkeys(("div", "true_divide", "__truediv__"), _div),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _div),
     "__rtruediv__": _rdiv,
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(("matmul", "mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
     "__rmatmul__": _rmatmul,
+    "linear": _linear,
+    "addmm": _addmm,
+    **dict.fromkeys(("outer", "ger"), _outer),
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshape),
     **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
     **dict.fromkeys(
@@ -187,3 +374,57 @@ _CARRIES: dict[str, Callable[..., _Carried]] = {
     ),
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
 }
+
+_POINTWISE = frozenset(
+    """
+    pow __pow__ __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit
+    logsigmoid log_sigmoid tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign
+    tanhshrink softshrink hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu
+    sin cos tan asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp
+    logaddexp2 erf erfc special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine
+    """.split()
+)
+"""Ops with an entry of the result for each of the argument, and of that alone."""
+
+_REDUCING: dict[str, int] = {
+    **dict.fromkeys("sum mean var std var_mean std_mean amax amin logsumexp prod nansum nanmean norm_except_dim".split(), 1),
+    **dict.fromkeys("norm linalg_norm vector_norm linalg_vector_norm".split(), 2),
+}
+"""Ops that reduce some dimensions, with the argument that says which: entries of the result have no entry of the input in common."""
+
+_SHAPED_AS = frozenset("reshape_as view_as expand_as type_as".split())
+"""Ops that take of their second argument no entries."""
+
+
+# Ops that are composites of others, which carry
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Tensor:
+    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training or running_mean is not None or running_var is not None:
+        return NotImplemented
+    var, mean = torch.var_mean(input, [dim for dim in range(input.ndim) if dim != 1], correction=0, keepdim=True)
+    output = (input - mean) * (var + eps).rsqrt()
+    shape = (-1, *(1,) * (input.ndim - 2))
+    output = output if weight is None else output * weight.reshape(shape)
+    return output if bias is None else output + bias.reshape(shape)
+
+
+_COMPOSITES: dict[str, Callable[..., Any]] = {"_weight_norm": _weight_norm, "normalize": _normalize, "batch_norm": _batch_norm}
+"""NotImplemented for calls that are something else."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
-from psg._carries import Carry, carries_of
+from psg._carries import Call, Carry, carry_of, terms_of
 from psg._errors import PsgError
 from psg.factors import Dense, Factor, Sum, merge
 
@@ -22,7 +22,8 @@ class Lifted:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         derived: For a derived value, the value with its history up to the roots.
-        carries: For a derived value, what it was computed from, and how factors are carried over to it; empty where they have to be formed.
+        carry: For a derived value, how factors are carried over to what it was computed from; None where they have to be formed.
+        sides: What that is, in order.
         handle: The wrapper that the function holds; kept, so that its id stays its own.
         shared: Whether it was computed from data too, which the samples share.
         name: What messages call it.
@@ -34,7 +35,8 @@ class Lifted:
         self.leaf = leaf
         self.value = value
         self.derived: Tensor | None = None
-        self.carries: list[tuple[Lifted, Carry]] = []
+        self.carry: Carry | None = None
+        self.sides: list[Lifted | None] = []
         self.shared = False
         self.handle: Tensor | None = None
         self.name = name
@@ -56,12 +58,12 @@ class Lifted:
         lifted.derived, lifted.uses = derived, met[0].uses
         return lifted
 
-    def carry_to(self, met: "list[Lifted]", op: str, args: Any, kwargs: Any) -> None:
-        """Learn how factors are carried over to what an op computed this value from: its arguments have their history."""
+    def carry_to(self, met: "list[Lifted]", call: Call) -> None:
+        """Learn how factors are carried over to what this value was computed from."""
         by_history = {id(value.history): value for value in met}
-        carries = [(by_history[id(side)], carry) for side, carry in carries_of(op, self.derived, args, kwargs) if id(side) in by_history]
-        if len({id(value) for value, _ in carries}) == len(by_history):  # nobody is left out
-            self.carries = carries
+        carry, sides = carry_of(call), [by_history.get(id(side)) for side in call.sides]
+        if set(map(id, met)) <= set(map(id, sides)):  # nobody is left out
+            self.carry, self.sides = carry, sides
 
     @cached_property
     def root(self) -> Tensor | None:
@@ -79,17 +81,17 @@ class Lifted:
 
     def carry_terms(self) -> None:
         """Hand the terms to what this value was computed from, where their kind allows it."""
-        if not self.carries or not self.terms:
+        if self.carry is None or not self.terms:
             return
         left = []
-        merged = merge(self.terms)
-        for term in merged.terms if isinstance(merged, Sum) else (merged,):
-            carried = [(value, carry(term)) for value, carry in self.carries]
-            if any(factor is None for _, factor in carried):
+        for term in terms_of(self.terms):
+            carried = self.carry(term)
+            if carried is None:
                 left.append(term)
                 continue
-            for value, factor in carried:
-                value.terms.append(cast(Factor, factor))
+            for value, factors in zip(self.sides, carried, strict=True):
+                if value is not None:
+                    value.terms += factors
         self.terms = left
 
     def accept(self, factor: Factor, place: str, n: int) -> Factor:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.factors import Conv, Dense, Outer, Place, Rows, Sum, Views
+from psg.factors import Conv, Dense, Outer, Place, Rows, Scaled, Sum, Views
 from psg.testing import assert_trees_close
 
 OUT, IN, RANK = 4, 3, 2
@@ -46,11 +46,27 @@ MATRICES = {
     "spectral norm": (spectral, {"w": Outer}),
     "centred": (lambda p: p["w"] - p["columns"].expand(OUT, IN), {"w": Outer, "columns": Dense}),
     "cast": (lambda p: p["w"].float().double() + p["gain"], {"w": Outer, "gain": Dense}),
+    "a linear layer of another": (lambda p: F.linear(p["b"], p["a"].T, p["columns"]), {"a": Outer, "b": Outer, "columns": Dense}),
+    "added to a product": (lambda p: torch.addmm(p["w"], p["b"], p["a"], beta=2, alpha=0.5), dict.fromkeys("wab", Outer)),
+    "outer product": (lambda p: p["w"] + torch.outer(p["gain"].view(-1), p["columns"]), {"w": Outer, "gain": Dense, "columns": Dense}),
+    "masked": (lambda p: p["w"] * torch.ones_like(p["w"]).tril(), {"w": Scaled}),
+    "triangular": (lambda p: p["w"].triu(), {"w": Scaled}),
+    "positive": (lambda p: F.softplus(p["w"]), {"w": Scaled}),
+    "clamped, in part": (lambda p: torch.where(p["w"].detach() > -1, p["w"].clamp(max=0.5), 0.0), {"w": Scaled}),
+    "a draw of weights": (lambda p: p["w"] + p["c"].exp() * torch.linspace(-1, 1, IN, device=p["w"].device), {"w": Outer, "c": Scaled}),
+    "weight norm": (lambda p: torch._weight_norm(p["w"], p["gain"], 0), {"w": Sum, "gain": Dense}),
+    "weight norm of columns": (lambda p: torch._weight_norm(p["w"], p["columns"][None], 1), {"w": Sum, "columns": Dense}),
+    "normalised rows": (lambda p: F.normalize(p["w"], dim=1), {"w": Sum}),
+    "normalised": (lambda p: p["w"] / p["w"].norm(), {"w": Sum}),
+    "standardised": (lambda p: (p["w"] - p["w"].mean(1, keepdim=True)) / p["w"].std(1, keepdim=True), {"w": Sum}),
+    "standardised, without the dimension": (lambda p: p["w"] / torch.var_mean(p["w"], 0)[0].sqrt(), {"w": Sum}),
+    "standardised by batch norm": (lambda p: F.batch_norm(p["w"].T, None, None, training=True).T, {"w": Sum}),
+    "softmax": (lambda p: p["w"].softmax(1), {"w": Dense}),
 }
 
 
 def parameters(device, *names):
-    shapes = {"w": (OUT, IN), "a": (RANK, IN), "b": (OUT, RANK), "gain": (OUT, 1), "columns": (IN,), "s": ()}
+    shapes = {"w": (OUT, IN), "c": (OUT, IN), "a": (RANK, IN), "b": (OUT, RANK), "gain": (OUT, 1), "columns": (IN,), "s": ()}
     return {name: torch.randn(shapes[name], device=device) for name in names}
 
 
@@ -64,6 +80,30 @@ def test_the_factor_of_a_matrix_product_is_carried_over(name, device):
     else:
         assert_agrees(problem)
     assert found_kinds(problem) == kinds
+
+
+PENALTIES = {
+    "squared norm": (lambda p: 0.1 * sum(own.square().sum() for own in p.values()), {"w": Sum, "s": Dense}),
+    "norm": (lambda p: p["w"].norm() + p["s"] ** 2, {"w": Sum, "s": Dense}),
+    "absolute values": (lambda p: p["w"].abs().mean() * p["s"], {"w": Sum, "s": Dense}),
+    "spectrum": (lambda p: torch.linalg.slogdet(p["w"].T @ p["w"])[1] * p["s"].exp(), {"w": Sum, "s": Dense}),
+    "orthogonality": (lambda p: (p["w"].T @ p["w"] - torch.eye(IN, device=p["w"].device)).square().sum() + p["s"], {"w": Sum, "s": Dense}),
+    "divergence from a prior": (lambda p: (p["w"].exp() - 1 - p["w"]).sum() + p["s"].square(), {"w": Sum, "s": Dense}),
+    "group lasso": (lambda p: p["w"].norm(dim=0).sum() + p["s"].abs(), {"w": Sum, "s": Dense}),
+    "of what is used": (lambda p: torch.stack([p["w"].tanh().square().mean(), p["s"]]).logsumexp(0), {"w": Sum, "s": Dense}),
+}
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_on_weights_are_multiples_of_one_tensor(name, n, device):
+    penalty, kinds = PENALTIES[name]
+    fn = lambda p, x: score(F.linear(x, p["w"] * (2 + p["s"]))) + x.sum() * penalty(p)  # noqa: E731
+    problem = Problem(fn, (parameters(device, *kinds), torch.randn(n, 2, IN, device=device)))
+    assert_agrees(problem)
+    if n:
+        assert found_kinds(problem) == kinds
+        assert {type(term) for term in psg.factored_grad(fn)(*problem.args)["w"].terms} == {Outer, Scaled}
 
 
 def found_kinds(problem):
@@ -132,8 +172,14 @@ KERNELS = {
     "scaled": (lambda w, s: w * 0.3, Conv),
     "divided by a parameter": (lambda w, s: w / s[0], Conv),
     "filters scaled": (lambda w, s: w * s.detach()[:, None, None], Conv),
-    "filters scaled by parameters": (lambda w, s: w * s[:, None, None], Dense),
-    "channels scaled": (lambda w, s: w * s.detach()[:2, None], Dense),
+    "filters scaled by parameters": (lambda w, s: w * s[:, None, None], Conv),
+    "channels scaled": (lambda w, s: w * s.detach()[:2, None], Scaled),
+    "weight norm": (lambda w, s: torch._weight_norm(w, s[:, None, None], 0), Sum),
+    "standardised": (lambda w, s: (w - w.mean((1, 2), keepdim=True)) / w.std((1, 2), keepdim=True), Sum),
+    "standardised by batch norm": (
+        lambda w, s: F.batch_norm(w.reshape(1, 4, -1), None, None, s * 0.3, training=True, momentum=0.0, eps=1e-6).reshape_as(w),
+        Views,
+    ),
 }
 
 
@@ -173,6 +219,16 @@ STEPS = {
     "cut and joined": lambda w, p: torch.cat(w.split(1)[::-1]),
     "squared": lambda w, p: w * w,
     "flat": lambda w, p: w.reshape(-1).unflatten(0, (OUT, IN)).view_as(w),
+    "masked": lambda w, p: w * (p["w"].detach() > 0),
+    "positive": lambda w, p: F.softplus(w),
+    "triangular": lambda w, p: w.triu() - (w.T @ w).trace().tanh(),
+    "weight norm": lambda w, p: torch._weight_norm(3 + w, p["gain"], 0),
+    "columns normalised": lambda w, p: F.normalize(w, dim=0),
+    "standardised": lambda w, p: (w - w.mean(1, keepdim=True)) / (1 + w.var(1, keepdim=True)).sqrt(),
+    "its greatest": lambda w, p: w - w.amax(0) * w.logsumexp(1).tanh()[:, None],
+    "in another shape, standardised": lambda w, p: F.batch_norm(w.reshape(1, OUT, -1), None, None, p["gain"].view(-1), training=True)[0],
+    "of a product": lambda w, p: torch.addmm(w, p["b"], p["a"], alpha=0.3) * torch.outer(p["gain"][:, 0], p["columns"]),
+    "penalised": lambda w, p: w * (1 + (w.T @ w - torch.eye(IN, device=w.device)).square().mean()).rsqrt(),
 }
 USES = {
     "linear": lambda w, x: F.linear(x, w),
@@ -291,3 +347,27 @@ def test_places_that_are_apart_share_no_entry(shape, data):
     shared = set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())
     assert not (places[0].is_apart(places[1], entries.shape) and shared)
     assert places[0].is_apart(places[1], entries.shape) or shared or steps > 0  # a step over the other's entries is not looked into
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_penalties_and_masks_compiled(n, device):
+    def fn(p, x):
+        hidden = F.linear(x, p["w"] * torch.ones(4, 3, device=x.device).tril()).tanh()
+        return F.linear(hidden, torch._weight_norm(p["v"], p["gain"], 0)).square().sum() + 0.1 * sum(
+            own.square().sum() for own in p.values()
+        )
+
+    p = {"w": torch.randn(4, 3, device=device), "v": torch.randn(5, 4, device=device), "gain": torch.randn(5, 1, device=device)}
+    x = torch.randn(n, 3, device=device)
+    fast = psg.jit(psg.clipped_grad(fn, 1.0), backend="aot_eager", buckets=3)
+    out, expected = fast(p, x), psg.clipped_grad(fn, 1.0)(p, x)
+    assert [info.error for info in fast.cache_info()] == [None]
+    assert_trees_close(out.grads, expected.grads, per_sample=False)
+    assert_trees_close(out.norms, expected.norms)
+
+
+def test_reductions_by_keyword(device):
+    def fn(w, x):
+        return score(F.linear(x, w / torch.sum(input=w.exp(), dim=1)[:, None]))
+
+    assert_agrees(Problem(fn, (torch.randn(4, 3, device=device), torch.randn(3, 2, 3, device=device))))

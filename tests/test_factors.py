@@ -1,5 +1,6 @@
 """Every factor, every operation and every pair of kinds against the tensors that they stand for."""
 
+import itertools
 import random
 
 import optree
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.factors import Conv, Dense, Geometry, Outer, Place, Rows, Sum, Views, merge
+from psg.factors import Conv, Dense, Expanded, Geometry, Outer, Place, Rows, Scaled, Sum, Views, merge
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -81,6 +82,28 @@ def reshaped(n, size, generator):
     return factor, torch.einsum("nta,ntb->nab", left, right).reshape(n, a, b)
 
 
+def expanded(*small):
+    """One number for several entries; small[k] = 0 stands for the whole size."""
+
+    def recipe(n, size, generator):
+        shape = SIZES[size][1:]
+        values = randn(n, *(own or whole for own, whole in zip(small, shape, strict=True)), generator=generator)
+        return Expanded(values, torch.Size(shape)), values.expand(n, *shape)
+
+    return recipe
+
+
+def scaled(kind, apart=False):
+    """Entries of one tensor for all samples; or one of each sample's own."""
+
+    def recipe(n, size, generator):
+        factor, tensor = kind(n, size, generator)
+        entries = randn(n if apart else 1, *SIZES[size][1:], generator=generator)
+        return Scaled(factor, entries.expand(n, *factor.shape)), tensor * entries
+
+    return recipe
+
+
 def sum_of(*kinds):
     def recipe(n, size, generator):
         made = [kind(n, size, generator) for kind in kinds]
@@ -104,6 +127,19 @@ MATRICES = {
     "Sum of all": sum_of(rows, dense, outer, rows),
     "Sum of a Sum": sum_of(sum_of(rows, rows), outer),
 }
+ENTRY_BY_ENTRY = {
+    "Expanded rows": expanded(0, 1),
+    "Expanded columns": expanded(1, 0),
+    "Expanded number": expanded(1, 1),
+    "Scaled rows": scaled(expanded(0, 1)),
+    "Scaled number": scaled(expanded(1, 1)),
+    "Scaled Outer": scaled(outer),
+    "Scaled Rows": scaled(rows),
+    "Scaled Views": scaled(reshaped),
+    "Scaled apart": scaled(outer, apart=True),
+    "Sum of scaled ones": sum_of(outer, scaled(expanded(0, 1)), expanded(1, 1), scaled(rows)),
+}
+PARTNERS = ["Dense", "Outer", "Rows", "Views", "Views in another shape", "Expanded rows", "Scaled rows", "Scaled Outer"]
 
 # (images, in, out, groups, input shape, kernel, stride, padding, dilation); some favour the product over positions.
 CONVS = {
@@ -149,7 +185,8 @@ def scalar(n, size, generator):
     return Dense(values), values
 
 
-MATRIX_ROWS = [(kind, size, recipe) for kind, recipe in MATRICES.items() for size in SIZES]
+ALL = {**MATRICES, **ENTRY_BY_ENTRY}
+MATRIX_ROWS = [(kind, size, recipe) for kind, recipe in ALL.items() for size in SIZES]
 CONV_ROWS = [("Conv", size, conv) for size in CONVS]
 ROWS = [*MATRIX_ROWS, *CONV_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
 each_factor = pytest.mark.parametrize("kind, size, recipe", ROWS, ids=[f"{kind}, {size}" for kind, size, _ in ROWS])
@@ -244,6 +281,17 @@ class TestOneFactor:
             assert part in repr(factor)
 
 
+def test_entries_that_are_not_finite(make):
+    # They are every sample's: those to keep say so, the others are exactly zero.
+    entries = torch.tensor([[1.0, torch.inf], [torch.nan, 2.0]])
+    factor, _ = make(
+        lambda n, size, generator: (Scaled(Outer(torch.ones(n, 1, 2), torch.ones(n, 1, 2)), entries.expand(n, 2, 2)), entries), 3, ""
+    )
+    kept = factor.zero(torch.tensor([True, False, True], device=factor.device))
+    assert torch.equal(kept.materialize()[1].cpu(), torch.zeros(2, 2))
+    assert kept.squared_norm().isfinite().tolist() == [False, True, False]
+
+
 @each_factor
 @pytest.mark.parametrize("index", [[2, 0], [], [1, 1, 1]], ids=str)
 def test_take(kind, size, recipe, index, make):
@@ -295,7 +343,8 @@ def test_regroup(kind, size, recipe, n, make):
 
 # --- pairs --------------------------------------------------------------------------------------------------
 
-PAIRS = [(f"{a} x {b}, {size}", MATRICES[a], MATRICES[b], size) for a in MATRICES for b in MATRICES for size in SIZES]
+MET = [*itertools.product(MATRICES, MATRICES), *itertools.product(ENTRY_BY_ENTRY, PARTNERS)]
+PAIRS = [(f"{a} x {b}, {size}", ALL[a], ALL[b], size) for a, b in MET for size in SIZES]
 PAIRS += [(f"Conv x Conv, {size}", conv, conv, size) for size in CONVS]
 each_pair = pytest.mark.parametrize("first, second, size", [row[1:] for row in PAIRS], ids=[row[0] for row in PAIRS])
 
@@ -582,14 +631,14 @@ def test_merge_keeps_the_sum(make):
     t=st.integers(0, 5),
     a=st.integers(1, 5),
     b=st.integers(1, 5),
-    kinds=st.tuples(st.sampled_from(list(MATRICES)), st.sampled_from(list(MATRICES))),
+    kinds=st.tuples(st.sampled_from(list(ALL)), st.sampled_from(list(ALL))),
     seed=st.integers(0, 2**16),
 )
 def test_pairs_over_drawn_shapes(n, t, a, b, kinds, seed):
     generator = torch.Generator().manual_seed(seed)
     SIZES["drawn"] = (t, a, b)
     try:
-        (x, x_tensor), (y, y_tensor) = (MATRICES[kind](n, "drawn", generator) for kind in kinds)
+        (x, x_tensor), (y, y_tensor) = (ALL[kind](n, "drawn", generator) for kind in kinds)
     finally:
         del SIZES["drawn"]
     assert_trees_close(x.squared_norm(), reference_norm(x_tensor).square(), atol=1e-12)
@@ -653,3 +702,17 @@ def test_norms_of_terms_that_cancel_as_a_whole(eps, device):
         assert ((factor.norm() / exact - 1).abs() < 5e-3).all()
         traced = make_fx(lambda factor: factor.norm())(factor)(factor)
     assert (traced >= exact * 0.99).all()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_is_one_tensor_for_all_samples_stays_one_when_they_are_joined(alike, make):
+    def recipe(n, size, generator):
+        factor, tensor = outer(n, size, generator)
+        entries = torch.arange(12.0).reshape(4, 3) * (1 if alike else n)
+        return Scaled(factor, entries.expand(n, 4, 3)), tensor * entries
+
+    factors, tensors = zip(*(make(recipe, n, "square") for n in (2, 0, 3, 1)), strict=True)
+    joined = psg.factors.concat(factors)
+    assert_trees_close(joined.materialize(), torch.cat(tensors))
+    if joined.device.type == "cpu":
+        assert (joined.entries.stride(0) == 0) is alike

@@ -8,23 +8,41 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
+from psg import _functorch
 from psg.factors._base import Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._dense import Dense
 from psg.factors._joint import Joint, norm_of
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
+from psg.factors._scaled import Expanded, Scaled, merge_scaled
 from psg.factors._sum import Sum
 from psg.factors._views import Place, Views, merge_views
 
-__all__ = ["Conv", "Dense", "Factor", "Geometry", "Joint", "Outer", "Place", "Rows", "Sum", "Views", "concat", "merge", "norm_of"]
+__all__ = [
+    "Conv",
+    "Dense",
+    "Expanded",
+    "Factor",
+    "Geometry",
+    "Joint",
+    "Outer",
+    "Place",
+    "Rows",
+    "Scaled",
+    "Sum",
+    "Views",
+    "concat",
+    "merge",
+    "norm_of",
+]
 
 
 def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
-    Dense terms are added, Outer terms are one Outer over all their positions, Rows terms one Rows, and views that share no entry of the
-    parameter one Views; a Sum holds what is left.
+    Dense terms are added, Outer terms are one Outer over all their positions, Rows terms one Rows, multiples of constants by the same
+    numbers one multiple, and views that share no entry of the parameter one Views; a Sum holds what is left.
     """
     if len(terms) == 1:
         return terms[0]
@@ -41,7 +59,10 @@ def merge(terms: list[Factor]) -> Factor:
     views = [term for term in terms if isinstance(term, Views)]
     if views:
         merged += merge_views(views, merge)
-    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Rows, Views))]
+    scaled = [term for term in terms if isinstance(term, Scaled)]
+    if scaled:
+        merged += merge_scaled(scaled)
+    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Rows, Scaled, Views))]
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
@@ -58,8 +79,18 @@ def concat(factors: Sequence[Factor]) -> Factor:
     parts, specs = zip(*(optree.tree_flatten(cast(Any, factor)) for factor in factors), strict=True)
     same = all(spec == specs[0] for spec in specs)
     if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):
-        return cast(Factor, optree.tree_unflatten(specs[0], [torch.cat(fields) for fields in zip(*parts, strict=True)]))
+        return cast(Factor, optree.tree_unflatten(specs[0], [_side_by_side(fields) for fields in zip(*parts, strict=True)]))
     return Dense(torch.cat([factor.materialize() for factor in factors]))
+
+
+def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
+    """One field of several factors; what is the same tensor for all samples stays one, expanded."""
+    filled = [field for field in fields if len(field)]
+    if any(len(field) > 1 for field in filled) and all(field.stride(0) == 0 for field in filled if len(field) > 1):
+        known = filled[0].device.type == "cpu" and not _functorch.is_traced() and not _functorch.transform_active()
+        if known and not any(field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled):
+            return filled[0][:1].expand(sum(map(len, filled)), *filled[0].shape[1:])
+    return torch.cat(list(fields))
 
 
 def _register(kind: type[Factor], static: tuple[str, ...]) -> None:
@@ -84,8 +115,10 @@ _register(Dense, ())
 _register(Outer, ())
 _register(Rows, ("num_rows",))
 _register(Conv, ("geometry",))
+_register(Expanded, ("_shape",))
+_register(Scaled, ())
 _register(Sum, ("_shape",))
 _register(Views, ("places", "_shape"))
 
 # What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
-torch.serialization.add_safe_globals([Conv, Dense, Geometry, Outer, Place, Rows, Sum, Views])
+torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Place, Rows, Scaled, Sum, Views])

@@ -217,14 +217,18 @@ class Conv(Planned):
         return self._native_gradient(cotangent, self.input.flatten(0, 1), tuple(self.shape), groups=self.geometry.groups)
 
     def dot(self, direction: Tensor) -> Tensor:
-        # <gradient, V> is the inner product of the cotangent and the convolution of the input with V.
+        return self.products(direction).flatten(1).sum(1)
+
+    def products(self, direction: Tensor) -> Tensor:
+        """The terms of <gradient[n], direction>, by image, output channel and position -> [n, images, o, *spatial out]."""
+        # They are the products of the cotangent and the convolution of the input with the direction.
         _, stride, padding, dilation, groups = self.geometry
         if self.n == 0:
-            return widen(self.cotangent).flatten(1).sum(1)
+            return widen(self.cotangent)
         cotangent, input = widen(self.cotangent), widen(self.input).flatten(0, 1)
         none = [0] * len(stride)
         forward = torch.convolution(input, direction.to(input.dtype), None, stride, padding, dilation, False, none, groups)
-        return (forward.reshape(cotangent.shape) * cotangent).flatten(1).sum(1)
+        return forward.reshape(cotangent.shape) * cotangent
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.cotangent), function(self.input), self.geometry)

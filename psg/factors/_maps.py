@@ -1,6 +1,6 @@
 """Linear maps of gradients: what the transpose of an op that made a parameter's value makes of a factor of that value's gradient.
 
-Each gives None where the result is no factor of few terms: then the gradient has to be formed.
+Each gives None where the result is no factor that psg has: then the gradient has to be formed.
 """
 
 from functools import singledispatch
@@ -12,7 +12,10 @@ from psg.factors._base import Factor, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
+from psg.factors._planned import Planned
 from psg.factors._rows import Rows
+from psg.factors._scaled import Expanded, Scaled
+from psg.factors._sum import Sum
 from psg.factors._views import Views
 
 Scale = Tensor | float
@@ -21,7 +24,7 @@ Scale = Tensor | float
 @singledispatch
 def scaled(factor: Factor, scale: Scale) -> Factor | None:
     """scale * gradient[n], for a scale that broadcasts to the parameter's shape."""
-    return None
+    raise NotImplementedError(type(factor))
 
 
 @scaled.register
@@ -36,7 +39,7 @@ def _(factor: Outer, scale: Scale) -> Factor | None:
         return Outer(left * scale, right) if left.shape[2] <= right.shape[2] else Outer(left, right * scale)
     if entries.shape[1] == 1:
         return Outer(left * entries[:, 0], right)
-    return Outer(left, right * entries[0]) if len(entries) == 1 else None
+    return Outer(left, right * entries[0]) if len(entries) == 1 else _entry_by_entry(factor, entries)
 
 
 @scaled.register
@@ -44,7 +47,7 @@ def _(factor: Rows, scale: Scale) -> Factor | None:
     entries = _entries(scale, factor)
     if entries is not None:
         if len(entries) != 1 and entries.shape[1] != 1:
-            return None
+            return _entry_by_entry(factor, entries)
         scale = entries[0] if len(entries) == 1 else entries[factor.index]
     return Rows(factor.index, factor.cotangent * scale, factor.num_rows)
 
@@ -54,16 +57,47 @@ def _(factor: Conv, scale: Scale) -> Factor | None:
     entries = _entries(scale, factor)
     if entries is not None:
         if entries.shape[1:].numel() != 1:
-            return None
+            return _entry_by_entry(factor, entries)
         scale = entries[:, 0]
     return Conv(factor.cotangent * scale, factor.input, factor.geometry)
 
 
 @scaled.register
+def _(factor: Expanded, scale: Scale) -> Factor | None:
+    entries = _entries(scale, factor)
+    if entries is None:
+        return Expanded(factor.values * scale, factor.shape)
+    fits = all(entry == 1 or own != 1 for entry, own in zip(entries.shape, factor.small, strict=True))
+    return Expanded(factor.values * entries, factor.shape) if fits else _entry_by_entry(factor, entries)
+
+
+@scaled.register
+def _(factor: Scaled, scale: Scale) -> Factor | None:
+    if factor.shared is not None:
+        return scaled(factor.factor, factor.shared * scale)
+    own = scaled(factor.factor, scale)
+    return None if own is None else Scaled(own, factor.entries)
+
+
+@scaled.register
 def _(factor: Views, scale: Scale) -> Factor | None:
-    found = [scaled(own, scale) for own in factor.factors] if _entries(scale, factor) is None else [None]
+    entries = _entries(scale, factor)
+    if entries is None:
+        found = [scaled(own, scale) for own in factor.factors]
+    elif factor.is_reshaped:
+        found = [scaled(factor.factors[0], _reshaped(entries, factor))]
+    else:
+        whole = entries.expand(factor.shape).contiguous()
+        found = [scaled(own, place.of(whole)) for own, place in zip(factor.factors, factor.places, strict=True)]
     own = [part for part in found if part is not None]
-    return factor.with_factors(own) if len(own) == len(factor.factors) else None
+    return factor.with_factors(own) if len(own) == len(found) else None
+
+
+@scaled.register
+def _(factor: Sum, scale: Scale) -> Factor | None:
+    found = [scaled(term, scale) for term in factor.terms]
+    own = [term for term in found if term is not None]
+    return Sum(own, factor.like, factor.shape) if len(own) == len(found) else None
 
 
 @singledispatch
@@ -74,7 +108,7 @@ def contracted(factor: Factor, weights: Tensor, shape: torch.Size) -> Factor | N
 
 @contracted.register
 def _(factor: Dense, weights: Tensor, shape: torch.Size) -> Factor:
-    total = (widen(factor.values) * weights).sum_to_size(factor.n, *(1,) * (len(factor.shape) - len(shape)), *shape)
+    total = (widen(factor.values) * weights).sum_to_size(factor.n, *_small(shape, factor))
     return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
 
 
@@ -82,8 +116,8 @@ def _(factor: Dense, weights: Tensor, shape: torch.Size) -> Factor:
 def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Factor | None:
     left, right = widen(factor.left), widen(factor.right)
     weights = weights.to(left.dtype)
-    rows, columns = (1,) * (2 - len(shape)) + tuple(shape)
-    if rows != 1 and columns != 1:
+    rows, columns = _small(shape, factor)
+    if min(rows, columns) != 1 or (shape.numel() != 1 and factor.is_formed):
         return None
     if columns != 1:
         total = ((left @ weights) * right).sum(1)
@@ -91,6 +125,40 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Factor | None:
         total = ((right @ weights.T) * left).sum(1)
         total = total if rows == len(weights) else total.sum(1)
     return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
+
+
+@contracted.register
+def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Factor | None:
+    small = _small(shape, factor)
+    if small[1:].numel() != 1 or (shape.numel() != 1 and factor.is_formed):
+        return None
+    total = factor.products(weights).sum((1, *range(3, 3 + len(factor.geometry.kernel)))).sum_to_size(factor.n, small[0])
+    return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
+
+
+@contracted.register
+def _(factor: Expanded, weights: Tensor, shape: torch.Size) -> Factor | None:
+    small = _small(shape, factor)
+    if any(size != 1 and own == 1 for size, own in zip(small, factor.small, strict=True)):
+        return None
+    total = (widen(factor.values) * widen(weights).sum_to_size(factor.small)).sum_to_size(factor.n, *small)
+    return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
+
+
+@contracted.register
+def _(factor: Scaled, weights: Tensor, shape: torch.Size) -> Factor | None:
+    return None if factor.shared is None else contracted(factor.factor, weights * factor.shared, shape)
+
+
+@contracted.register
+def _(factor: Views, weights: Tensor, shape: torch.Size) -> Factor | None:
+    if shape.numel() == 1:
+        return Dense(factor.dot(weights).to(factor.dtype).reshape(factor.n, *shape))
+    if not factor.is_reshaped:
+        return None
+    own, small = factor.factors[0], _reshaped(weights.new_empty(_small(shape, factor)), factor).shape
+    total = contracted(own, weights.reshape(own.shape), small) if small.numel() == shape.numel() else None
+    return None if total is None else Dense(total.materialize().reshape(factor.n, *shape))
 
 
 @singledispatch
@@ -107,6 +175,18 @@ def _(factor: Dense) -> Factor:
 @transposed.register
 def _(factor: Outer) -> Factor:
     return factor.transpose()
+
+
+@transposed.register
+def _(factor: Expanded) -> Factor:
+    values = factor.values if factor.small.numel() == 1 else factor.values.mT  # the same tensor, by which multiples are known
+    return Expanded(values, factor.shape[::-1])
+
+
+@transposed.register
+def _(factor: Scaled) -> Factor | None:
+    turned = transposed(factor.factor)
+    return None if turned is None else Scaled(turned, factor.entries.mT)
 
 
 @singledispatch
@@ -130,3 +210,23 @@ def _entries(scale: Scale, factor: Factor) -> Tensor | None:
     if not isinstance(scale, Tensor) or scale.ndim == 0:
         return None
     return scale.reshape((1,) * (len(factor.shape) - scale.ndim) + scale.shape)
+
+
+def _entry_by_entry(factor: Factor, entries: Tensor) -> Factor | None:
+    if isinstance(factor, Planned) and factor.is_formed:
+        return None
+    return Scaled(factor, entries.to(factor.dtype).expand(factor.n, *entries.shape))
+
+
+def _small(shape: torch.Size, factor: Factor) -> torch.Size:
+    """The shape with as many dimensions as the parameter."""
+    return torch.Size((1,) * (len(factor.shape) - len(shape)) + tuple(shape))
+
+
+def _reshaped(entries: Tensor, views: Views) -> Tensor:
+    """Entries for a parameter as those for what is the whole of it in another shape."""
+    whole = entries.expand(views.shape).reshape(views.factors[0].shape)
+    for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            whole = whole.narrow(dim, 0, 1)  # one number for all
+    return whole

@@ -54,5 +54,10 @@ class Planned(Factor):
             return dense, dense.norm(), dense.weighted_sum(weights)
         return self._norm_by(plan), self.weighted_sum(weights)
 
+    @property
+    def is_formed(self) -> bool:
+        """Whether `settle` materialises it."""
+        return self._plan() == "keep"
+
     def settle(self) -> Factor:
-        return Dense(self.materialize()) if self._plan() == "keep" else self
+        return Dense(self.materialize()) if self.is_formed else self

@@ -5,6 +5,7 @@ One table of pairs; what is not in it is materialised. Each entry is bilinear in
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from psg import plans
 from psg.factors._base import Factor, wide, wide_bmm, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
+from psg.factors._maps import contracted
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
+from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sum import Sum
 from psg.factors._views import Views
 
@@ -38,13 +41,7 @@ def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[
     # Of a factor with itself each pair of terms once: the other way round it is the same numbers.
     pairs = itertools.combinations_with_replacement(_terms(x), 2) if x is y else itertools.product(_terms(x), _terms(y))
     for one, other in pairs:
-        if (type(one), type(other)) in table:
-            product = table[type(one), type(other)](one, other)
-        elif (type(other), type(one)) in table:
-            product = table[type(other), type(one)](other, one)
-            product = None if product is None else swap(product)
-        else:
-            product = None
+        product = _of_pair(table, one, other, swap)
         if product is None:
             # Materialising is cheaper for these shapes, and once one term is, adding the others to it is.
             formed = Dense(x.materialize())
@@ -56,6 +53,15 @@ def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[
         shape = (x.n,) if table is _inner else (x.n, y.n)
         return torch.zeros(shape, dtype=wide(x.dtype).to_real(), device=x.device)
     return total
+
+
+def _of_pair(table: dict, one: Factor, other: Factor, swap: Callable) -> Tensor | None:
+    for x, y in ((one, other), (other, one)):
+        product = table.get((type(x), type(y)), table.get((type(x), Factor)))
+        found = None if product is None else product(x, y)
+        if found is not None:
+            return found if x is one else swap(found)
+    return None
 
 
 def _terms(factor: Factor) -> Sequence[Factor]:
@@ -137,6 +143,22 @@ def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
             total = pair[0] * pair[1] if total is None else torch.addcmul(total, *pair)
         blocks.append(total)
     return torch.cat(blocks)
+
+
+# Expanded, its entries scaled or not, x anything: <c E, Y> = <c, E Y added up>
+
+
+def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Dense, Dense], Tensor]) -> Tensor | None:
+    expanded, entries = (x, x.values.new_ones(())) if isinstance(x, Expanded) else (x.factor, x.shared)
+    if not isinstance(expanded, Expanded) or entries is None:
+        return None
+    total = contracted(y, entries.expand(x.shape), expanded.small)
+    return None if total is None else product(Dense(expanded.values), Dense(total.materialize()))
+
+
+for _kind in (Expanded, Scaled):
+    _inner[_kind, Factor] = partial(_with_expanded, product=_inner_dense_dense)
+    _gram[_kind, Factor] = partial(_with_expanded, product=_gram_dense_dense)
 
 
 # Views x Views of the same places: place by place

@@ -12,6 +12,8 @@ from psg import plans
 from psg.factors._base import Factor, wide
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
+from psg.factors._rows import Rows
+from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
 
@@ -58,9 +60,15 @@ class Sum(Factor):
     def materialize(self) -> Tensor:
         if not self.terms:
             return self.like.new_zeros(self.n, *self.shape)
-        total = self.terms[0].materialize()
-        for term in self.terms[1:]:
-            total = total + term.materialize()
+        first, *rest = sorted(self.terms, key=lambda term: not isinstance(term, (Planned, Rows)))
+        total = first.materialize()
+        if not isinstance(first, (Planned, Rows)) or self.is_differentiated:
+            return reduce(torch.add, (term.materialize() for term in rest), total)
+        for term in rest:  # into memory that nobody else has
+            if isinstance(term, Scaled) and isinstance(term.factor, Expanded):
+                total.addcmul_(term.factor.values, term.entries)
+            else:
+                total += term.materialize()
         return total
 
     def squared_norm(self) -> Tensor:
@@ -115,16 +123,22 @@ class Sum(Factor):
 
     def _plan(self) -> str:
         """Whether the norm comes from the terms' inner products ("gram"), or from their gradients, added up ("chunks")."""
+        if any(isinstance(term, Dense) for term in self.terms):
+            return "chunks"
         planned = [term for term in self.terms if isinstance(term, Planned)]
-        if len(planned) < 2 or len(planned) < len(self.terms):
-            return "chunks" if any(isinstance(term, Dense) for term in self.terms) else "gram"
-        formed = [term._materialize_cost() + plans.used(self.device, self.dtype) * term._bytes() for term in planned]
+        spread = [term for term in self.terms if isinstance(term, (Expanded, Scaled))]
+        if not planned or len(self.terms) == 1 or len(planned) + len(spread) < len(self.terms):
+            return "gram"
+        byte = plans.used(self.device, self.dtype)
+        formed = [term._materialize_cost() + byte * term._bytes() for term in planned]
         costs = [term._norm_costs() for term in planned]
-        apart = sum(min(cost.values()) for cost in costs)
+        # With what is spread over the entries every position meets them all, as in a materialised gradient.
+        apart = sum(min(cost.values()) for cost in costs) + len(spread) * sum(term._materialize_cost() for term in planned)
         for i, j in itertools.combinations(range(len(planned)), 2):
             # Every position of one with every position of the other: the geometric mean of what each costs with itself.
             apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
-        return plans.choose("norm", {"gram": apart, "chunks": sum(formed)}, self, self._norm_by)
+        together = sum(formed) + len(spread) * byte * planned[0]._bytes()
+        return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 
     def _zeros(self, *shape: int) -> Tensor:
         dtype = wide(self.dtype)

@@ -143,6 +143,13 @@ class Views(Factor):
     def settle(self) -> Factor:
         return self.with_factors([factor.settle() for factor in self.factors])
 
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether it is one view, of all entries in their order."""
+        place, size = self.places[0], torch.Size(self.places[0].size)
+        in_order = place.stride == tuple(size[k + 1 :].numel() for k in range(len(size)))
+        return len(self.places) == 1 and in_order and size.numel() == self.shape.numel()
+
     def with_factors(self, factors: Sequence[Factor]) -> "Views":
         """Others in the same places."""
         return Views(factors, self.places, self.shape)
