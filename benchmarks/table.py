@@ -1,4 +1,4 @@
-"""Makes the README's table, and its plot where matplotlib is there, from the JSON of run.py.
+"""Makes the main table of the README, and its plot where matplotlib is there, from the JSON of run.py.
 
     python benchmarks/table.py results/cpu-4.json [more.json ...] [--plot results/cpu-4.png]
 
