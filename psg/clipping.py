@@ -28,7 +28,10 @@ from torch import Tensor
 from psg import _trees
 from psg._errors import InputError
 
+__all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "clip", "normalize"]
+
 Policy = Callable[[Tensor, Any], Tensor]
+"""From norms and a clip norm to clip coefficients."""
 
 
 def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
@@ -168,6 +171,13 @@ class PerLeaf:
 
     Args:
         clip_norm: A number for all leaves, or a tree of numbers with the parameters' structure (or a prefix of it).
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda params, x: x * params["w"] + 3 * x * params["b"]
+        >>> params = {"w": torch.tensor(0.0), "b": torch.tensor(0.0)}
+        >>> psg.clipped_grad(loss, PerLeaf({"w": 1.0, "b": 2.0}))(params, torch.tensor([0.5, 4.0])).grads
+        {'w': tensor(1.5000), 'b': tensor(3.5000)}
     """
 
     clip_norm: Any
@@ -180,6 +190,14 @@ class PerGroup:
     Args:
         label: From a leaf's path, a tuple of keys such as `("encoder.weight",)`, to its group's label.
         clip_norm: The clip norm of every label.
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda params, x: (x * params["head.w"]).sum() + (x * params["body.w"]).sum() + x[0] * params["body.b"]
+        >>> params = {"head.w": torch.zeros(2), "body.w": torch.zeros(2), "body.b": torch.tensor(0.0)}
+        >>> groups = PerGroup(lambda path: path[0].split(".")[0], {"head": 1.0, "body": 2.0})
+        >>> psg.clipped_grad(loss, groups)(params, torch.tensor([[3.0, 4.0]])).clip_coef["head.w"]
+        tensor([0.2000])
     """
 
     label: Callable[[tuple[Any, ...]], Hashable]

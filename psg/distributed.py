@@ -17,6 +17,8 @@ from psg._errors import InputError
 from psg.factors import Dense, Factor
 from psg.factors._base import as_real, widen
 
+__all__ = ["all_gather", "all_reduce"]
+
 
 @never
 def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:

@@ -26,6 +26,8 @@ from psg import _functorch, _trees
 from psg._errors import InputError
 from psg.memory import pages_are_kept
 
+__all__ = ["Choice", "using"]
+
 Choice = str | Callable[[Any, Mapping[str, float]], str]
 """An answer, or a function that gives one for a factor and the costs of all answers."""
 

@@ -24,6 +24,29 @@ from psg.factors import concat as concat_factors
 from psg.factors._base import as_real, square, wide, widen
 from psg.factors._sketch import Sketch
 
+__all__ = [
+    "Moments",
+    "add_noise",
+    "concat",
+    "cosine",
+    "dot",
+    "flatten",
+    "gram",
+    "inner",
+    "materialize",
+    "mean",
+    "moments",
+    "norm",
+    "project",
+    "segment_sum",
+    "sparse_weighted_sum",
+    "squared_norm",
+    "sum",
+    "take",
+    "unflatten",
+    "weighted_sum",
+]
+
 
 def _factors(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
     leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))

@@ -88,13 +88,15 @@ def test_import_needs_torch_and_optree_alone(tmp_path):
 
 
 def test_public_names_are_documented():
-    """Every public function of psg and psg.tree stands in the README."""
+    """Every public function of psg, psg.tree and psg.distributed stands in the README."""
     import psg
 
     readme = (ROOT / "README.md").read_text()
     names = [name for name in psg.__all__ if callable(getattr(psg, name)) and not issubclass(type(getattr(psg, name)), type)]
-    tree = {name: value for name, value in vars(psg.tree).items() if not name.startswith("_")}
-    names += [f"tree.{name}" for name, value in tree.items() if getattr(value, "__module__", "") == "psg.tree"]
+    for room in (psg.tree, psg.distributed):
+        own = [name for name, value in vars(room).items() if getattr(value, "__module__", "") == room.__name__]
+        assert room.__all__ == sorted(name for name in own if not name.startswith("_"))
+        names += [f"{room.__name__.removeprefix('psg.')}.{name}" for name in room.__all__]
     missing = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", readme)]
     assert not missing
 

@@ -189,6 +189,16 @@ def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
         The same function, to be called in its place.
+
+    Example:
+        >>> import torch, psg
+        >>> @psg.primitive
+        ... def double(x):
+        ...     return 2 * x
+        >>> double(torch.tensor(1.5))
+        tensor(3.)
+        >>> psg.explain(lambda w, x: double(w) * x)(torch.tensor(1.0), torch.tensor([1.0, 2.0])).leaves[0].uses
+        {'double: lifted': 1}
     """
 
     @functools.wraps(function)
@@ -316,7 +326,13 @@ def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:
 
 
 def registered() -> Mapping[Any, Rule]:
-    """All rules: op -> rule. A read-only view."""
+    """All rules: op -> rule. A read-only view.
+
+    Example:
+        >>> import torch, psg
+        >>> psg.rules.registered()[torch.nn.functional.linear].params
+        ('weight', 'bias')
+    """
     return types.MappingProxyType(_rules)
 
 
@@ -326,6 +342,12 @@ def disabled() -> Iterator[None]:
 
     It is the reference implementation, and what the fast path is compared with. Ops that vmap has no rule for are written
     out. Holds for the current thread or async task.
+
+    Example:
+        >>> import torch, psg
+        >>> with psg.rules.disabled():
+        ...     psg.explain(lambda w, x: (w * x).sum())(torch.ones(2), torch.ones(3, 2)).rung
+        'vmap'
     """
     token = _disabled.set(True)
     try:

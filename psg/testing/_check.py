@@ -114,6 +114,11 @@ def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = No
 
     Raises:
         Mismatch: if a reduction differs; the message begins with its name.
+
+    Example:
+        >>> import psg
+        >>> loss, params, batch = lambda w, x: (w * x).sum() ** 2, torch.ones(3), torch.rand(5, 3)
+        >>> assert_reductions_close(psg.factored_grad(loss)(params, batch), psg.per_sample_grad(loss)(params, batch))
     """
     flat = reference_flat(grads)
     weights = torch.linspace(-1, 2, len(flat), dtype=flat.dtype, device=flat.device)

@@ -19,6 +19,11 @@ def reference_flat(grads: Tree) -> Tensor:
 
     Returns:
         The [n, P] matrix.
+
+    Example:
+        >>> reference_flat({"a": torch.ones(2, 1), "b": torch.zeros(2, 1, 2)})
+        tensor([[1., 0., 0.],
+                [1., 0., 0.]])
     """
     leaves = [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in flatten(grads)[0]]
     leaves = [leaf.reshape(leaf.shape[0], leaf.shape[1:].numel()) for leaf in leaves]
@@ -33,6 +38,10 @@ def reference_norm(grads: Tree) -> Tensor:
 
     Returns:
         [n], in float32 or wider.
+
+    Example:
+        >>> reference_norm([torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])])
+        tensor([5.])
     """
     return torch.linalg.vector_norm(reference_flat(grads), dim=1)
 
@@ -46,6 +55,11 @@ def reference_gram(grads: Tree, other: Tree | None = None) -> Tensor:
 
     Returns:
         [n, m], in float32 or wider.
+
+    Example:
+        >>> reference_gram(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([[1., 1.],
+                [1., 2.]])
     """
     return reference_flat(grads) @ reference_flat(grads if other is None else other).T
 
@@ -59,6 +73,10 @@ def reference_dot(grads: Tree, direction: Tree) -> Tensor:
 
     Returns:
         [n], in float32 or wider.
+
+    Example:
+        >>> reference_dot(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, -1.0]))
+        tensor([-1., -1.])
     """
     return reference_gram(grads, tree_map(lambda leaf: leaf[None], direction))[:, 0]
 
@@ -72,6 +90,10 @@ def reference_weighted_sum(grads: Tree, weights: Tensor) -> Tree:
 
     Returns:
         Tree of [*shape] tensors in the dtypes of `grads`.
+
+    Example:
+        >>> reference_weighted_sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 0.5]))
+        tensor([2.5000, 4.0000])
     """
     return tree_map(lambda leaf: torch.einsum("n,n...->...", weights.to(leaf.dtype), leaf), grads)
 
@@ -87,6 +109,10 @@ def reference_clipped_sum(grads: Tree, clip_norm: float) -> Tree:
 
     Returns:
         Tree of [*shape] tensors in the dtypes of `grads`.
+
+    Example:
+        >>> reference_clipped_sum(torch.tensor([[0.5, 0.0], [0.0, 4.0], [torch.inf, 0.0]]), 2.0)
+        tensor([0.5000, 2.0000])
     """
     norms = reference_norm(grads)
     finite = norms.isfinite()

@@ -22,6 +22,13 @@ def shapes(min_dims: int = 1, max_dims: int = 3, max_side: int = 4) -> SearchStr
 
     Returns:
         A strategy of tuples of integers.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(shape=shapes(max_dims=2))
+        ... def test(shape):
+        ...     assert len(shape) in (1, 2) and torch.zeros(shape).numel() > 0
+        >>> test()
     """
     from hypothesis import strategies as st
 
@@ -38,6 +45,13 @@ def tensors(shape: Sequence[int], dtype: torch.dtype | None = None, high: int | 
 
     Returns:
         A strategy of CPU tensors.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(labels=tensors((5,), high=10))
+        ... def test(labels):
+        ...     assert labels.shape == (5,) and labels.max() < 10
+        >>> test()
     """
     from hypothesis import strategies as st
 
@@ -65,6 +79,14 @@ def batches(
 
     Returns:
         A strategy of tuples of [n, *shape] tensors, one a field, with one n for all.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(batch=batches((1, 8, 8), ((), 10)))
+        ... def test(batch):
+        ...     images, labels = batch
+        ...     assert images.shape[1:] == (1, 8, 8) and len(images) == len(labels) <= 4
+        >>> test()
     """
     from hypothesis import strategies as st
 
@@ -88,6 +110,13 @@ def layouts(tensor: Tensor) -> SearchStrategy[Tensor]:
 
     Returns:
         A strategy of tensors equal to `tensor`.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(x=layouts(torch.eye(3)))
+        ... def test(x):
+        ...     assert torch.equal(x, torch.eye(3))
+        >>> test()
     """
     from hypothesis import strategies as st
 
