@@ -258,7 +258,29 @@ def _one_pass(
     return Captured(outputs, factors, [value.uses for value in lifted], mode.nbytes), mode.differentiates
 
 
-_SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+_AUTOGRAD = {torch.autograd.grad, Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
+
+
+class _Operands(NamedTuple):
+    """The tensors among a call's arguments, by what they are to the rule that is to run it.
+
+    Attributes:
+        own: Lifted values in the places of parameters: the rule takes their one unexpanded value.
+        data: What the rule takes with the samples in dim 0.
+        shared: Frozen parameters, which go in as they are.
+        numbers: What stands in the places of Python numbers, as such.
+        sampled: Whether some data differs from sample to sample.
+        varied: Whether some data is no parameter's.
+        batched: Whether some data is under vmap's wrapper.
+    """
+
+    own: dict[Place, Lifted]
+    data: dict[Place, Tensor]
+    shared: dict[Place, Tensor]
+    numbers: dict[Place, Any]
+    sampled: bool
+    varied: bool
+    batched: bool
 
 
 class _Mode(Watch):
@@ -318,76 +340,38 @@ class _Mode(Watch):
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs)
-        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-            raise Unsupported(OWN_GENERATOR)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Generator):
+                raise Unsupported(OWN_GENERATOR)
         if func in PREDICATES:
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
-        if func in (torch.autograd.grad, Tensor.requires_grad_, _SET_REQUIRES_GRAD) and here:
-            if func != torch.autograd.grad:
-                return self._require_grad(func, *args, **kwargs)
-            if not any(map(self._is_elsewhere, leaves)):  # as those of torch.func.vjp are
-                return self._differentiate(*args, **kwargs)
-        if here and _functorch.saved_tensor_hooks() != self.hooks:
-            raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
-        rule = _registry.find_rule(func) if self.habits.ruled else None
-        if rule is not None:
-            run = self._run_rule if here and not self.habits.recorded else self._run_inside
-            output = run(func, rule, args, kwargs)
-            if output is not NotImplemented:
-                return output
-        if func in LOOKUPS and here and args and id(args[0]) in self.by_handle and self.habits.ruled:
-            with self:
-                output = self._look_up(func, args, kwargs)
-            if output is not NotImplemented:
-                return output
-        if not here:
-            self._avoid_leak(func, args, kwargs, "inside")
-        # The gradient of a transform of the function's own is differentiated by this pass.
-        differentiated = not here or self.habits.recorded
-        decompose = _registry.find_decomposition(func, differentiated)
-        if decompose is not None:
-            with self:
-                output = decompose(*args, **kwargs)
-            if output is not NotImplemented:
-                return output
+        if here:
+            if func in _AUTOGRAD:
+                output = self._run_autograd(func, args, kwargs, leaves)
+                if output is not NotImplemented:
+                    return output
+            if _functorch.saved_tensor_hooks() != self.hooks:
+                raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
+        output = self._run_known(func, args, kwargs, here)
+        if output is not NotImplemented:
+            return output
         if not here:
             return self._run_elsewhere(func, args, kwargs)
-        if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
-            return self._convert(func, args, kwargs)
-        if func in MASKED and "mask" in kwargs:
-            args, kwargs = (*args, kwargs["mask"]), {}
-        if func in MASKED and len(args) > 1 and any(map(self._is_own_mask, leaves_of(args[1:2], {}))):
-            index = substitute(args[1], lambda leaf: self._agreed(func, leaf) if self._is_own_mask(leaf) else leaf)
-            with self:
-                return func(args[0], index, *args[2:], **kwargs)
-        if func in LOCATING and args and _functorch.is_batched(args[0], self.level):
-            return func(self._agreed(func, args[0] != 0), *args[1:], **kwargs)
-        if func in CONSTANTS and not self.habits.fills and args and _functorch.is_batched(args[0], self.level):
-            wrapped = (isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:])
-            if not any(wrapped):
-                return self._make(func, args, kwargs)
+        output = self._run_agreed(func, args, kwargs, leaves)
+        if output is not NotImplemented:
+            return output
         met = self.met(leaves)
-        if met:
-            return self._run_lifted(func, met, args, kwargs)
-        self._avoid_leak(func, args, kwargs)
-        output = self._run(func, args, kwargs)
-        if (
-            any(func in kind for kind in FACTORIES[: self.habits.fills])
-            and isinstance(output, Tensor)
-            and not _functorch.is_wrapped(output)
-        ):
-            with _functorch.below():
-                output = output.expand(self.n, *output.shape).clone()
-            return _functorch.wrap(output, self.level)
-        return output
+        return self._run_lifted(func, met, args, kwargs) if met else self._run_unmet(func, args, kwargs)
 
-    def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Rows of a parameter at the places that each sample says, as an embedding; NotImplemented for other places."""
-        index = args[-1] if len(args) > 1 else None
-        batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
-        return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
+    # What the function asks of autograd
+
+    def _run_autograd(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        """For every sample's own; NotImplemented for what belongs to a transform, as the tensors of torch.func.vjp do."""
+        if func != torch.autograd.grad:
+            return self._require_grad(func, *args, **kwargs)
+        return NotImplemented if any(map(self._is_elsewhere, leaves)) else self._differentiate(*args, **kwargs)
 
     def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
         """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
@@ -402,13 +386,6 @@ class _Mode(Watch):
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(flag)
         return tensor
-
-    def _held(self, leaf: Any) -> Any:
-        """A parameter, or a constant, that a transform of the function's own has wrapped to no other effect, as it is known outside."""
-        if not isinstance(leaf, Tensor) or id(leaf) in self.by_handle:
-            return leaf
-        bare = _functorch.without_constant_wrappers(leaf, self.level)
-        return bare if id(bare) in self.by_handle or not _functorch.is_wrapped(bare) else leaf
 
     def _is_elsewhere(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
@@ -444,11 +421,6 @@ class _Mode(Watch):
             found = torch.autograd.grad(sides[0], targets, sides[1], retain_graph=True, **options)
         return tuple(None if own is None else _functorch.wrap_like(own, tensor) for own, tensor in zip(found, inputs, strict=True))
 
-    def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor like a sample's own, without its values: one for all samples, and so for those of a later call, should fn keep it."""
-        with _functorch.below():
-            return func(_functorch.physical(args[0], self.level, self.n)[0], *args[1:], **kwargs)
-
     def _ask(self, func: Any, tensor: Tensor) -> Any:
         """What autograd knows of a tensor: a wrapper of vmap does not tell what is differentiated beneath it."""
         lifted = self.by_handle.get(id(tensor))
@@ -465,6 +437,31 @@ class _Mode(Watch):
     def _refuse(self, what: str) -> None:
         self.failure = Unsupported(f"fn uses {what}")
         raise self.failure
+
+    # What has to be one for all samples
+
+    def _run_agreed(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        """A Python value, what a mask selects, and a constant; NotImplemented for everything else."""
+        if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
+            return self._convert(func, args, kwargs)
+        if func in MASKED:
+            if "mask" in kwargs:
+                args, kwargs = (*args, kwargs["mask"]), {}
+            if len(args) > 1 and any(map(self._is_own_mask, leaves_of(args[1:2], {}))):
+                index = substitute(args[1], lambda leaf: self._agreed(func, leaf) if self._is_own_mask(leaf) else leaf)
+                with self:
+                    return func(args[0], index, *args[2:], **kwargs)
+        if func in LOCATING and args and _functorch.is_batched(args[0], self.level):
+            return func(self._agreed(func, args[0] != 0), *args[1:], **kwargs)
+        if func in CONSTANTS and not self.habits.fills and args and _functorch.is_batched(args[0], self.level):
+            if not any(isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:]):
+                return self._make(func, args, kwargs)
+        return NotImplemented
+
+    def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor like a sample's own, without its values: one for all samples, and so for those of a later call, should fn keep it."""
+        with _functorch.below():
+            return func(_functorch.physical(args[0], self.level, self.n)[0], *args[1:], **kwargs)
 
     def _convert(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A Python value of a tensor: that of every sample, if they agree. In a loop each would have gone the same way."""
@@ -491,6 +488,8 @@ class _Mode(Watch):
                     raise Diverged(name_of(func), labels)
             return values[0]
 
+    # What a pass must not meet
+
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
         written = target if isinstance(target, (tuple, list)) else (target,)
@@ -510,6 +509,34 @@ class _Mode(Watch):
             raise Unsupported(reason)
 
     # How a call goes
+
+    def _run_known(self, func: Any, args: Any, kwargs: Any, here: bool) -> Any:
+        """By the op's rule, as the embedding that it is, or written with other ops; NotImplemented if none of these fits."""
+        rule = _registry.find_rule(func) if self.habits.ruled else None
+        if rule is not None:
+            run = self._run_rule if here and not self.habits.recorded else self._run_inside
+            output = run(func, rule, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if func in LOOKUPS and here and args and id(args[0]) in self.by_handle and self.habits.ruled:
+            with self:
+                output = self._look_up(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if not here:
+            self._avoid_leak(func, args, kwargs, "inside")
+        # The gradient of a transform of the function's own is differentiated by this pass.
+        decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
+        if decompose is None:
+            return NotImplemented
+        with self:
+            return decompose(*args, **kwargs)
+
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Rows of a parameter at the places that each sample says, as an embedding; NotImplemented for other places."""
+        index = args[-1] if len(args) > 1 else None
+        batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
+        return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
 
     def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
@@ -537,6 +564,18 @@ class _Mode(Watch):
                 value.uses.append(f"{name_of(func)}: lifted")
         return func(*args, **kwargs)
 
+    def _run_unmet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op that meets no lifted value; if the function may write into what it makes, that is made for every sample."""
+        self._avoid_leak(func, args, kwargs)
+        output = self._run(func, args, kwargs)
+        if not self.habits.fills or not any(func in kind for kind in FACTORIES[: self.habits.fills]):
+            return output
+        if not isinstance(output, Tensor) or _functorch.is_wrapped(output):
+            return output
+        with _functorch.below():
+            output = output.expand(self.n, *output.shape).clone()
+        return _functorch.wrap(output, self.level)
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op as it is."""
         if _functorch.lacks_batching(func):
@@ -555,6 +594,13 @@ class _Mode(Watch):
                 results.append(_trees.flatten(func(*own, **options)))
             outputs = [torch.stack(parts) for parts in zip(*(parts for parts, _ in results), strict=True)]
         return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
+
+    def _held(self, leaf: Any) -> Any:
+        """A parameter, or a constant, that a transform of the function's own has wrapped to no other effect, as it is known outside."""
+        if not isinstance(leaf, Tensor) or id(leaf) in self.by_handle:
+            return leaf
+        bare = _functorch.without_constant_wrappers(leaf, self.level)
+        return bare if id(bare) in self.by_handle or not _functorch.is_wrapped(bare) else leaf
 
     def _may_derive(self, func: Any) -> bool:
         return self.habits.derives and derives(func)
@@ -638,41 +684,11 @@ class _Mode(Watch):
         arguments = rule.bind(args, kwargs)
         if arguments is None:
             return NotImplemented
-        own: dict[Place, Lifted] = {}
-        data: dict[Place, Tensor] = {}
-        shared: dict[Place, Tensor] = {}
-        numbers: dict[Place, Any] = {}
-        # Whether some data differs from sample to sample, is no parameter's, or is a wrapper at least.
-        sampled = varied = batched = False
-        for place, argument in places_of(arguments):
-            value = self.by_handle.get(id(argument))
-            if place[0] in rule.numbers:
-                numbers[place] = self._convert(Tensor.item, (argument,), {})
-                continue
-            if place[0] in rule.params:
-                if value is not None and value.value is not None:
-                    own[place] = value
-                    continue
-                if value is None and not _functorch.is_wrapped(argument):
-                    shared[place] = argument  # a frozen parameter: it goes in as it is
-                    continue
-                if not rule.mixed:
-                    return NotImplemented  # every sample has a weight of its own
-            data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
-            varied |= value is None or value.shared
-            if _functorch.is_batched(argument, self.level):
-                batched = True
-                sampled |= value is None
-            elif _functorch.is_wrapped(argument):
-                return NotImplemented
-        if not (varied if own else batched and (rule.frozen or not rule.params)):
+        operands = self._operands(rule, arguments)
+        if operands is None or not self._is_worth_a_rule(func, rule, operands):
             return NotImplemented
-        if not sampled and self._may_derive(func):
-            # The samples share the data. To run once what they share saves time; a factor, where it is less than a gradient, memory.
-            held = 2 * sum(tensor.numel() for tensor in data.values())  # with the cotangent about
-            if all(held >= value.leaf[0].numel() for value in own.values()):
-                return NotImplemented
-        arguments = replace_at(arguments, numbers)
+        own, data, shared = operands.own, operands.data, operands.shared
+        arguments = replace_at(arguments, operands.numbers)
 
         single: bool | None = None  # unknown while the rule has not accepted the call
 
@@ -705,6 +721,46 @@ class _Mode(Watch):
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
+
+    def _operands(self, rule: _registry.Rule, arguments: dict[str, Any]) -> _Operands | None:
+        """What the tensors among these arguments are to the rule; None if it does not take such."""
+        own: dict[Place, Lifted] = {}
+        data: dict[Place, Tensor] = {}
+        shared: dict[Place, Tensor] = {}
+        numbers: dict[Place, Any] = {}
+        sampled = varied = batched = False
+        for place, argument in places_of(arguments):
+            value = self.by_handle.get(id(argument))
+            if place[0] in rule.numbers:
+                numbers[place] = self._convert(Tensor.item, (argument,), {})
+                continue
+            if place[0] in rule.params:
+                if value is not None and value.value is not None:
+                    own[place] = value
+                    continue
+                if value is None and not _functorch.is_wrapped(argument):
+                    shared[place] = argument
+                    continue
+                if not rule.mixed:
+                    return None  # every sample has a weight of its own
+            data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
+            varied |= value is None or value.shared
+            if _functorch.is_batched(argument, self.level):
+                batched = True
+                sampled |= value is None
+            elif _functorch.is_wrapped(argument):
+                return None
+        return _Operands(own, data, shared, numbers, sampled, varied, batched)
+
+    def _is_worth_a_rule(self, func: Any, rule: _registry.Rule, operands: _Operands) -> bool:
+        """Whether there is something for the rule to do that lifting would do at a higher price."""
+        if not (operands.varied if operands.own else operands.batched and (rule.frozen or not rule.params)):
+            return False
+        if operands.sampled or not self._may_derive(func):
+            return True
+        # The samples share the data. To run once what they share saves time; a factor, where it is less than a gradient, memory.
+        held = 2 * sum(tensor.numel() for tensor in operands.data.values())  # with the cotangent about
+        return any(held < value.leaf[0].numel() for value in operands.own.values())
 
     # The backward pass
 
