@@ -4,6 +4,7 @@ Each rung is right wherever the one above cannot run. A rung that raises hands o
 own error and is raised as it is.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -153,17 +154,22 @@ def _run_capture(call: Call) -> Result:
         return _capture_together(call)
     except Diverged as error:
         diverged = error.with_traceback(None)  # which holds what the pass held
-    # Many a model looks for a shorter way, without a mask that masks nothing, unless it is compiled: then it goes one way for all samples.
-    _random.set_state(state)
-    try:
-        with _ambient.compiling():
-            return _capture_together(call)
-    except (PsgError, RuntimeError):
-        pass
+    with contextlib.suppress(PsgError, RuntimeError):
+        return _as_compiled(_capture_together, call, state)
     # Samples that go different ways are captured apart: each group is then as one batch.
     if len(diverged.groups) > max(2, call.n // 2):
         raise diverged
     return _run_apart(_run_capture, call, diverged.groups, state)
+
+
+def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.State | None) -> Result:
+    """Run a function once more whose samples have gone different ways.
+
+    Many a model looks for a shorter way, without a mask that masks nothing, unless it is compiled: then it goes one way for all samples.
+    """
+    _random.set_state(state)
+    with _ambient.compiling():
+        return together(call)
 
 
 def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor], state: Any) -> Result:
@@ -216,9 +222,7 @@ def _run_vmap(call: Call) -> Result:
     except RuntimeError as error:
         if "data-dependent control flow" not in str(error):
             raise
-    _random.set_state(state)
-    with _ambient.compiling():  # as in `_run_capture`
-        return _vmap_together(call)
+    return _as_compiled(_vmap_together, call, state)
 
 
 def _vmap_together(call: Call) -> Result:
