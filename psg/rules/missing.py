@@ -123,3 +123,46 @@ def _pad_sequence(sequences: Any, batch_first: bool = False, padding_value: floa
 @decomposition(Tensor.is_nonzero)
 def _is_nonzero(input: Tensor) -> bool:
     return bool(input)
+
+
+@decomposition(Tensor.__contains__)
+def _contains(self: Tensor, element: Any) -> Any:
+    """`element in tensor`, written out: its last step is a Python value of a tensor, which the pass knows how to take."""
+    return bool((self == element).any())
+
+
+@decomposition(Tensor.__setitem__)
+def _fill(self: Tensor, index: Any, value: Any) -> Any:
+    """tensor[mask] = number, of a mask that depends on the sample: what it selects has no shape under vmap, and need not have one."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape[: index.ndim]
+    is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
+    if not (is_mask and is_number and _functorch.is_sampled(index)):
+        return NotImplemented
+    self.copy_(torch.where(index.reshape(*index.shape, *(1,) * (self.ndim - index.ndim)), value, self))
+
+
+_CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def _layout(conversion: Any) -> None:
+    @decomposition(conversion)
+    def channels_last(self: Tensor, *args: Any, memory_format: Any = None, **kwargs: Any) -> Any:
+        """The layout of a sample: vmap cannot ask for it by name, but by a permutation of a contiguous tensor."""
+        if _CHANNELS_LAST.get(memory_format) != self.ndim:
+            return NotImplemented
+        return conversion(self.movedim(1, -1), *args, **kwargs).contiguous().movedim(-1, 1)
+
+
+for _conversion in (
+    *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+):
+    _layout(_conversion)
+
+
+@decomposition(Tensor.is_contiguous)
+def _is_contiguous(self: Tensor, memory_format: Any = torch.contiguous_format) -> Any:
+    """Of a sample in this layout."""
+    if _CHANNELS_LAST.get(memory_format) != self.ndim:
+        return NotImplemented
+    return self.movedim(1, -1).is_contiguous()

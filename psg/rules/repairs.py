@@ -1,0 +1,124 @@
+"""Ops that vmap gets wrong: from others that it gets right. Each has its test, and leaks.py what has no such form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psg import _functorch
+from psg.rules._registry import decomposition, rule
+
+# By sorting: along a dimension torch has no deterministic median on a GPU.
+
+
+def _median(input: Tensor) -> Tensor:
+    ordered = input.flatten().sort().values  # NaN last
+    return torch.where(ordered[-1].isnan(), ordered[-1], ordered[(input.numel() - 1) // 2])
+
+
+def _nanmedian(input: Tensor) -> Tensor:
+    ordered = input.flatten().sort().values
+    count = (~ordered.isnan()).sum(0, keepdim=True)
+    return ordered.gather(0, ((count - 1) // 2).clamp(min=0))[0]
+
+
+def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
+    @decomposition(op)
+    def whole(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """One of all entries, of whose cotangent every entry with its value has an equal share; vmap's form, by a dimension, picks one.
+
+        Under a vmap of fn's own that form is torch's own too.
+        """
+        if args or kwargs or _functorch.vmaps(input) != 1 or not input.is_floating_point() or input.numel() == 0:
+            return NotImplemented
+        value = value_of(input.detach())
+        chosen = (input == value) | (input.isnan() & value.isnan())
+        share = (torch.where(chosen, input, 0) / chosen.sum()).sum()
+        # The value itself, and not what the sum is rounded to.
+        return torch.where(value.isfinite(), value + (share - share.detach()), share)
+
+
+for _name, _value_of in {"max": torch.amax, "min": torch.amin, "median": _median, "nanmedian": _nanmedian}.items():
+    for _op in (getattr(torch, _name), getattr(Tensor, _name)):
+        _shared_evenly(_op, _value_of)
+
+
+@decomposition(torch.linalg.lu_solve)
+def lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False, out: Tensor | None = None) -> Any:
+    """X with P L U X = B by triangular solves: ([*,i,i], [*,i], [*,i,k]) -> [*,i,k].
+
+    Where LU is the sample's own and B has further dimensions, vmap gives LU one of size 1, and there torch (2.13) takes wrong pivots.
+    """
+    if out is not None or not _functorch.is_sampled(LU):
+        return NotImplemented
+    if not left:  # X A = B is A^H X^H = B^H
+        return torch.linalg.lu_solve(LU, pivots, B.mH, adjoint=not adjoint).mH
+    solve = torch.linalg.solve_triangular
+    P, L, U = torch.lu_unpack(LU, pivots)
+    if adjoint:
+        return P @ solve(L.mH, solve(U.mH, B, upper=False), upper=True, unitriangular=True)
+    return solve(U, solve(L, P.mT @ B, upper=False, unitriangular=True), upper=True)
+
+
+@decomposition(torch.lu_solve)
+@decomposition(Tensor.lu_solve)
+def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor | None = None) -> Any:
+    """The same with its arguments in another order."""
+    return lu_solve(LU_data, LU_pivots, b, out=out)
+
+
+def _aligned(op: Any) -> None:
+    @decomposition(op)
+    def solve(A: Tensor, B: Tensor, *, left: bool = True, **options: Any) -> Any:
+        """Both with as many dimensions: where one has fewer, vmap's result has the shape of another broadcast."""
+        vector = B.ndim == 1 or A.shape[:-1] == B.shape
+        if A.ndim == B.ndim + vector or not (_functorch.is_sampled(A) or _functorch.is_sampled(B)) or "out" in options:
+            return NotImplemented
+        if vector:
+            return op(A, B.expand(A.shape[:-1]), left=left, **options)
+        rank = max(A.ndim, B.ndim)
+        sides = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
+        solved = op(*sides, left=left, **options)
+        return solved if isinstance(solved, Tensor) else type(solved)((solved[0], solved[1].reshape(A.shape[:-2])))
+
+
+_aligned(torch.linalg.solve)
+_aligned(torch.linalg.solve_ex)
+
+
+_DATA = vars(torch._C.TensorBase)["data"].__get__
+
+
+@decomposition(_DATA, differentiated=True)
+def data(self: Tensor) -> Tensor:
+    """A constant for every derivative; under vmap torch's own is one for the innermost alone."""
+    return self.detach()
+
+
+@rule(_DATA, params=())
+def data_of_a_batch(self: Tensor) -> Any:
+    """The same outside of all transforms of the function's own, where vmap has none."""
+    return self.detach(), {}
+
+
+if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
+
+    @decomposition(F.linear_cross_entropy)
+    def linear_cross_entropy(
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        *,
+        linear_bias: Tensor | None = None,
+        options: Any = None,
+        **cross_entropy_options: Any,
+    ) -> Tensor:
+        """The fused op asks `requires_grad` below the function mode, where vmap answers no, and then returns no gradient."""
+        if cross_entropy_options.get("ignore_index", 0) is None:
+            del cross_entropy_options["ignore_index"]
+        classes = linear_weight.shape[:-1]  # more than one dimension for a loss over further dimensions
+        bias = None if linear_bias is None else linear_bias.reshape(-1)
+        logits = F.linear(input, linear_weight.reshape(-1, linear_weight.shape[-1]), bias)
+        return F.cross_entropy(logits.reshape(*input.shape[:-1], *classes), target, **cross_entropy_options)
