@@ -137,8 +137,8 @@ def compiling() -> contextlib.AbstractContextManager[Any]:
     return _compiling
 
 
-def never(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to run without autocast and not to be compiled."""
+def unaffected(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function to run without autocast and not to be compiled, wherever it is called."""
 
     @untraced
     @functools.wraps(function)

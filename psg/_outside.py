@@ -15,7 +15,7 @@ from psg._errors import warn_once
 from psg._ops import METADATA, PREDICATES, leaves_of, substitute
 
 # Ops through which nothing is differentiated.
-CONSTANT = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
+UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
 
 
 class Outside:
@@ -52,7 +52,7 @@ class Watched(Outside):
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
         """Note those among them that autograd would record."""
-        if func in CONSTANT or not torch.is_grad_enabled():
+        if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
             return
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):

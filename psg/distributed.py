@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from psg import _trees
-from psg._ambient import never
+from psg._ambient import unaffected
 from psg._errors import InputError
 from psg.factors import Dense, Factor
 from psg.factors._base import as_real, widen
@@ -20,7 +20,7 @@ from psg.factors._base import as_real, widen
 __all__ = ["all_gather", "all_reduce"]
 
 
-@never
+@unaffected
 def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """The sum over all processes: of clipped sums, counts of samples, Fisher diagonals.
 
@@ -71,7 +71,7 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     return _trees.unflatten(spec, [results[i] for i in range(len(leaves))])
 
 
-@never
+@unaffected
 def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """The samples of all processes: norms for a quantile, projections, factors for a Gram matrix.
 

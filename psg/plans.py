@@ -77,8 +77,8 @@ def using(
         ...     psg.explain(loss)(params, x, y).leaves[1].plan
         'Gram of patches, native weight gradient'
     """
-    asked = {"norm": norm, "gram": gram, "materialize": materialize}
-    for question, answer in asked.items():
+    answers = {"norm": norm, "gram": gram, "materialize": materialize}
+    for question, answer in answers.items():
         if answer is not None and not callable(answer) and answer not in _ANSWERS[question]:
             raise InputError(f"psg.plans.using({question}={answer!r}): expected one of {_ANSWERS[question]}, or a function.")
     if keep_bytes is not None and keep_bytes < 0:
@@ -86,7 +86,7 @@ def using(
     before = _settings.get()
     token = _settings.set(
         _Settings(
-            {**before.choices, **{question: answer for question, answer in asked.items() if answer is not None}},
+            {**before.choices, **{question: answer for question, answer in answers.items() if answer is not None}},
             before.keep_bytes if keep_bytes is None else keep_bytes,
             before.measure if measure is None else measure,
         )
@@ -126,9 +126,9 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     if len(costs) == 1:
         return next(iter(costs))
     settings = _settings.get()
-    asked = settings.choices.get(question)
-    if asked is not None:
-        answer = asked(factor, costs) if callable(asked) else asked
+    choice = settings.choices.get(question)
+    if choice is not None:
+        answer = choice(factor, costs) if callable(choice) else choice
         if answer in costs:
             return answer
     if settings.measure and factor.n and not factor.is_differentiated and not _functorch.is_traced():

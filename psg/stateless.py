@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees
 from psg._errors import InputError, StateError
-from psg._ops import LIKENESSES, METADATA, PREDICATES, leaves_of, name_of
-from psg._outside import CONSTANT
+from psg._ops import LIKENESSES, leaves_of, name_of
+from psg._outside import UNDIFFERENTIATED
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -234,7 +234,7 @@ def _strays(module: nn.Module) -> dict[int, str]:
 
 
 # What tells of a parameter no more than its shape, or is not differentiated.
-_HARMLESS = METADATA | PREDICATES | CONSTANT | LIKENESSES
+_HARMLESS = UNDIFFERENTIATED | LIKENESSES
 
 
 class _Strays(TorchFunctionMode):

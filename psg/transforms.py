@@ -340,7 +340,7 @@ def clipped_grad(
     Source: Abadi et al., "Deep Learning with Differential Privacy", 2016, Algorithm 1; Bu et al., "Differentially Private Optimization
     on Large Model at Small Cost", 2023 (one backward pass, weighted sums from its factors).
     """
-    scale = clipping.policy_of(policy)
+    chosen = clipping.policy_of(policy)
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
@@ -351,7 +351,7 @@ def clipped_grad(
         groups: list[clipping.Group] = []
 
         def reduce(call: Call, result: Result, start: int) -> _Clipped:
-            return _clip(call, result, groups, scale, None if mask is None else mask[start : start + len(result.values)])
+            return _clip(call, result, groups, chosen, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
             groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
@@ -364,7 +364,7 @@ def clipped_grad(
             return call.gradient_tree([own[i] for i in range(len(own))])
 
         grads, coefs, group_norms = call.gradient_tree(reduced.sums), by_leaf(reduced.coefs), by_leaf(reduced.group_norms)
-        bound = clipping.sensitivity(groups, scale)
+        bound = clipping.sensitivity(groups, chosen)
         return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound, group_norms)
 
     return _wrap("clipped_grad", fn, options, clipped, _first_clipped, masked=True)
@@ -625,7 +625,7 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
     return [Joint(result.factors).norm]
 
 
-def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipping.Policy, mask: Tensor | None) -> _Clipped:
+def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _Clipped:
     factors = [factor.settle() for factor in result.factors]
     joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
     norms, values = norm_of(joints), result.values
@@ -643,7 +643,7 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], scale: clipp
     coefs = []
     sums: dict[int, Tensor] = {}
     for group, joint, own in zip(groups, joints, apart, strict=True):
-        coef = call.outside.run(functools.partial(clipping.coefficients, scale), own, group.clip_norm)
+        coef = call.outside.run(functools.partial(clipping.coefficients, policy), own, group.clip_norm)
         coefs.append(coef if keep is None else torch.where(keep, coef, 0))
         sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
     return _Clipped([sums[i] for i in range(len(factors))], norms, coefs, apart, values, nonfinite)

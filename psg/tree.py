@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _trees
-from psg._ambient import never
+from psg._ambient import unaffected
 from psg._errors import InputError
 from psg._owners import groups
 from psg.factors import Dense, Factor, Joint, Rows
@@ -92,7 +92,7 @@ def _divide(tensors: list[Tensor], n: int) -> Sequence[Tensor]:
     return torch._foreach_div(tensors, n)  # pyright: ignore[reportPrivateImportUsage]
 
 
-@never
+@unaffected
 def squared_norm(tree: Any) -> Tensor:
     """|g_n|^2, over all leaves together.
 
@@ -113,7 +113,7 @@ def squared_norm(tree: Any) -> Tensor:
     return _total([factor.squared_norm() for factor in _factors(tree, "squared_norm")[0]])
 
 
-@never
+@unaffected
 def norm(tree: Any) -> Tensor:
     """|g_n|, over all leaves together.
 
@@ -132,7 +132,7 @@ def norm(tree: Any) -> Tensor:
     return Joint(factors).norm
 
 
-@never
+@unaffected
 def materialize(tree: Any) -> Any:
     """The gradients themselves.
 
@@ -153,7 +153,7 @@ def materialize(tree: Any) -> Any:
     return _trees.unflatten(spec, [factor.materialize() for factor in factors])
 
 
-@never
+@unaffected
 def weighted_sum(tree: Any, weights: Tensor) -> Any:
     """sum_n weights[n] g_n.
 
@@ -177,7 +177,7 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
     return _trees.unflatten(spec, Joint(factors).weighted_sums(weights))
 
 
-@never
+@unaffected
 def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
     """`weighted_sum` in which leaves held as rows (embeddings) come as sparse tensors: no more than the rows that were looked up.
 
@@ -215,7 +215,7 @@ def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> Non
         raise InputError(f"psg.tree.{name}: expected real weights of shape ({factors[0].n},), got {got}.")
 
 
-@never
+@unaffected
 def sum(tree: Any) -> Any:  # noqa: A001
     """sum_n g_n: the gradient of the summed loss.
 
@@ -234,7 +234,7 @@ def sum(tree: Any) -> Any:  # noqa: A001
     return weighted_sum(tree, torch.ones(factors[0].n, device=factors[0].device))
 
 
-@never
+@unaffected
 def mean(tree: Any) -> Any:
     """1/n sum_n g_n: the gradient of the mean loss; NaN for n = 0, as torch.mean.
 
@@ -274,7 +274,7 @@ class Moments(NamedTuple):
         return _trees.unflatten(spec, [(second - square(mean)).clamp(min=0) for mean, second in zip(means, seconds, strict=True)])
 
 
-@never
+@unaffected
 def moments(tree: Any) -> Moments:
     """Mean and mean square of every entry over the samples; embeddings never become dense per sample.
 
@@ -303,7 +303,7 @@ def moments(tree: Any) -> Moments:
     return Moments(*(_trees.unflatten(spec, _divide(sums, n)) for sums in Joint(factors).moment_sums()))
 
 
-@never
+@unaffected
 def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | None = None) -> Any:
     """x + std z with z standard normal, drawn for every entry: Gaussian noise on a sum of clipped gradients.
 
@@ -357,7 +357,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
     return _trees.unflatten(spec, results)
 
 
-@never
+@unaffected
 def dot(tree: Any, direction: Any) -> Tensor:
     """<g_n, v>: how each sample's gradient lies to one direction.
 
@@ -386,7 +386,7 @@ def dot(tree: Any, direction: Any) -> Tensor:
     return _total([factor.dot(leaf) for factor, leaf in zip(factors, leaves, strict=True)])
 
 
-@never
+@unaffected
 def inner(tree: Any, other: Any) -> Tensor:
     """<g_n, h_n>, sample by sample.
 
@@ -411,7 +411,7 @@ def inner(tree: Any, other: Any) -> Tensor:
     return _total([x.inner(y) for x, y in pairs])
 
 
-@never
+@unaffected
 def gram(tree: Any, other: Any = None) -> Tensor:
     """<g_n, h_m> of every pair: the empirical neural tangent kernel of the loss.
 
@@ -434,7 +434,7 @@ def gram(tree: Any, other: Any = None) -> Tensor:
     return _total([x.gram(y) for x, y in _pairs(tree, tree if other is None else other, "gram")])
 
 
-@never
+@unaffected
 def cosine(tree: Any, other: Any = None) -> Tensor:
     """<g_n, h_m> / (|g_n| |h_m|) of every pair; 0 where a norm is zero.
 
@@ -458,7 +458,7 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
     return torch.where(zero, 0, gram(tree, other) / torch.where(zero, 1, scale))
 
 
-@never
+@unaffected
 def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
     """A random projection: each sample's gradient as `dim` numbers with, on average, the same inner products.
 
@@ -496,7 +496,7 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
     return _total([factor.project(Sketch(dim, random.Random(f"{seed} {place}"))) for factor, place in zip(factors, places, strict=True)])
 
 
-@never
+@unaffected
 def flatten(tree: Any) -> Tensor:
     """All leaves side by side, in the order of the tree: sorted by their keys for a dict, as they were put in for an OrderedDict.
 
@@ -602,7 +602,7 @@ def concat(trees: Sequence[Any]) -> Any:
     return _trees.unflatten(specs[0], [f.materialize() if plain else f for f, plain in zip(joined, dense, strict=True)])
 
 
-@never
+@unaffected
 def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     """The sums of the gradients of segments of the samples: one user's, say, for privacy or influence of users instead of samples.
 

@@ -14,17 +14,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from psg._errors import InputError
 from psg._ops import leaves_of
-from psg.factors import Factor
-
-Builder = Callable[[Any], Factor]
-"""From the output's cotangent (samples in dim 0; a tuple of them for a tuple of outputs) to the factor."""
 
 
 class Rule(NamedTuple):
     """A fast path for one op: how to run it on the physical batch, and the factors of its parameters.
 
     Attributes:
-        run: Takes the op's arguments and returns `(output, {parameter name: builder})`, or NotImplemented to decline the call.
+        run: Takes the op's arguments and returns `(output, {parameter name: builder})`, or NotImplemented to decline the call. A builder
+            goes from the output's cotangent (samples in dim 0; a tuple of them for a tuple of outputs) to the factor.
         params: The arguments that may be parameters.
         names: The arguments that may be given by position, in order.
         numbers: The arguments that are Python numbers: a tensor in such a place counts for its value, as in torch.
@@ -242,7 +239,9 @@ class Transpose(NamedTuple):
     run: Callable[..., Any]
 
 
-def transpose(*ops: Any, data: str, item: int | None = None, constants: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+def transpose(
+    *ops: Any, data: str, item: int | None = None, constants: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as what transposes an op that has a rule; see `Transpose`. The transposed op has both, too."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,7 +251,7 @@ def transpose(*ops: Any, data: str, item: int | None = None, constants: tuple[st
     return register
 
 
-def standard(*ops: Any) -> Callable[[Callable[..., Any]], Any]:
+def standard(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register how to write a call of an op that has a rule with ops that can be transposed; NotImplemented declines the call.
 
     The function takes the op's arguments by name, and as `shared` the names of those that are parameters.

@@ -63,9 +63,9 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
     # The native kernel takes the memory of all three as contiguous, whether it is or not.
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
     if not has_history(weight, bias) and input.dtype == wide(input.dtype) and not torch.is_autocast_enabled(input.device.type):
-        images = _Images(weight, bias, num_groups, eps)
-        output: Any = _GroupNorm.apply(input, images) if input.requires_grad else images.forward(input)
-        return output, images.factors()
+        norm = _Norm(weight, bias, num_groups, eps)
+        output: Any = _GroupNorm.apply(input, norm) if input.requires_grad else norm.forward(input)
+        return output, norm.factors()
     images = input.flatten(0, 1).contiguous()
     output = F.group_norm(images, num_groups, weight, bias, eps)
 
@@ -87,7 +87,7 @@ def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, 
     return torch.native_group_norm(x, weight, bias, x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups, eps)
 
 
-class _Images:
+class _Norm:
     """A group norm in one precision, whose backward pass finds the cotangent of the data and the gradients of all samples in one call.
 
     Args:
@@ -150,14 +150,14 @@ class _GroupNorm(torch.autograd.Function):
     """Its place in the graph, for the sake of the data."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, images: _Images) -> Tensor:
-        ctx.images = images
-        return images.forward(input)
+    def forward(ctx: Any, input: Tensor, norm: _Norm) -> Tensor:
+        ctx.norm = norm
+        return norm.forward(input)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.images.backward(cotangent), None
+        return ctx.norm.backward(cotangent), None
 
 
 @rule(F.instance_norm)

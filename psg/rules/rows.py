@@ -68,14 +68,14 @@ _splits(F.layer_norm, F.rms_norm)(lambda arguments, own: _positions(arguments, l
 
 
 @_splits(F.embedding)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _embedding_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if arguments.get("scale_grad_by_freq"):
         return None  # the frequency would be that in the batch: a sample's gradient would depend on the others
     return _positions(arguments, 0)
 
 
 @_splits(F.embedding_bag)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _embedding_bag_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     """Every bag is a row: [bags,t] or, with offsets, [ids] -> [bags,d]."""
     input, offsets, weights = arguments["input"], arguments.get("offsets"), arguments.get("per_sample_weights")
     if input.ndim == 2 and offsets is None:
@@ -100,14 +100,14 @@ def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
 
 
 @_splits(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _convolution_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if arguments["input"].ndim != arguments["weight"].ndim:
         return None  # a single image: there is no telling its rows apart
     return Split({("input", None): arguments["input"]}, lambda output: output)
 
 
 @_splits(F.group_norm, F.instance_norm, F.batch_norm)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _normalization_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     """Every image is a row; running statistics are the same for all."""
     images = arguments["input"].unsqueeze(1)
     given = {(name, None): arguments.get(name) for name in ("running_mean", "running_var")}
@@ -179,19 +179,19 @@ _splits(torch.baddbmm, Tensor.baddbmm)(_product("bti,bio->bto", "batch1", "batch
 
 
 @_splits(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _matmul_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     dims = arguments["input"].ndim, arguments["other"].ndim
     return None if 0 in dims else _product(matmul_equation(dims), "input", "other")(arguments, own)
 
 
 @_splits(Tensor.__rmatmul__)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _rmatmul_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     dims = arguments["other"].ndim, arguments["input"].ndim
     return None if 0 in dims else _product(matmul_equation(dims), "other", "input")(arguments, own)
 
 
 @_splits(torch.einsum)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _einsum_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if not isinstance(arguments["equation"], str):
         return None
     operands: dict[Place, Tensor] = {("operands", k): tensor for k, tensor in enumerate(arguments["operands"])}
@@ -200,7 +200,7 @@ def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
 
 
 @_splits(torch.bilinear)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _bilinear_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     (input1, lead), (input2, _) = _leading(arguments["input1"], 1), _leading(arguments["input2"], 1)
     data: dict[Place, Tensor] = {("input1", None): input1, ("input2", None): input2}
     return Split(data, lambda output: reshape(output, (*lead, *output.shape[1:])))
@@ -210,7 +210,7 @@ def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
 
 
 @_splits(*(getattr(torch, name) for name in ("rnn_tanh", "rnn_relu", "gru", "lstm")))
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _recurrent_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     """[b,t,i] or [t,b,i], states [d,b,h]. A pack or a stack is opened first: the rule declines it."""
     input, hx, batch_first = arguments["input"], arguments["hx"], arguments["batch_first"]
     if not isinstance(arguments["has_biases"], bool) or input.ndim != 3:
@@ -229,7 +229,7 @@ def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
 
 
 @_splits(*(getattr(torch, f"{name}_cell") for name in ("rnn_tanh", "rnn_relu", "gru", "lstm")))
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _cell_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     input, hx = arguments["input"], arguments["hx"]
     single = isinstance(hx, Tensor)
     if input.ndim != 2:
@@ -250,7 +250,7 @@ _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 
 
 @_splits(*_PRODUCTS, *_SUMS)
-def _(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     input, weight = arguments["input"], arguments["weight"]
     shape = _row_shape(weight)
     if not isinstance(input, Tensor) or input.ndim < weight.ndim or weight.is_complex():
@@ -269,7 +269,6 @@ def _scaled(input: Tensor, weight: Tensor) -> Any:
     """y = x w: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
     own, shape = weight.shape, _row_shape(weight)
     output = input * weight.reshape(shape)
-
     return output, {"weight": lambda cotangent: _broadcast(cotangent * input.conj(), shape, own)}
 
 
