@@ -160,9 +160,9 @@ class Call:
             leaves, spec = _trees.flatten(sample)
             leaves = [leaf if dim is None else leaf.unsqueeze(dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
             loss, aux = replace(self, kwargs=kwargs, n=1).evaluate(leaves, batch=True)
-            return (
-                (loss[0], _trees.map_leaves(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, aux)) if self.has_aux else loss[0]
-            )
+            if not self.has_aux:
+                return loss[0]
+            return loss[0], _trees.map_leaves(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, aux)
 
         return replace(self, fn=fn)
 
@@ -244,7 +244,7 @@ def prepare(
     return Call(
         name=name,
         fn=fn,
-        leaves=[*map(_ambient.usable, leaves)],
+        leaves=list(map(_ambient.usable, leaves)),
         spec=spec,
         dims=dims,
         params=[position for number in numbers for position in params[number]],

@@ -358,8 +358,11 @@ class _Guard(TorchFunctionMode):
 
     def __init__(self, rung: str, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
         super().__init__()
-        self.rung, self.differentiated, self.traced = rung, differentiated, _functorch.is_traced()
-        self.outside, self.own = call.outside, frozenset(id(leaf) for leaf in own)
+        self.rung = rung
+        self.differentiated = differentiated
+        self.traced = _functorch.is_traced()
+        self.outside = call.outside
+        self.own = frozenset(map(id, own))
         self.failure: Exception | None = None
         self.met: set[int] = set()  # what has met an op, by id
         self.recorded: set[int] = set()  # and what has met one that autograd records
@@ -369,15 +372,16 @@ class _Guard(TorchFunctionMode):
             self.own_pass = _functorch.Pass(grad - 1, grad)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         try:
-            leaves = leaves_of(args, kwargs or {})
+            leaves = leaves_of(args, kwargs)
             if self.rung == "loop":
                 self._note(leaves)
             marked = self.own_pass is not None and self.own_pass.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves, self.own)
-            output = self._checked(func, *self.outside.replace((args, kwargs or {})))
+            output = self._checked(func, *self.outside.replace((args, kwargs)))
             if marked and self.own_pass is not None:
-                self.own_pass.claim(output, target_of(func, args, kwargs or {}))
+                self.own_pass.claim(output, target_of(func, args, kwargs))
             return output
         except Exception as error:
             self.failure = error
@@ -419,7 +423,8 @@ class _Again(TorchFunctionMode):
         self.shapes = {call.leaves[position].shape for position in call.params}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in leaves_of(args, kwargs or {}):
+        kwargs = kwargs or {}
+        for leaf in leaves_of(args, kwargs):
             if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.met and leaf.shape in self.shapes:
                 raise StateError(
                     f"{self.call.name}: the backward pass runs a part of fn again, as checkpointed, reversible and adjoint layers do, with "
@@ -431,7 +436,7 @@ class _Again(TorchFunctionMode):
                     f"{self.call.name}: the backward pass runs a part of a module again, as a checkpointed layer's does, and fn has called "
                     "that module with several sets of parameters: which of them is not known by then. Take the checkpointing out."
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def empty(call: Call) -> Result:

@@ -74,10 +74,10 @@ def jit(
       compiled once.
     - Tensors that fn closes over are read at every call, so that changes in place are seen, those of dtype or shape by compiling anew;
       one that is *replaced* is not. What fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to tell it
-      from what fn closes over, a function that closes over tensors is traced twice. Functions made
-      by `psg.stateless` are looked after, wherever fn calls them, and so are modules among the arguments: replaced buffers, frozen
-      parameters and submodules and `train()`/`eval()`, of the criterion too, lead to a new trace.
-      Another function does so by an attribute `cache_key`, a function without arguments that returns something hashable.
+      from what fn closes over, a function that closes over tensors is traced twice. Functions made by `psg.stateless` are looked after,
+      wherever fn calls them, and so are modules among the arguments: replaced buffers, frozen parameters and submodules and
+      `train()`/`eval()`, of the criterion too, lead to a new trace. Another function does so by an attribute `cache_key`, a function
+      without arguments that returns something hashable.
     - Python values that fn closes over, and what it prints or appends to, are those of the trace. One that fn takes from a tensor, by
       `.item()` or by branching on it, cannot be traced, unless fn has made that tensor from numbers: such a function runs eagerly.
     - `torch.compiler.is_compiling()` is true during the trace. Models that look into a mask, to take a shorter way if nothing is masked,

@@ -4,6 +4,7 @@ Every function draws on an `Axes` that it is given, so that pictures go wherever
 figure that no window and no global state of matplotlib knows of.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def norm_histogram(ax: Axes, norms: Mapping[str, Tensor], clip_norm: float | Non
     found = torch.cat([*shown.values(), torch.ones(0)])
     low, high = (found.min().item(), found.max().item()) if len(found) else (0.1, 10.0)
     # A little room at both ends, which also keeps the bins of equal norms apart.
-    edges = torch.logspace(_log10(low) - 0.05, _log10(high) + 0.05, bins + 1).tolist()
+    edges = torch.logspace(math.log10(low) - 0.05, math.log10(high) + 0.05, bins + 1).tolist()
     for (label, values), colour in zip(shown.items(), _cycle(len(shown)), strict=True):
         ax.hist(values.tolist(), edges, label=label, color=colour, alpha=0.6)
     if clip_norm is not None:
@@ -116,10 +117,6 @@ def accuracy_by_step(ax: Axes, steps: Sequence[int], accuracy: Mapping[str, Sequ
 def _on_log_axis(values: Tensor) -> Tensor:
     values = values.detach().float().cpu().flatten()
     return values[values.isfinite() & (values > 0)]
-
-
-def _log10(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64).log10().item()
 
 
 def _cycle(count: int) -> list[str]:

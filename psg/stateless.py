@@ -67,8 +67,8 @@ def stateless(
     Returns:
         `(loss, params)`. `loss(params, *inputs, target, **shared)`, without a target if criterion is None, passes the inputs on to the
         module; a mapping among them is spread as keyword arguments, as in `module(**batch)`. What is given by keyword is the same for all
-        samples (masks, flags) and reaches the module as it is. `params` maps names to the parameters that require
-        grad, detached: they share their memory with the module's.
+        samples (masks, flags) and reaches the module as it is. `params` maps names to the parameters that require grad, detached: they
+        share their memory with the module's.
 
     Raises:
         InputError: No parameter requires grad, a lazy one has no shape yet, the module is a DataParallel, or `batch_dim` is no dimension.

@@ -310,8 +310,7 @@ def clipped_grad(
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
         clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
-            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy
-            "clip", the plain sum.
+            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
         argnums: Which positional argument, or tuple of them, to differentiate.
         policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`. It must treat every
             sample on its own, elementwise in the norms: chunks and buckets call it on parts of a batch and on padding.
@@ -323,8 +322,8 @@ def clipped_grad(
 
     Returns:
         A function of the same arguments over a batch, and of the keyword `mask`, booleans [n]: samples where it is False contribute
-        exactly zero. It returns a `ClippedGrad`. Per-sample gradients are formed only where that is cheapest,
-        parameter by parameter; of each at most `plans.using(keep_bytes=)`, 512 MiB by default, is kept for the sum.
+        exactly zero. It returns a `ClippedGrad`. Per-sample gradients are formed only where that is cheapest, parameter by parameter; of
+        each at most `plans.using(keep_bytes=)`, 512 MiB by default, is kept for the sum.
 
     Raises:
         InputError: A clip norm is negative or NaN, or an option is not one of those above. At a call: a mask is not [n] booleans, a policy

@@ -14,6 +14,10 @@ from psg import _functorch
 from psg.rules._registry import decomposition, rule
 
 
+def _is_plain(size_average: bool | None, reduce: bool | None, reduction: str) -> bool:
+    return size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+
+
 @rule(F.cross_entropy, params=())
 def cross_entropy(
     input: Tensor,
@@ -29,7 +33,7 @@ def cross_entropy(
 
     Takes class indices with classes last, as in [rows, classes]; weights, smoothing and other layouts take the lifted path.
     """
-    if weight is not None or label_smoothing or size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+    if weight is not None or label_smoothing or not _is_plain(size_average, reduce, reduction):
         return NotImplemented
     if target.is_floating_point() or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
         return NotImplemented
@@ -61,8 +65,7 @@ def smoothed_and_weighted(
 
     A mean is one over the weights of the targets. Source: cross_entropy_loss_label_smoothing in aten/src/ATen/native/LossNLL.cpp.
     """
-    legacy = size_average is not None or reduce is not None
-    if weight is None or not label_smoothing or legacy or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
+    if weight is None or not label_smoothing or target.is_floating_point() or not _is_plain(size_average, reduce, reduction):
         return NotImplemented
     plain = F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
     dim = min(1, input.ndim - 1)
@@ -79,10 +82,6 @@ def smoothed_and_weighted(
 
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
-
-
-def _is_plain(size_average: bool | None, reduce: bool | None, reduction: str) -> bool:
-    return size_average is None and reduce is None and reduction in ("mean", "sum", "none")
 
 
 def _in_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
