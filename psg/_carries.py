@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch
+from psg import _functorch, _trees
 from psg._ops import name_of
 from psg.factors import Dense, Expanded, Factor, Outer, Place, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, premultiplied, scaled, transposed
@@ -158,20 +158,42 @@ def terms_of(found: list[Factor]) -> Sequence[Factor]:
 
 def _of_entries(call: Call, side: Tensor, factor: Factor) -> Factor | None:
     """For ops that act entry by entry, or reduce to few numbers; and for multiples c[n] E of a constant, whatever the op."""
-    output = call.output.detach()
+    constant = torch.ones_like(call.output.detach())
+    numbers: Tensor | None = None
     if call.name in _POINTWISE:
-        return scaled(factor, call.pulled(side, torch.ones_like(output))) if side.shape == output.shape else None
-    number = (1,) * side.ndim
-    if isinstance(factor, Dense):
-        small = number if output.numel() == 1 else _kept(call, side)
-        return None if small is None else _multiple(factor.values.reshape(-1, *small), call.pulled(side, torch.ones_like(output)))
-    if isinstance(factor, Scaled) and isinstance(factor.factor, Expanded) and factor.factor.small.numel() == 1:
-        constant = factor.shared
-        if constant is not None:
-            values = factor.factor.values  # the same tensor where it can be, by which multiples are known
-            values = values if values.ndim == 1 + side.ndim else values.reshape(-1, *number)
-            return _multiple(values, call.pulled(side, constant.expand(factor.shape)))
-    return None
+        if side.shape != constant.shape:
+            return None
+    elif isinstance(factor, Dense):
+        small = (1,) * side.ndim if constant.numel() == 1 else _kept(call, side)
+        if small is None:
+            return None
+        numbers = factor.values.reshape(-1, *small)
+    elif (
+        isinstance(factor, Scaled)
+        and isinstance(factor.factor, Expanded)
+        and factor.shared is not None
+        and factor.factor.small.numel() == 1
+    ):
+        numbers, constant = factor.factor.values, factor.shared.expand(factor.shape)
+        if numbers.ndim != 1 + side.ndim:  # else the same tensor, by which multiples are known
+            numbers = numbers.reshape(-1, *(1,) * side.ndim)
+    else:
+        return None
+    entries = call.pulled(side, constant)
+    if not (_may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))):
+        return None
+    return scaled(factor, entries) if numbers is None else _multiple(numbers, entries)
+
+
+def _may_be_multiplied(tensor: Tensor) -> bool:
+    """Whether zero times its entries is zero, as autograd may have it where an op selects.
+
+    Where nobody can be asked, on an accelerator or in a trace, what is not finite may give NaN for such a zero.
+    """
+    if tensor.device.type != "cpu" or _functorch.is_traced() or not tensor.is_floating_point():
+        return True
+    shared = len(tensor.shape) > 0 and len(tensor) > 0 and tensor.stride(0) == 0
+    return bool((tensor[0] if shared else tensor).sum().isfinite())
 
 
 def _multiple(numbers: Tensor, constant: Tensor) -> Factor:

@@ -371,3 +371,15 @@ def test_reductions_by_keyword(device):
         return score(F.linear(x, w / torch.sum(input=w.exp(), dim=1)[:, None]))
 
     assert_agrees(Problem(fn, (torch.randn(4, 3, device=device), torch.randn(3, 2, 3, device=device))))
+
+
+def test_a_selected_zero_meets_a_cotangent_that_is_not_finite(device):
+    # The mean of no entries: its cotangent is NaN, and selecting makes zero of it, where a product with a mask would be NaN.
+    mask = torch.tensor([[True, True], [False, False]], device=device)
+
+    def fn(w, x):
+        mean = torch.where(mask, w, 0.0).sum(1) / mask.sum(1)
+        return (mean.nan_to_num() * x).sum()
+
+    w, x = torch.randn(2, 2, device=device), torch.randn(3, 2, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), torch.func.vmap(torch.func.grad(fn), (None, 0))(w, x))
