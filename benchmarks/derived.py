@@ -2,12 +2,13 @@
 
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
-Scaled weights, merged low-rank updates, spectral norm, layers taken from a stack, fused projections, tables that are indexed: what is used
-is not the parameter itself. Compared, checked and timed as in inside.py.
+Scaled weights, merged low-rank updates, spectral and weight norm, masks, standardised filters, penalties, layers of a stack, fused gates,
+tables that are indexed: what is used is not the parameter itself, or not it alone. Compared, checked and timed as in inside.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -49,6 +50,14 @@ def spectral(layer: nn.Module) -> Tensor:
     return layer.weight / torch.dot(u, torch.mv(layer.weight, v))
 
 
+def weight_norm(layer: nn.Module) -> Tensor:
+    return torch._weight_norm(layer.weight, layer.gain, 0)
+
+
+def positive(layer: nn.Module) -> Tensor:
+    return F.softplus(layer.weight) / math.sqrt(layer.weight.shape[1])
+
+
 def network(make: Callable[[nn.Module], Tensor]) -> Callable[[], Problem]:
     def problem() -> Problem:
         layers = [Linear(INPUTS, WIDTH, make), nn.ReLU(), Linear(WIDTH, WIDTH, make), nn.ReLU(), nn.Linear(WIDTH, CLASSES)]
@@ -62,6 +71,64 @@ def classifier(model: nn.Module, x: Tensor) -> Problem:
         return F.cross_entropy(functional_call(model, params, (x,)), y, reduction="none")
 
     return Problem(model, (x, torch.randint(CLASSES, (len(x),))), lambda params, x, y: batched(params, x[None], y[None])[0], batched)
+
+
+def penalised() -> Problem:
+    layers = [nn.Linear(INPUTS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)]
+    problem = classifier(nn.Sequential(*layers), torch.randn(SAMPLES, INPUTS))
+
+    def penalty(params: dict[str, Tensor]) -> Tensor:
+        return 1e-3 * sum(param.square().sum() for param in params.values())
+
+    return problem._replace(
+        fn=lambda params, *batch: problem.fn(params, *batch) + penalty(params),
+        batched=lambda params, *batch: problem.batched(params, *batch) + penalty(params),
+    )
+
+
+class Masked(nn.Module):
+    """Made of masked layers: every output of a variable depends on the variables before it alone."""
+
+    def __init__(self, variables: int = 64):
+        super().__init__()
+        degrees = [torch.arange(1, variables + 1), *[torch.arange(WIDTH) % (variables - 1) + 1] * 2, torch.arange(variables)]
+        sizes = list(zip(degrees, degrees[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(len(before), len(after)) for before, after in sizes)
+        for k, (before, after) in enumerate(sizes):
+            self.register_buffer(f"mask{k}", (after[:, None] >= before).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            x = F.linear(x, layer.weight * getattr(self, f"mask{k}"), layer.bias)
+            x = x.relu() if k + 1 < len(self.layers) else x
+        return x
+
+
+def masked() -> Problem:
+    def batched(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (functional_call(model, params, (x,)) - x).square().mean(1)
+
+    model = Masked()
+    return Problem(model, (torch.randn(SAMPLES, 64),), lambda params, x: batched(params, x[None])[0], batched)
+
+
+class Standardised(nn.Conv2d):
+    """A convolution whose filters have mean zero and variance one. Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and
+    Weight Standardization", 2019."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, len(self.weight), -1)
+        weight = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+        return F.conv2d(x, weight / math.sqrt(rows.shape[2]), self.bias, self.stride, self.padding)
+
+
+def standardised() -> Problem:
+    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        return [Standardised(inputs, outputs, 3, stride, 1), nn.GroupNorm(8, outputs), nn.ReLU()]
+
+    blocks = [block(3, 32, 1), block(32, 32, 1), block(32, 64, 2), block(64, 64, 1), block(64, 128, 2), block(128, 128, 1)]
+    model = nn.Sequential(*itertools.chain(*blocks), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
+    return classifier(model, torch.randn(32, 3, 32, 32))
 
 
 class Stack(nn.Module):
@@ -108,6 +175,11 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "merged_low_rank": network(merged),
     "magnitude_and_direction": network(magnitude),
     "spectral_norm": network(spectral),
+    "weight_norm": network(weight_norm),
+    "positive": network(positive),
+    "masked": masked,
+    "standardised_filters": standardised,
+    "squared_norm_in_the_loss": penalised,
     "layers_of_a_stack": lambda: classifier(Stack(), torch.randn(SAMPLES, INPUTS)),
     "fused_gates": lambda: classifier(Fused(), torch.randn(SAMPLES, INPUTS)),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _functorch, _trees
 from psg._ops import name_of
 from psg.factors import Dense, Expanded, Factor, Outer, Place, Scaled, Sum, Views, merge
-from psg.factors._maps import Scale, contracted, premultiplied, scaled, transposed
+from psg.factors._maps import Scale, contracted, premultiplied, reshaped, scaled, transposed
 
 
 class Call(NamedTuple):
@@ -341,14 +341,7 @@ def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     shape = input.shape
     if input.dtype != output.dtype:
         return []  # the same bytes, seen otherwise
-    if shape == output.shape:
-        return [(input, lambda factor: factor)]
-    place = Place(tuple(output.shape), tuple(output.shape[k + 1 :].numel() for k in range(output.ndim)), 0)
-
-    def carry(factor: Factor) -> Factor:
-        return Dense(factor.values.reshape(factor.n, *shape)) if isinstance(factor, Dense) else Views([factor], [place], shape)
-
-    return [(input, carry)]
+    return [(input, lambda factor: reshaped(factor, shape))]
 
 
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:

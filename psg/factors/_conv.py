@@ -220,7 +220,10 @@ class Conv(Planned):
         return self.products(direction).flatten(1).sum(1)
 
     def products(self, direction: Tensor) -> Tensor:
-        """The terms of <gradient[n], direction>, by image, output channel and position -> [n, images, o, *spatial out]."""
+        """The terms of <gradient[n], direction>, by image, output channel and position -> [n, images, o, *spatial out].
+
+        A direction of one output channel, for one group, stands for all of them.
+        """
         # They are the products of the cotangent and the convolution of the input with the direction.
         _, stride, padding, dilation, groups = self.geometry
         if self.n == 0:
@@ -228,7 +231,7 @@ class Conv(Planned):
         cotangent, input = widen(self.cotangent), widen(self.input).flatten(0, 1)
         none = [0] * len(stride)
         forward = torch.convolution(input, direction.to(input.dtype), None, stride, padding, dilation, False, none, groups)
-        return forward.reshape(cotangent.shape) * cotangent
+        return forward.unflatten(0, cotangent.shape[:2]) * cotangent
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.cotangent), function(self.input), self.geometry)

@@ -16,7 +16,7 @@ from psg.factors._planned import Planned
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sum import Sum
-from psg.factors._views import Views
+from psg.factors._views import Place, Views
 
 Scale = Tensor | float
 
@@ -85,7 +85,7 @@ def _(factor: Views, scale: Scale) -> Factor | None:
     if entries is None:
         found = [scaled(own, scale) for own in factor.factors]
     elif factor.is_reshaped:
-        found = [scaled(factor.factors[0], _reshaped(entries, factor))]
+        found = [scaled(factor.factors[0], _regrouped(entries, factor.shape, factor.factors[0].shape))]
     else:
         whole = entries.expand(factor.shape).contiguous()
         found = [scaled(own, place.of(whole)) for own, place in zip(factor.factors, factor.places, strict=True)]
@@ -117,22 +117,26 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Factor | None:
     left, right = widen(factor.left), widen(factor.right)
     weights = weights.to(left.dtype)
     rows, columns = _small(shape, factor)
-    if min(rows, columns) != 1 or (shape.numel() != 1 and factor.is_formed):
+    if min(rows, columns) != 1 or (shape.numel() != 1 and factor.is_best_formed):
         return None
     if columns != 1:
         total = ((left @ weights) * right).sum(1)
     else:
-        total = ((right @ weights.T) * left).sum(1)
-        total = total if rows == len(weights) else total.sum(1)
+        total = ((right @ _rows_of(weights).T) * left).sum(1)
+        total = total if rows != 1 else total.sum(1)
     return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
 
 
 @contracted.register
 def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Factor | None:
     small = _small(shape, factor)
-    if small[1:].numel() != 1 or (shape.numel() != 1 and factor.is_formed):
+    if small[1:].numel() != 1 or (shape.numel() != 1 and factor.is_best_formed):
         return None
-    total = factor.products(weights).sum((1, *range(3, 3 + len(factor.geometry.kernel)))).sum_to_size(factor.n, small[0])
+    total = (
+        factor.products(_rows_of(weights) if factor.geometry.groups == 1 else weights)
+        .sum((1, *range(3, 3 + len(factor.geometry.kernel))))
+        .sum_to_size(factor.n, small[0])
+    )
     return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
 
 
@@ -156,7 +160,8 @@ def _(factor: Views, weights: Tensor, shape: torch.Size) -> Factor | None:
         return Dense(factor.dot(weights).to(factor.dtype).reshape(factor.n, *shape))
     if not factor.is_reshaped:
         return None
-    own, small = factor.factors[0], _reshaped(weights.new_empty(_small(shape, factor)), factor).shape
+    own = factor.factors[0]
+    small = _regrouped(weights.new_empty(_small(shape, factor)), factor.shape, own.shape).shape
     total = contracted(own, weights.reshape(own.shape), small) if small.numel() == shape.numel() else None
     return None if total is None else Dense(total.materialize().reshape(factor.n, *shape))
 
@@ -205,6 +210,45 @@ def _(factor: Outer, matrix: Tensor) -> Factor:
     return Outer(factor.left @ matrix.to(factor.dtype).T, factor.right)
 
 
+@singledispatch
+def reshaped(factor: Factor, shape: torch.Size) -> Factor:
+    """The same entries, in the same order, in another shape."""
+    if factor.shape == shape:
+        return factor
+    place = Place(tuple(factor.shape), tuple(factor.shape[k + 1 :].numel() for k in range(len(factor.shape))), 0)
+    return Views([factor], [place], shape)
+
+
+@reshaped.register
+def _(factor: Dense, shape: torch.Size) -> Factor:
+    return Dense(factor.values.reshape(factor.n, *shape))
+
+
+@reshaped.register
+def _(factor: Expanded, shape: torch.Size) -> Factor:
+    small = _regrouped(factor.values.new_empty(factor.small), factor.shape, shape).shape
+    known = small.numel() == factor.small.numel()
+    return Expanded(factor.values.reshape(factor.n, *small), shape) if known else Dense(factor.materialize().reshape(factor.n, *shape))
+
+
+@reshaped.register
+def _(factor: Scaled, shape: torch.Size) -> Factor:
+    if factor.shared is None:
+        return Dense(factor.materialize().reshape(factor.n, *shape))
+    entries = _regrouped(factor.shared, factor.shape, shape)
+    return Scaled(reshaped(factor.factor, shape), entries.expand(factor.n, *entries.shape))
+
+
+@reshaped.register
+def _(factor: Views, shape: torch.Size) -> Factor:
+    return reshaped(factor.factors[0], shape) if factor.is_reshaped else reshaped.dispatch(Factor)(factor, shape)
+
+
+@reshaped.register
+def _(factor: Sum, shape: torch.Size) -> Factor:
+    return Sum([reshaped(term, shape) for term in factor.terms], factor.like, shape)
+
+
 def _entries(scale: Scale, factor: Factor) -> Tensor | None:
     """The scale with as many dimensions as the parameter; None for a number."""
     if not isinstance(scale, Tensor) or scale.ndim == 0:
@@ -213,9 +257,14 @@ def _entries(scale: Scale, factor: Factor) -> Tensor | None:
 
 
 def _entry_by_entry(factor: Factor, entries: Tensor) -> Factor | None:
-    if isinstance(factor, Planned) and factor.is_formed:
+    if isinstance(factor, Planned) and factor.is_best_formed:
         return None
     return Scaled(factor, entries.to(factor.dtype).expand(factor.n, *entries.shape))
+
+
+def _rows_of(weights: Tensor) -> Tensor:
+    """The rows, as one if they are one tensor."""
+    return weights[:1] if len(weights) > 1 and weights.stride(0) == 0 else weights
 
 
 def _small(shape: torch.Size, factor: Factor) -> torch.Size:
@@ -223,9 +272,9 @@ def _small(shape: torch.Size, factor: Factor) -> torch.Size:
     return torch.Size((1,) * (len(factor.shape) - len(shape)) + tuple(shape))
 
 
-def _reshaped(entries: Tensor, views: Views) -> Tensor:
-    """Entries for a parameter as those for what is the whole of it in another shape."""
-    whole = entries.expand(views.shape).reshape(views.factors[0].shape)
+def _regrouped(entries: Tensor, shape: torch.Size, other: torch.Size) -> Tensor:
+    """Entries that broadcast to a shape, as those that do to the same tensor in another shape."""
+    whole = entries.expand(shape).reshape(other)
     for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
         if stride == 0 and size > 1:
             whole = whole.narrow(dim, 0, 1)  # one number for all

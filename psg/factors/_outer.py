@@ -134,8 +134,8 @@ class Outer(Planned):
     def plan(self) -> str:
         return _PLANS[self._plan()]
 
-    def _plan(self) -> str:
-        return "product" if self.positions == 1 else super()._plan()
+    def _plan(self, more: float = 0) -> str:
+        return "product" if self.positions == 1 else super()._plan(more)
 
     # Costs, in operations for one sample.
 

@@ -38,10 +38,10 @@ class Planned(Factor):
         """The squared norm, when no sum follows or what it takes is decided."""
         return self._norm_by(plans.choose("norm", self._norm_costs(), self, self._norm_by))
 
-    def _plan(self) -> str:
-        """How norm and sum are computed together."""
+    def _plan(self, more: float = 0) -> str:
+        """How norm and sum are computed together, where a gradient that is not kept costs some operations more."""
         byte = plans.taken_out(self.device, self.dtype)
-        more = self._sum_cost() + byte * (self.nbytes // max(1, self.n))
+        more += self._sum_cost() + byte * (self.nbytes // max(1, self.n))
         costs = {plan: cost + more for plan, cost in self._norm_costs().items()}
         if plans.may_keep(self.n * self._bytes()):
             costs["keep"] = self._materialize_cost() + (plans.kept(self.device, self.dtype) + byte) * self._bytes()
@@ -55,9 +55,9 @@ class Planned(Factor):
         return self._norm_by(plan), self.weighted_sum(weights)
 
     @property
-    def is_formed(self) -> bool:
-        """Whether `settle` materialises it."""
-        return self._plan() == "keep"
+    def is_best_formed(self) -> bool:
+        """Whether it is better materialised if each position is to meet a tensor of the parameter's shape, before and for the norm."""
+        return self._plan(2 * self._materialize_cost()) == "keep"
 
     def settle(self) -> Factor:
-        return Dense(self.materialize()) if self.is_formed else self
+        return Dense(self.materialize()) if self._plan() == "keep" else self

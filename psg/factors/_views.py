@@ -97,6 +97,8 @@ class Views(Factor):
 
     def materialize(self) -> Tensor:
         part = self.factors[0].materialize()
+        if self.is_reshaped:
+            return part.reshape(self.n, *self.shape)
         values = self._room(part, self.n, *self.shape)
         for k, place in enumerate(self.places):
             place.of_each(values).copy_(self.factors[k].materialize() if k else part)
