@@ -309,7 +309,7 @@ class _Mode(Watch):
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
         """Learn vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
         self.level = _functorch.current_level()
-        self.own = _functorch.Pass(self.level)
+        self.own = _functorch.Marks(self.level)
         self.own.claim(samples)
         for value, handle in zip(self.params, handles, strict=True):
             if value.value is not None:

@@ -178,7 +178,7 @@ class OneLevel(torch.autograd.function._SingleLevelFunction):
             return cls.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Pass:
+class Marks:
     """What one pass under vmap makes, so that what another has left behind is known for it: a new pass has the level of the last.
 
     Args:

@@ -366,10 +366,10 @@ class _Guard(TorchFunctionMode):
         self.failure: Exception | None = None
         self.met: set[int] = set()  # what has met an op, by id
         self.recorded: set[int] = set()  # and what has met one that autograd records
-        self.own_pass: _functorch.Pass | None = None
+        self.own_pass: _functorch.Marks | None = None
         if rung == "vmap":
             grad = _functorch.current_level()
-            self.own_pass = _functorch.Pass(grad - 1, grad)
+            self.own_pass = _functorch.Marks(grad - 1, grad)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

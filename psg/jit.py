@@ -1,16 +1,13 @@
 """Trace a whole transform, forward, backward and reductions, to one flat graph, and compile it.
 
-The first call of every signature (tree structure, shapes, strides, dtypes, devices, Python values, autocast) is traced with
-`torch.fx.experimental.proxy_tensor.make_fx`, which sees through vmap, the function mode and the backward pass. The graph of ATen ops goes
-to one of torch.compile's backends, and what comes out is compared with the eager result before it is used: compilers do go wrong. Later
-calls of the signature run the compiled graph alone.
+The first call of every signature (tree structure, shapes, strides, dtypes, devices, Python values, autocast) is traced (psg/_trace.py). The
+graph of ATen ops goes to one of torch.compile's backends, and what comes out is compared with the eager result before it is used:
+compilers do go wrong. Later calls of the signature run the compiled graph alone.
 """
 
 import functools
 import logging
 import math
-import random
-import sys
 import threading
 import time
 import types
@@ -20,16 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from psg import _ambient, _functorch, _random, _trees, plans
-from psg._errors import FallbackWarning, InputError, PsgError, StateError, user_line
-from psg._ops import read_by
+from psg._errors import FallbackWarning, InputError, StateError, user_line
+from psg._trace import Trace, trace
 from psg.rules._registry import are_disabled
 from psg.stateless import state_of, watching
 from psg.testing import Mismatch, assert_trees_close
@@ -215,11 +208,11 @@ class Jitted:
         name = self._name
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
-        trace, program, error, watched = None, None, None, []
+        found, program, error, watched = None, None, None, []
         try:
             with _tracing, watching() as watched:
-                trace = _trace(self._fn, leaves, spec, tensors, name)
-            program = _Program(trace, tensors, self._compile)
+                found = trace(self._fn, leaves, spec, tensors, name)
+            program = _Program(found, tensors, self._compile)
             if self._check:
 
                 def eager(tensors: Sequence[Tensor]) -> Any:
@@ -242,7 +235,7 @@ class Jitted:
             program, error = None, f"the compiled result is wrong: {str(mismatch).strip().splitlines()[0]}"
         except Exception as reason:
             text = " ".join(str(reason).split("\n")[:3]).strip()
-            failed = f"compiled ({type(reason).__name__}" if trace else f"traced ({type(reason).__name__} at {user_line(reason)}"
+            failed = f"compiled ({type(reason).__name__}" if found else f"traced ({type(reason).__name__} at {user_line(reason)}"
             program, error = None, f"it cannot be {failed}: {text})"
         finally:
             _random.set_state(state)
@@ -262,19 +255,10 @@ class _Entry(NamedTuple):
         return self.program is not None and self.program.is_outdated
 
 
-class _Trace(NamedTuple):
-    """A flat graph, and what it takes to call it."""
-
-    graph: GraphModule
-    captured: list[Tensor]  # what fn closes over: further inputs of the graph
-    leaves: list[Any]  # of the result; tensors stand for the graph's outputs
-    spec: Any
-
-
 class _Program:
     """A compiled trace: from the tensors of the arguments to the function's result."""
 
-    def __init__(self, trace: _Trace, tensors: list[Tensor], compile: _Compile) -> None:
+    def __init__(self, trace: Trace, tensors: list[Tensor], compile: _Compile) -> None:
         self._trace = trace
         self._expected = [_signature(tensor) for tensor in trace.captured]
         with _ambient.off(), torch.no_grad():
@@ -295,136 +279,6 @@ class _Program:
     def is_tracked(self) -> bool:
         """Whether the function closes over a tensor that requires grad: the graph's results would have no history."""
         return any(tensor.requires_grad for tensor in self._trace.captured)
-
-
-def _trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Tensor], name: str) -> _Trace:
-    """Trace the function on these tensors; what is no tensor among the leaves is a constant."""
-    result: list[Any] = []
-
-    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling(), _Outside(tensors, name), _Reads():
-            result[:] = _trees.flatten(fn(*args, **kwargs))
-        return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
-
-    before = _python_randomness()
-    graph = make_fx(flat)(*tensors)
-    if _python_randomness() != before:
-        raise StateError(
-            f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be those of the first call for ever. "
-            "Draw them with torch, or outside of the function and pass them to it."
-        )
-    captured = _captured(graph)
-    # What fn has made past the tracer looks like what it closes over, but is another tensor each time. Autograd's symbolic zeros may be.
-    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()}
-    if suspects and not suspects <= {id(tensor) for tensor in _captured(make_fx(flat)(*tensors))}:
-        raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
-    if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
-        # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
-        with _ambient.off():  # autocast is in the graph already
-            graph = make_fx(torch.func.functionalize(graph))(*tensors, *(tensor.detach() for tensor in captured))
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        # A compiler may lay out a tensor in another way than eager does, in which it has no such view.
-        node.target = torch.ops.aten.reshape.default
-    graph.recompile()
-    return _Trace(graph, captured, *result)
-
-
-class _Outside(TorchDispatchMode):
-    """Makes what fn closes over as unknown to the tracer as its arguments: of a constant it would give a Python value, and keep that.
-
-    And refuses what has as many entries as its values say: the number is a Python value too, on which all that follows may depend. And what
-    would be written into either: a trace, a comparison and a call would write more than once.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tensors: Sequence[Tensor], name: str) -> None:
-        super().__init__()
-        self._literals: list[Tensor] = []
-        self._name = name
-        # Views of a tensor share its storage. Those of other tensors stay alive too, so that no other takes their place.
-        self._outside = {_storage(tensor): tensor for tensor in tensors}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        mode = get_proxy_mode()
-        if mode is not None and isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags:
-            if _counts(func, args, kwargs, self._literals):
-                raise PsgError(f"how many entries {func} gives depends on the data")
-        if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
-            tracer = mode.tracer
-            for leaf in _trees.flatten((args, kwargs))[0]:
-                if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
-                    self._outside[_storage(leaf)] = leaf
-                    track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
-        if any(_storage(tensor) in self._outside for tensor in _written(func, args, kwargs)):
-            raise StateError(
-                f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over ({func}), which "
-                "compiling would do more than once. Return the new value from the function and write it outside."
-            )
-        output = func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:
-            self._literals.append(output)
-        return output
-
-
-# They write into running statistics when in training mode, and their schemas do not say so.
-_BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default}
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an op writes into."""
-    if func in _BATCH_NORMS and args[5]:
-        return [leaf for leaf in args[3:5] if isinstance(leaf, Tensor)]
-    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
-        return []
-    arguments = zip(func._schema.arguments, args, strict=False)
-    written = [value for argument, value in arguments if argument.is_write]
-    written += [kwargs[argument.name] for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
-    return [leaf for leaf in _trees.flatten(written)[0] if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-def _counts(func: OpOverload, args: Any, kwargs: Any, literals: list[Tensor]) -> bool:
-    """Whether the shape of an op's output is one of its values: of an indexing only if a mask is among the indices."""
-    if func is not torch.ops.aten.index.Tensor:
-        return kwargs.get("output_size") is None
-    masks = [index for index in args[1] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
-    return any(all(mask is not literal for literal in literals) for mask in masks)
-
-
-class _Reads(TorchFunctionMode):
-    """Lets the tracer refuse what reads memory and is no op: asked for one entry, it refuses those of all but constants."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in read_by(func, args, kwargs or {}):
-            if tensor.numel():
-                tensor.detach().flatten()[0].item()
-        return func(*args, **(kwargs or {}))
-
-
-def _captured(graph: GraphModule) -> list[Tensor]:
-    """Turn the tensors that the function closes over into inputs of the graph, and return them."""
-    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    tensors: dict[str, Tensor] = {}
-    inputs: dict[str, Any] = {}
-    for node in list(graph.graph.find_nodes(op="get_attr")):
-        value = getattr(graph, node.target, None)
-        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)  # torch.tensor(1.0) inside fn
-        if not isinstance(value, Tensor) or literal:
-            continue
-        if node.target not in inputs:
-            with graph.graph.inserting_before(first):
-                inputs[node.target] = graph.graph.placeholder(f"captured_{len(inputs)}")
-            tensors[node.target] = value
-        node.replace_all_uses_with(inputs[node.target])
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return list(tensors.values())
 
 
 def _compare(actual: Any, expected: Any, name: str) -> None:
@@ -457,12 +311,6 @@ def _is_rounding(actual: Any, expected: Any, nudged: Sequence[Any]) -> bool:
         if not off <= 10 * max(jumps):
             return False
     return True
-
-
-def _python_randomness() -> Any:
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else ()
-    return random.getstate(), tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
