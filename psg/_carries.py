@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _functorch, _trees
 from psg._ops import name_of
 from psg.factors import Dense, Expanded, Factor, Outer, Place, Scaled, Sum, Views, merge
-from psg.factors._maps import Scale, contracted, premultiplied, reshaped, scaled, transposed
+from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
 
 class Call(NamedTuple):
@@ -344,6 +344,18 @@ def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     return [(input, lambda factor: reshaped(factor, shape))]
 
 
+def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _Carried:
+    dim %= output.ndim
+    sizes = [tensor.shape[dim] if tensor.ndim == output.ndim else 0 for tensor in tensors]  # [0] may stand for nothing in any shape
+    if 0 in sizes:
+        return []
+
+    def piece(k: int) -> _OverTo:
+        return lambda factor: narrowed(factor, dim, sum(sizes[:k]), sizes[k])
+
+    return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
+
+
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     """A view of some entries, or of all in another order."""
     of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input.detach())
@@ -387,6 +399,7 @@ _CARRIES: dict[str, Callable[..., _Carried]] = {
     **dict.fromkeys(
         ("__getitem__", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part
     ),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
 }
 

@@ -49,6 +49,9 @@ MATRICES = {
     "a linear layer of another": (lambda p: F.linear(p["b"], p["a"].T, p["columns"]), {"a": Outer, "b": Outer, "columns": Dense}),
     "added to a product": (lambda p: torch.addmm(p["w"], p["b"], p["a"], beta=2, alpha=0.5), dict.fromkeys("wab", Outer)),
     "outer product": (lambda p: p["w"] + torch.outer(p["gain"].view(-1), p["columns"]), {"w": Outer, "gain": Dense, "columns": Dense}),
+    "side by side": (lambda p: torch.cat([p["b"], p["gain"]], 1), {"b": Outer, "gain": Outer}),
+    "one below the other": (lambda p: torch.cat([p["a"], p["columns"][None], p["a"][:1].detach()]), {"a": Outer, "columns": Views}),
+    "one twice": (lambda p: torch.cat((p["a"], 2 * p["a"]), dim=-2), {"a": Outer}),
     "masked": (lambda p: p["w"] * torch.ones_like(p["w"]).tril(), {"w": Scaled}),
     "triangular": (lambda p: p["w"].triu(), {"w": Scaled}),
     "positive": (lambda p: F.softplus(p["w"]), {"w": Scaled}),
@@ -155,6 +158,8 @@ LOOKUPS = {
     "divided by a parameter": (lambda p: p["w"] / p["s"], {"w": Rows, "s": Dense}),
     "its own gains": (lambda p: p["w"] * p["gain"], {"w": Dense, "gain": Dense}),
     "low rank": (lambda p: p["b"] @ p["a"], {"a": Dense, "b": Dense}),
+    "more rows": (lambda p: torch.cat([p["columns"][None].detach(), p["w"]]), {"w": Rows}),
+    "side by side": (lambda p: torch.cat([p["b"], p["gain"]], 1), {"b": Rows, "gain": Rows}),
 }
 
 
@@ -174,6 +179,8 @@ KERNELS = {
     "filters scaled": (lambda w, s: w * s.detach()[:, None, None], Conv),
     "filters scaled by parameters": (lambda w, s: w * s[:, None, None], Conv),
     "channels scaled": (lambda w, s: w * s.detach()[:2, None], Scaled),
+    "filters side by side": (lambda w, s: torch.cat([w[:1].detach(), w, 0.5 * w]), Sum),
+    "channels side by side": (lambda w, s: torch.cat([w.narrow(1, 0, 1).detach(), w.narrow(1, 1, 1)], 1), Views),
     "weight norm": (lambda w, s: torch._weight_norm(w, s[:, None, None], 0), Sum),
     "standardised": (lambda w, s: (w - w.mean((1, 2), keepdim=True)) / w.std((1, 2), keepdim=True), Sum),
     "standardised by batch norm": (
@@ -219,6 +226,7 @@ STEPS = {
     "its own spectrum": lambda w, p: w / (3 + torch.dot(p["gain"].flatten(), torch.mv(w, p["columns"])).square()),
     "turned and back": lambda w, p: (w.T.contiguous() * p["gain"].T).mT,
     "cut and joined": lambda w, p: torch.cat(w.split(1)[::-1]),
+    "in place of some": lambda w, p: torch.cat([w[:2], p["a"][:1], w[3:]]) + torch.cat([p["gain"], w[:, 1:]], 1),
     "squared": lambda w, p: w * w,
     "flat": lambda w, p: w.reshape(-1).unflatten(0, (OUT, IN)).view_as(w),
     "masked": lambda w, p: w * (p["w"].detach() > 0),

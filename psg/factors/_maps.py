@@ -211,6 +211,40 @@ def _(factor: Outer, matrix: Tensor) -> Factor:
 
 
 @singledispatch
+def narrowed(factor: Factor, dim: int, start: int, length: int) -> Factor | None:
+    """The entries from `start` on along a dimension, at least one of them."""
+    return None
+
+
+@narrowed.register
+def _(factor: Dense, dim: int, start: int, length: int) -> Factor:
+    return Dense(factor.values.narrow(1 + dim, start, length))
+
+
+@narrowed.register
+def _(factor: Outer, dim: int, start: int, length: int) -> Factor:
+    left, right = factor.left, factor.right
+    return Outer(left.narrow(2, start, length), right) if dim == 0 else Outer(left, right.narrow(2, start, length))
+
+
+@narrowed.register
+def _(factor: Rows, dim: int, start: int, length: int) -> Factor:
+    if dim == 1:
+        return Rows(factor.index, factor.cotangent.narrow(2, start, length), factor.num_rows)
+    index = factor.index - start
+    among = (index >= 0) & (index < length)
+    return Rows(torch.where(among, index, 0), torch.where(among[:, :, None], factor.cotangent, 0), length)
+
+
+@narrowed.register
+def _(factor: Conv, dim: int, start: int, length: int) -> Factor | None:
+    whole = factor.geometry.groups == 1
+    if dim == 0 and whole:
+        return Conv(factor.cotangent.narrow(2, start, length), factor.input, factor.geometry)
+    return Conv(factor.cotangent, factor.input.narrow(2, start, length), factor.geometry) if dim == 1 and whole else None
+
+
+@singledispatch
 def reshaped(factor: Factor, shape: torch.Size) -> Factor:
     """The same entries, in the same order, in another shape."""
     if factor.shape == shape:
