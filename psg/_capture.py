@@ -448,11 +448,9 @@ class _Mode(Watch):
             if "mask" in kwargs:
                 args, kwargs = (*args, kwargs["mask"]), {}
             if len(args) > 1 and any(map(self._is_own_mask, leaves_of(args[1:2], {}))):
-                index = substitute(args[1], lambda leaf: self._agreed(func, leaf) if self._is_own_mask(leaf) else leaf)
-                with self:
-                    return func(args[0], index, *args[2:], **kwargs)
-        if func in LOCATING and args and _functorch.is_batched(args[0], self.level):
-            return func(self._agreed(func, args[0] != 0), *args[1:], **kwargs)
+                return self._select(func, *args, **kwargs)
+        if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _functorch.is_batched(args[0], self.level):
+            return self._locate(func, *args, **kwargs)
         if func in CONSTANTS and not self.habits.fills and args and _functorch.is_batched(args[0], self.level):
             if not any(isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:]):
                 return self._make(func, args, kwargs)
@@ -478,15 +476,37 @@ class _Mode(Watch):
     def _is_own_mask(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.dtype == torch.bool and _functorch.is_batched(leaf, self.level)
 
-    def _agreed(self, func: Any, mask: Tensor) -> Tensor:
-        """A mask of every sample as one for all, if they agree."""
+    def _select(self, func: Any, tensor: Tensor, index: Any, *values: Any) -> Any:
+        """What masks select, or write into."""
+        if func in (torch.masked_select, Tensor.masked_select):
+            shape = torch.broadcast_shapes(tensor.shape, index.shape)
+            func, tensor, index = Tensor.__getitem__, tensor.expand(shape), index.expand(shape)
+        several = isinstance(index, (tuple, list))
+        places: list[Any] = []
+        for item in index if several else (index,):
+            places += self._places(func, item) if self._is_own_mask(item) else [item]
+        with self:
+            return func(tensor, tuple(places) if several or len(places) > 1 else places[0], *values)
+
+    def _locate(self, func: Any, tensor: Tensor, as_tuple: bool = False) -> Any:
+        """Where a tensor is not zero."""
+        places = self._places(func, tensor != 0)
+        if not _functorch.is_wrapped(places[0]):
+            places = list(torch.nonzero(places[0], as_tuple=True))
+        return tuple(places) if as_tuple or func is torch.where else torch.stack(places, -1)
+
+    def _places(self, func: Any, mask: Tensor) -> list[Tensor]:
+        """Indices that select what every sample's mask does, one for each dimension; the mask itself if the samples agree on it."""
         with _functorch.below():
             values = _functorch.physical(mask, self.level, self.n)
-            if mask.numel():
-                distinct, labels = values.reshape(self.n, -1).unique(dim=0, return_inverse=True)
-                if len(distinct) > 1:
-                    raise Diverged(name_of(func), labels)
-            return values[0]
+            flat = values.reshape(self.n, mask.numel())
+            if mask.numel() == 0 or (flat == flat[0]).all():
+                return [values[0]]
+            counts, labels = flat.sum(1).unique(return_inverse=True)
+            if len(counts) > 1:
+                raise Diverged(name_of(func), labels)
+            places = values.nonzero()[:, 1:].unflatten(0, (self.n, int(counts)))
+            return [_functorch.wrap(place, self.level) for place in places.unbind(2)]
 
     # What a pass must not meet
 

@@ -63,7 +63,7 @@ def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
 
 # What a mask says where: how many entries come out is a Python value too.
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
-LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
+LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where}
 
 # Of a tensor they take its shape, dtype and device alone.
 LIKENESSES = {

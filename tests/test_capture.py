@@ -574,6 +574,56 @@ def test_stays_on_the_first_rung(fn, device):
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
+def written_where(y, where, w):
+    y = y.clone()
+    y[where] = 2 * w[:1].expand(int(where.sum()), 4)
+    return y
+
+
+# What masks of each sample's own select: w [4, 4], x [5, 4], where [5].
+SELECTIONS = {
+    "rows of the data": lambda w, x, where: x[where] @ w,
+    "rows of a result": lambda w, x, where: (x @ w).sin()[where],
+    "rows of a parameter": lambda w, x, where: w[where[:4]] * x[:4][where[:4]],
+    "columns": lambda w, x, where: (x @ w)[:, where[:4]] * x[..., ~where[:4]].sum(),
+    "a column of rows": lambda w, x, where: (x @ w)[where, 1] + (x @ w)[where][:, 2],
+    "entries": lambda w, x, where: (x @ w)[where[:, None] & (torch.arange(4, device=x.device) > 0)],
+    "masked_select": lambda w, x, where: torch.masked_select(x @ w, where[:, None]),
+    "masked_select by keyword": lambda w, x, where: (x @ w).masked_select(mask=where[:, None].expand(5, 4)),
+    "nonzero": lambda w, x, where: (x @ w)[where.nonzero()[:, 0]],
+    "nonzero, a tuple": lambda w, x, where: (x @ w)[torch.nonzero(where[:, None] * x, as_tuple=True)],
+    "argwhere": lambda w, x, where: (x @ w)[torch.argwhere(~where).squeeze(1)],
+    "where": lambda w, x, where: (x @ w)[torch.where(where)],
+    "written": lambda w, x, where: written_where(x @ w, where, w),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_masks_of_each_samples_own_that_select_as_many_entries(name, device):
+    def fn(w, x, order):
+        where = order < 2
+        return SELECTIONS[name](w, x, where).sin().mean()
+
+    order = torch.stack([torch.randperm(4, device=device) for _ in range(6)])
+    order = torch.cat([order, torch.full((6, 1), 4, device=device)], 1)  # two among the first four
+    w, x = torch.randn(4, 4, device=device), torch.randn(6, 5, 4, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = psg.per_sample_grad(fn)(w, x, order)
+    assert_trees_close(found, loop_grad(fn)(w, x, order))
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_masks_that_select_different_numbers_go_apart(name, device):
+    fn = lambda w, x, where: SELECTIONS[name](w, x, where).sin().sum()  # noqa: E731
+    where = torch.rand(16, 5, device=device) < torch.tensor([0.9, 0.3])[torch.arange(16) % 2, None].to(device)
+    w, x = torch.randn(4, 4, device=device), torch.randn(16, 5, 4, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = psg.per_sample_grad(fn)(w, x, where)
+    assert_trees_close(found, loop_grad(fn)(w, x, where))
+
+
 def network(p, x):
     return (torch.tanh(F.linear(x, p["w"], p["b"])) @ p["v"]).sum(-1)
 

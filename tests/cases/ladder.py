@@ -205,7 +205,10 @@ SHAPE = "the shape of an intermediate depends on the sample"
 
 @case(not_capture=SHAPE, not_vmap=SHAPE)
 def boolean_mask_of_a_sample():
-    return Problem(lambda p, x: score(F.linear(x[x[:, 0] > 0], p)), (normal(4, 3), normal(N, 6, 3)))
+    def fn(p, x, last):
+        return score(F.linear(x[torch.arange(6, device=x.device) <= last], p))  # as many as no other sample's
+
+    return Problem(fn, (normal(4, 3), normal(N, 6, 3), torch.arange(N)))
 
 
 OLD_STYLE = "an autograd.Function of the old style has no vmap rule"
