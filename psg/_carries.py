@@ -167,7 +167,7 @@ def _of_entries(call: Call, side: Tensor, factor: Factor) -> Factor | None:
         small = (1,) * side.ndim if constant.numel() == 1 else _kept(call, side)
         if small is None:
             return None
-        numbers = factor.values.reshape(-1, *small)
+        numbers = factor.values.reshape(factor.n, *small)
     elif (
         isinstance(factor, Scaled)
         and isinstance(factor.factor, Expanded)
@@ -176,7 +176,7 @@ def _of_entries(call: Call, side: Tensor, factor: Factor) -> Factor | None:
     ):
         numbers, constant = factor.factor.values, factor.shared.expand(factor.shape)
         if numbers.ndim != 1 + side.ndim:  # else the same tensor, by which multiples are known
-            numbers = numbers.reshape(-1, *(1,) * side.ndim)
+            numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
     else:
         return None
     entries = call.pulled(side, constant)
@@ -233,7 +233,12 @@ def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> _OverTo:
     if shape == output.shape:
         return (lambda factor: factor) if isinstance(scale, (int, float)) and scale == 1 else lambda factor: scaled(factor, scale)
     weights = scale if isinstance(scale, Tensor) else output.new_full((), scale)
-    return lambda factor: contracted(factor, weights.expand(output.shape), shape)
+    return lambda factor: _added_up(factor, weights.expand(output.shape), shape)
+
+
+def _added_up(factor: Factor, weights: Tensor, shape: torch.Size) -> Factor | None:
+    total = contracted(factor, weights, shape)
+    return None if total is None else Dense(total)
 
 
 def _value(argument: Any) -> Scale:
@@ -315,8 +320,8 @@ def _outer(output: Tensor, input: Any, vec2: Any) -> _Carried:
     left, right = (vector.detach().reshape(shape).expand(output.shape) for vector, shape in ((input, rows), (vec2, columns)))
 
     def carry(factor: Factor, weights: Tensor, shape: tuple[int, int]) -> Factor | None:
-        found = contracted(factor, weights, torch.Size(shape))
-        return None if found is None else Dense(found.materialize().flatten(1))
+        total = contracted(factor, weights, torch.Size(shape))
+        return None if total is None else Dense(total.flatten(1))
 
     return [(input, lambda factor: carry(factor, right, rows)), (vec2, lambda factor: carry(factor, left, columns))]
 

@@ -102,7 +102,11 @@ def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves] if fits else []
     fits = len({factor.n for factor in factors}) == 1
     # A process that has no samples need not know what kinds of factors the others' have led to: they send theirs, empty.
-    own = (factors[0].n, str(spec), [factor.take(slice(0)).map(Tensor.cpu) for factor in factors]) if fits else None
+    own = (
+        (factors[0].n, str(spec), [factor.take(slice(0)).map(lambda part: part.new_empty(part.shape, device="cpu")) for factor in factors])
+        if fits
+        else None
+    )
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     wrong = [rank for rank, theirs in enumerate(found) if theirs is None]

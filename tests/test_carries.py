@@ -395,3 +395,51 @@ def test_a_selected_zero_meets_a_cotangent_that_is_not_finite(device):
 
     w, x = torch.randn(2, 2, device=device), torch.randn(3, 2, device=device)
     assert_trees_close(psg.per_sample_grad(fn)(w, x), torch.func.vmap(torch.func.grad(fn), (None, 0))(w, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_terms_that_cancel_are_not_rounded_to_sixteen_bits(dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    p, x = torch.randn(40, 60, generator=generator), 1 + 0.05 * torch.randn(16, 60, generator=generator)
+    p, x = p.to(device, dtype), x.to(device, dtype)
+    fn = lambda p, x: F.linear(x, p).sum() - p.sum()  # noqa: E731
+    exact = psg.factored_grad(fn)(p, x).to(torch.float64).materialize().flatten(1).norm(dim=1)
+    torch.testing.assert_close(psg.per_sample_norm(fn)(p, x).double(), exact, rtol=1e-2, atol=0)
+    compiled = psg.jit(psg.per_sample_norm(fn), backend="eager", check=False)(p, x)
+    assert (compiled.double() > 0.99 * exact).all()
+
+
+def test_inner_products_larger_than_float16_has_numbers(device):
+    p, x = 0.1 * torch.randn(300, 400, device=device).half(), 4 * torch.rand(3, 400, device=device).half()
+    fn = lambda p, x: (F.linear(x, p) * 0.5).sum() + 0.05 * x[0] * p.sum()  # noqa: E731
+    exact = psg.factored_grad(fn)(p, x).to(torch.float64).materialize().flatten(1).norm(dim=1)
+    torch.testing.assert_close(psg.per_sample_norm(fn)(p, x).double(), exact, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("op", ["conv", "entries"])
+def test_a_factor_that_stands_twice_in_a_sum(op, device):
+    p, x = torch.randn(2, 3, 3, device=device), torch.randn(4, 3, 5, device=device)
+    fns = {"conv": lambda p, x: F.conv1d(x, p + p).square().sum(), "entries": lambda p, x: (p + p).square().sum() * x.sum()}
+    with psg.plans.using(norm="gram"):
+        factor = psg.factored_grad(fns[op])(p, x)
+        dense = psg.per_sample_grad(fns[op])(p, x).flatten(1)
+        assert_trees_close(psg.tree.gram(factor), dense @ dense.T)
+        assert_trees_close(psg.tree.inner(factor, factor), dense.square().sum(1))
+
+
+@pytest.mark.parametrize("size, weight", [(1e-23, 1e25), (1e20, 1e-25)])
+def test_norms_whose_parts_have_no_squares_in_float32(size, weight, device):
+    p, x = size * torch.randn(20, device=device).float(), torch.rand(3, 4, device=device).float()
+    x[0] = 0
+    fn = lambda p, x: p.square().sum() * x.sum() * weight  # noqa: E731
+    exact = psg.per_sample_grad(fn)(p, x).double().norm(dim=1)
+    torch.testing.assert_close(psg.per_sample_norm(fn)(p, x).double(), exact, rtol=1e-5, atol=0)
+
+
+def test_parameters_without_dimensions_or_entries(device):
+    x = torch.randn(4, 1, device=device)
+    fn = lambda p, x: F.linear(x, p.reshape(1, 1)).sum() - F.conv1d(x[None, None], p.reshape(1, 1, 1)).sum() * (1 + 1e-9)  # noqa: E731
+    assert_agrees(Problem(fn, (torch.tensor(0.3, device=device), x)))
+    assert_agrees(
+        Problem(lambda p, x: (p.exp().sum(0) + p.exp().sum(1).square().sum()).sum() * x.sum(), (torch.randn(3, 0, device=device), x))
+    )

@@ -716,3 +716,35 @@ def test_what_is_one_tensor_for_all_samples_stays_one_when_they_are_joined(alike
     assert_trees_close(joined.materialize(), torch.cat(tensors))
     if joined.device.type == "cpu":
         assert (joined.entries.stride(0) == 0) is alike
+
+
+def test_what_the_samples_share_stays_shared_within_sums_and_views(make):
+    def recipe(n, size, generator):
+        (left, tensor), (right, other) = (scaled(outer)(n, size, generator) for _ in range(2))
+        whole = Place((4, 3), (3, 1), 0)
+        return Sum([left, Views([right], [whole], torch.Size((4, 3)))], torch.zeros(n, 0), torch.Size((4, 3))), tensor + other
+
+    (left, right), keep = make(recipe, 5, "square"), torch.tensor([True, True, False, True, True])
+    keep = keep.to(left.device)
+    for factor, tensor in (
+        (left.take(keep), right[keep]),
+        (left.zero(keep), torch.where(keep[:, None, None], right, 0)),
+        (left.to(torch.float32), right.float()),
+    ):
+        assert_trees_close(factor.materialize(), tensor, **({"rtol": 1e-5, "atol": 1e-5} if tensor.dtype == torch.float32 else {}))
+        assert factor.terms[0].shared is not None and factor.terms[1].factors[0].shared is not None
+
+
+@pytest.mark.parametrize("kind", [expanded(1, 1), outer, rows])
+def test_second_derivatives_of_norms_by_shared_entries(kind):
+    factor, _ = kind(2, "wide", torch.Generator().manual_seed(0))
+
+    def norms(entries):
+        return Scaled(factor, entries.expand(2, 6, 5)).squared_norm().sum()
+
+    def reference(entries):
+        return (factor.materialize() * entries).square().sum()
+
+    for entries in (torch.zeros(6, 5), torch.randn(6, 5)):
+        found, expected = (torch.autograd.functional.hessian(function, entries) for function in (norms, reference))
+        assert_trees_close(found, expected, per_sample=False)

@@ -172,12 +172,13 @@ class Factor(ABC):
         cannot be traced, from the most that rounding can have hidden.
         """
         eps = torch.finfo(squared.dtype).eps
-        lost = squared < _LOST * eps * scale
+        lost = ~(squared >= _LOST * eps * scale)  # NaN too: of infinite terms that cancel
         if self.device.type != "cpu" or _functorch.transform_active() or _functorch.is_traced():
             return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * scale, squared)
         if not lost.any():
             return squared
-        exact = torch.cat([square(as_real(part).flatten(1)).sum(1) for part in self.take(lost).to(wide(self.dtype)).parts()])
+        formed = map(as_real, self.take(lost).to(wide(self.dtype)).parts())
+        exact = torch.cat([square(part.reshape(len(part), part.shape[1:].numel())).sum(1) for part in formed])
         return squared.masked_scatter(lost, exact)
 
     def norm(self) -> Tensor:

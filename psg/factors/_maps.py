@@ -101,19 +101,22 @@ def _(factor: Sum, scale: Scale) -> Factor | None:
 
 
 @singledispatch
-def contracted(factor: Factor, weights: Tensor, shape: torch.Size) -> Factor | None:
-    """weights * gradient[n], for weights of the parameter's shape, added up to a shape that broadcasts to it."""
-    return Dense(factor.dot(weights).to(factor.dtype).reshape(factor.n, *shape)) if shape.numel() == 1 else None
+def contracted(factor: Factor, weights: Tensor, shape: torch.Size) -> Tensor | None:
+    """weights * gradient[n], for weights of the parameter's shape, added up to a shape that broadcasts to it -> [n, *shape].
+
+    In at least float32: it may be no gradient, but an inner product.
+    """
+    return factor.dot(weights).reshape(factor.n, *shape) if shape.numel() == 1 else None
 
 
 @contracted.register
-def _(factor: Dense, weights: Tensor, shape: torch.Size) -> Factor:
+def _(factor: Dense, weights: Tensor, shape: torch.Size) -> Tensor:
     total = (widen(factor.values) * weights).sum_to_size(factor.n, *_small(shape, factor))
-    return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
+    return total.reshape(factor.n, *shape)
 
 
 @contracted.register
-def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Factor | None:
+def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Tensor | None:
     left, right = widen(factor.left), widen(factor.right)
     weights = weights.to(left.dtype)
     rows, columns = _small(shape, factor)
@@ -122,48 +125,45 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Factor | None:
     if columns != 1:
         total = ((left @ weights) * right).sum(1)
     else:
-        total = ((right @ _rows_of(weights).T) * left).sum(1)
+        total = ((right @ _shared_row(weights).T) * left).sum(1)
         total = total if rows != 1 else total.sum(1)
-    return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
+    return total.reshape(factor.n, *shape)
 
 
 @contracted.register
-def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Factor | None:
+def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Tensor | None:
     small = _small(shape, factor)
     if small[1:].numel() != 1 or (shape.numel() != 1 and factor.is_best_formed):
         return None
-    total = (
-        factor.products(_rows_of(weights) if factor.geometry.groups == 1 else weights)
-        .sum((1, *range(3, 3 + len(factor.geometry.kernel))))
-        .sum_to_size(factor.n, small[0])
-    )
-    return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
+    products = factor.products(_shared_row(weights) if factor.geometry.groups == 1 else weights)
+    total = products.sum((1, *range(3, 3 + len(factor.geometry.kernel)))).sum_to_size(factor.n, small[0])
+    return total.reshape(factor.n, *shape)
 
 
 @contracted.register
-def _(factor: Expanded, weights: Tensor, shape: torch.Size) -> Factor | None:
+def _(factor: Expanded, weights: Tensor, shape: torch.Size) -> Tensor | None:
     small = _small(shape, factor)
     if any(size != 1 and own == 1 for size, own in zip(small, factor.small, strict=True)):
         return None
     total = (widen(factor.values) * widen(weights).sum_to_size(factor.small)).sum_to_size(factor.n, *small)
-    return Dense(total.to(factor.dtype).reshape(factor.n, *shape))
+    return total.reshape(factor.n, *shape)
 
 
 @contracted.register
-def _(factor: Scaled, weights: Tensor, shape: torch.Size) -> Factor | None:
-    return None if factor.shared is None else contracted(factor.factor, weights * factor.shared, shape)
+def _(factor: Scaled, weights: Tensor, shape: torch.Size) -> Tensor | None:
+    return None if factor.shared is None else contracted(factor.factor, widen(weights) * factor.shared, shape)
 
 
 @contracted.register
-def _(factor: Views, weights: Tensor, shape: torch.Size) -> Factor | None:
+def _(factor: Views, weights: Tensor, shape: torch.Size) -> Tensor | None:
     if shape.numel() == 1:
-        return Dense(factor.dot(weights).to(factor.dtype).reshape(factor.n, *shape))
+        return factor.dot(weights).reshape(factor.n, *shape)
     if not factor.is_reshaped:
         return None
     own = factor.factors[0]
     small = _regrouped(weights.new_empty(_small(shape, factor)), factor.shape, own.shape).shape
     total = contracted(own, weights.reshape(own.shape), small) if small.numel() == shape.numel() else None
-    return None if total is None else Dense(total.materialize().reshape(factor.n, *shape))
+    return None if total is None else total.reshape(factor.n, *shape)
 
 
 @singledispatch
@@ -296,8 +296,8 @@ def _entry_by_entry(factor: Factor, entries: Tensor) -> Factor | None:
     return Scaled(factor, entries.to(factor.dtype).expand(factor.n, *entries.shape))
 
 
-def _rows_of(weights: Tensor) -> Tensor:
-    """The rows, as one if they are one tensor."""
+def _shared_row(weights: Tensor) -> Tensor:
+    """One of the rows, if all are one tensor; else all of them."""
     return weights[:1] if len(weights) > 1 and weights.stride(0) == 0 else weights
 
 

@@ -38,15 +38,16 @@ def gram(x: Factor, y: Factor) -> Tensor:
 
 def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[[Dense, Dense], Tensor]) -> Tensor:
     total: Tensor | None = None
-    # Of a factor with itself each pair of terms once: the other way round it is the same numbers.
-    pairs = itertools.combinations_with_replacement(_terms(x), 2) if x is y else itertools.product(_terms(x), _terms(y))
-    for one, other in pairs:
-        product = _of_pair(table, one, other, swap)
+    terms, others = _terms(x), _terms(y)
+    for i, j in itertools.product(range(len(terms)), range(len(others))):
+        if x is y and j < i:
+            continue  # of a factor with itself each pair of terms once: the other way round it is the same numbers
+        product = _of_pair(table, terms[i], others[j], swap)
         if product is None:
             # Materialising is cheaper for these shapes, and once one term is, adding the others to it is.
-            formed = Dense(x.materialize())
-            return dense(formed, formed if x is y else Dense(y.materialize()))
-        if x is y and one is not other:
+            formed = Dense(x.to(wide(x.dtype)).materialize())
+            return dense(formed, formed if x is y else Dense(y.to(wide(y.dtype)).materialize()))
+        if x is y and i != j:
             product = product + swap(product)
         total = product if total is None else total + product
     if total is None:  # one of them is zero
@@ -153,7 +154,7 @@ def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Dense, De
     if not isinstance(expanded, Expanded) or entries is None:
         return None
     total = contracted(y, entries.expand(x.shape), expanded.small)
-    return None if total is None else product(Dense(expanded.values), Dense(total.materialize()))
+    return None if total is None else product(Dense(expanded.values), Dense(total))
 
 
 for _kind in (Expanded, Scaled):

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, expect_real, root, square, widen
+from psg.factors._base import Factor, expect_real, root, square, wide, widen, zero_rows
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 
@@ -131,23 +131,41 @@ class Scaled(Factor):
     def materialize(self) -> Tensor:
         return self.factor.materialize() * self.entries
 
+    def norm(self) -> Tensor:
+        squared, unit = self._squared_in_units()
+        return (root(squared) if self.is_differentiated else squared.sqrt()) * unit
+
     def squared_norm(self) -> Tensor:
-        shared = self.shared
-        if shared is not None and isinstance(self.factor, Expanded):
-            sizes = root(widen(shared).expand(self.shape).square().sum_to_size(self.factor.small))
-            return Dense(widen(self.factor.values) * sizes).squared_norm()
-        if shared is not None and isinstance(self.factor, Outer) and self.factor.positions == 1:
-            # sum_ab (e_ab l_a r_b)^2: no gradient is formed.
-            (left, size), (right, other) = (_in_units(side[:, 0]) for side in (self.factor.left, self.factor.right))
-            entries = widen(shared).expand(self.shape)
-            return ((left.square() @ entries.square()) * right.square()).sum(1) * (size * other).square()
-        if isinstance(self.factor, Dense):
-            return Dense(self.materialize()).squared_norm()
-        return torch.cat([Dense(part).squared_norm() for part in self.parts()])
+        squared, unit = self._squared_in_units()
+        return squared * unit.square()
+
+    def _squared_in_units(self) -> tuple[Tensor, Tensor]:
+        """The squared norm, and the unit of the norm, [n]: the squares of its parts may not fit where the gradient is an ordinary one."""
+        if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
+            return self._squares_of_terms(self.shared)
+        whole = self.to(wide(self.dtype))
+        parts = (whole.materialize(),) if isinstance(self.factor, Dense) else whole.parts()
+        squared = torch.cat([Dense(part).squared_norm() for part in parts])
+        return squared, torch.ones_like(squared)
+
+    def _squares_of_terms(self, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """sum over the terms that it is made of of |term|^2, and the unit of |term|: no gradient is formed."""
+        entries, size = (part[0] for part in _in_units(shared[None]))
+        squares = entries.square().expand(self.shape)
+        if isinstance(self.factor, Expanded):
+            values, unit = _in_units(self.factor.values)
+            products = values.square() * squares.sum_to_size(self.factor.small)
+            return products.reshape(self.n, self.factor.small.numel()).sum(1), unit * size
+        if isinstance(self.factor, Outer):
+            (left, unit), (right, other) = _in_units(self.factor.left), _in_units(self.factor.right)
+            return ((left.square() @ squares) * right.square()).sum((1, 2)), unit * other * size
+        return self.factor.scale() * squares.amax() if squares.numel() else self.factor.scale(), size.expand(self.n)
 
     def scale(self) -> Tensor:
-        largest = square(self.entries if self.shared is None else self.shared[None]).flatten(1)
-        return self.factor.scale() * (largest.amax(1) if largest.shape[1] else 0)
+        if self.shared is None:
+            return self.squared_norm()
+        squared, unit = self._squares_of_terms(self.shared)
+        return squared * unit.square()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         shared = self.shared
@@ -177,7 +195,7 @@ class Scaled(Factor):
 
     def zero(self, keep: Tensor) -> Self:
         if self.shared is None:
-            return super().zero(keep)
+            return type(self)(self.factor.zero(keep), zero_rows(self.entries, keep))
         # What is not finite in the entries is so in every sample: those to keep say so themselves.
         finite = self.shared.isfinite()
         factor = self.factor.map(lambda tensor: torch.where(finite.all(), tensor, torch.nan) if tensor.is_floating_point() else tensor)
@@ -201,10 +219,12 @@ class Scaled(Factor):
 
 
 def _in_units(side: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, a] -> the rows in units of their largest entries, whose squares fit, and these, [n]."""
+    """[n, *] -> each sample's in units of its largest entry, whose squares fit, and these, [n]."""
     side = widen(side)
-    size = side.detach().abs().amax(1) if side.shape[1] else side.new_zeros(len(side))
-    return side / torch.where(size == 0, 1, size)[:, None], size
+    rows = side.detach().reshape(len(side), side.shape[1:].numel())
+    size = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    size = torch.where(size == 0, 1, size)
+    return side / size.reshape(-1, *(1,) * (side.ndim - 1)), size
 
 
 def merge_scaled(terms: list[Scaled]) -> list[Factor]:

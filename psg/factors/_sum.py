@@ -82,8 +82,7 @@ class Sum(Factor):
         for i, term in enumerate(self.terms):
             squared = term.squared_norm()
             total = total + squared
-            # Terms may cancel, and so may the positions of each.
-            scale = scale + squared if isinstance(term, Dense) else scale + squared + term.scale()
+            scale = scale + squared + term.scale()  # terms may cancel, and so may the positions of each
             for earlier in self.terms[:i]:
                 total = total + 2 * earlier.inner(term)
         return self.recover(total, scale) if len(self.terms) > 1 else total
@@ -102,6 +101,17 @@ class Sum(Factor):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)([term.map(function) for term in self.terms], function(self.like), self.shape)
+
+    # Each term's own: what the samples share stays shared.
+
+    def take(self, index: Tensor | slice) -> Self:
+        return type(self)([term.take(index) for term in self.terms], self.like[index], self.shape)
+
+    def zero(self, keep: Tensor) -> Self:
+        return type(self)([term.zero(keep) for term in self.terms], self.like, self.shape)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        return type(self)([term.to(dtype) for term in self.terms], self.like.to(dtype), self.shape)
 
     def regroup(self, table: Tensor) -> Factor:
         return Sum([term.regroup(table) for term in self.terms], self.like.new_empty(table.shape[0], 0), self.shape)

@@ -139,6 +139,17 @@ class Views(Factor):
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)([factor.map(function) for factor in self.factors], self.places, self.shape)
 
+    # Each factor's own: what the samples share stays shared.
+
+    def take(self, index: Tensor | slice) -> "Views":
+        return self.with_factors([factor.take(index) for factor in self.factors])
+
+    def zero(self, keep: Tensor) -> "Views":
+        return self.with_factors([factor.zero(keep) for factor in self.factors])
+
+    def to(self, dtype: torch.dtype) -> "Views":
+        return self.with_factors([factor.to(dtype) for factor in self.factors])
+
     def regroup(self, table: Tensor) -> Factor:
         return self.with_factors([factor.regroup(table) for factor in self.factors])
 
