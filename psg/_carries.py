@@ -141,7 +141,10 @@ def _over_steps(call: Call, factor: Factor) -> list[list[Factor]] | None:
     terms: dict[int, list[Factor]] = {id(output): [factor]}
     for step in reversed(steps.calls):
         own, carry = terms.pop(id(step.output), None), carry_of(step)
-        for term in terms_of(own) if own else ():
+        parts = terms_of(own) if own else ()
+        if parts is None:
+            return None
+        for term in parts:
             carried = carry(term) if carry is not None else None
             if carried is None:
                 return None
@@ -150,10 +153,22 @@ def _over_steps(call: Call, factor: Factor) -> list[list[Factor]] | None:
     return [terms.get(id(leaf), []) for leaf in leaves.values()]
 
 
-def terms_of(found: list[Factor]) -> Sequence[Factor]:
-    """The terms of one gradient, as few as there can be."""
+_MOST = 4
+
+
+def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
+    """The terms of one gradient, as few as there can be; None if they are so many, or so large, that it is better formed.
+
+    A step of a derivation may use a value twice: what is carried over many steps would grow as a power of two.
+    """
     merged = merge(found)
-    return merged.terms if isinstance(merged, Sum) else (merged,)
+    terms = merged.terms if isinstance(merged, Sum) else (merged,)
+    if len(terms) > 1 and any(isinstance(term, Dense) for term in terms):
+        return (Dense(merged.materialize()),)
+    formed = merged.n * merged.shape.numel() * merged.dtype.itemsize
+    if len(found) > 1 and merged.nbytes > _MOST * formed or isinstance(merged, Sum) and merged.is_mixed:
+        return None
+    return terms if len(terms) <= _MOST else None
 
 
 def _of_entries(call: Call, side: Tensor, factor: Factor) -> Factor | None:

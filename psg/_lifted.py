@@ -81,18 +81,18 @@ class Lifted:
 
     def carry_terms(self) -> None:
         """Hand the terms to what this value was computed from, where their kind allows it."""
-        if self.carry is None or not self.terms:
+        terms = terms_of(self.terms) if self.carry is not None and self.terms else None
+        if self.carry is None or terms is None:
             return
-        left = []
-        for term in terms_of(self.terms):
+        self.terms = []
+        for term in terms:
             carried = self.carry(term)
             if carried is None:
-                left.append(term)
+                self.terms.append(term)
                 continue
             for value, factors in zip(self.sides, carried, strict=True):
                 if value is not None:
                     value.terms += factors
-        self.terms = left
 
     def accept(self, factor: Factor, place: str, n: int) -> Factor:
         """A rule's factor in the parameter's dtype: under autocast its two sides may come in different ones.

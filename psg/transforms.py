@@ -250,8 +250,8 @@ def factored_grad(
     On inputs that require grad, and inside torch.func transforms, the factors are Dense and computed by vmap(grad): pass detached
     parameters to have them factored.
 
-    Factors may share memory with the batch, as the input of a linear layer is one half of its factor, and with parameters, where a weight is
-    the product of two: while they are in use, write into neither, by refilling a buffer for the next batch or by an optimizer's step.
+    Factors may share memory with the batch, as the input of a linear layer is one half of its factor, and with parameters, where a weight
+    is the product of two: while they are in use, write into neither, by refilling a buffer for the next batch or by an optimizer's step.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.

@@ -443,3 +443,48 @@ def test_parameters_without_dimensions_or_entries(device):
     assert_agrees(
         Problem(lambda p, x: (p.exp().sum(0) + p.exp().sum(1).square().sum()).sum() * x.sum(), (torch.randn(3, 0, device=device), x))
     )
+
+
+def repeated(step, times):
+    def fn(p, x):
+        w = p
+        for _ in range(times):
+            w = step(w)
+        return score(F.linear(x, w)) + score(F.embedding((x > 0).long(), w))
+
+    return fn
+
+
+# Each step uses a weight twice, so that terms that were never added up would be 2^30.
+LONG = {
+    "linear": lambda w: 0.9 * w + 0.1 * w,
+    "entry by entry": lambda w: 0.9 * w + 0.1 * w.tanh(),
+    "rows": lambda w: w - 0.1 * w.logsumexp(1, keepdim=True),
+    "normalised": lambda w: F.normalize(3 + w, dim=0),
+    "Newton-Schulz": lambda w: 1.5 * w - 0.5 * w @ (w.T @ w) / (1 + w.square().sum()),
+    "a number": lambda w: w / (1 + 0.1 * w.norm()),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_derivations_of_many_steps(name, device):
+    assert_agrees(Problem(repeated(LONG[name], 30), (torch.randn(4, 3, device=device), torch.randn(3, 2, 3, device=device))))
+
+
+def test_power_iteration_that_is_differentiated(device):
+    def fn(p, x):
+        u = torch.ones(4, device=x.device)
+        for _ in range(20):
+            v = F.normalize(p.T @ u, dim=0)
+            u = F.normalize(p @ v, dim=0)
+        return score(F.linear(x, p / (u @ p @ v)))
+
+    assert_agrees(Problem(fn, (torch.randn(4, 3, device=device), torch.randn(3, 2, 3, device=device))))
+
+
+def test_groups_of_no_sample_are_zero_whatever_the_weights(device):
+    scale = (torch.arange(12.0, device=device).view(4, 3) - 5).log()  # NaN and -inf among them
+    w, x = torch.randn(4, 3, device=device), torch.randn(4, 3, device=device)
+    factor = psg.factored_grad(lambda w, x: F.linear(x, w * scale).sum())(w, x)
+    groups = psg.tree.segment_sum(factor, torch.tensor([0, 0, 2, 2], device=device), 3)
+    assert psg.tree.norm(groups)[1] == 0

@@ -208,7 +208,8 @@ class Scaled(Factor):
     def regroup(self, table: Tensor) -> Factor:
         if self.shared is None:
             return Dense(self.materialize()).regroup(table)
-        return Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
+        groups = Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
+        return groups.zero((table < self.n).any(1))  # whatever the entries are
 
     def settle(self) -> Factor:
         factor = self.factor.settle()

@@ -116,7 +116,15 @@ class Sum(Factor):
     def regroup(self, table: Tensor) -> Factor:
         return Sum([term.regroup(table) for term in self.terms], self.like.new_empty(table.shape[0], 0), self.shape)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether two of the terms have no inner product but that of their gradients, formed."""
+        met = [term for term in self.terms if not _is_spread(term)]
+        return len(met) > 1 and any(isinstance(term, Scaled) for term in met)
+
     def settle(self) -> Factor:
+        if self.is_mixed and plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize):
+            return Dense(self.materialize())
         terms = [term.settle() for term in self.terms]
         if any(isinstance(term, Dense) for term in terms):
             # One term holds the whole shape already: adding the others to it costs less than their inner products with it.
@@ -133,10 +141,10 @@ class Sum(Factor):
 
     def _plan(self) -> str:
         """Whether the norm comes from the terms' inner products ("gram"), or from their gradients, added up ("chunks")."""
-        if any(isinstance(term, Dense) for term in self.terms):
+        if self.is_mixed or any(isinstance(term, Dense) for term in self.terms):
             return "chunks"
         planned = [term for term in self.terms if isinstance(term, Planned)]
-        spread = [term for term in self.terms if isinstance(term, (Expanded, Scaled))]
+        spread = [term for term in self.terms if _is_spread(term)]
         if not planned or len(self.terms) == 1 or len(planned) + len(spread) < len(self.terms):
             return "gram"
         byte = plans.used(self.device, self.dtype)
@@ -156,3 +164,8 @@ class Sum(Factor):
 
     def _reduce(self, function: Callable[[Factor], Tensor], zero: Tensor) -> Tensor:
         return reduce(torch.add, (function(term) for term in self.terms), zero)
+
+
+def _is_spread(term: Factor) -> bool:
+    """Whether it is made of a few numbers for each sample, whose inner product with any other takes no gradient of its own."""
+    return isinstance(term.factor if isinstance(term, Scaled) else term, Expanded)
