@@ -149,7 +149,7 @@ class Scaled(Factor):
         return squared, torch.ones_like(squared)
 
     def _squares_of_terms(self, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """sum over the terms that it is made of of |term|^2, and the unit of |term|: no gradient is formed."""
+        """sum over the terms that it is made of of |term|^2, or what is no less, and the unit of |term|: no gradient is formed."""
         entries, size = (part[0] for part in _in_units(shared[None]))
         squares = entries.square().expand(self.shape)
         if isinstance(self.factor, Expanded):
@@ -159,7 +159,7 @@ class Scaled(Factor):
         if isinstance(self.factor, Outer):
             (left, unit), (right, other) = _in_units(self.factor.left), _in_units(self.factor.right)
             return ((left.square() @ squares) * right.square()).sum((1, 2)), unit * other * size
-        return self.factor.scale() * squares.amax() if squares.numel() else self.factor.scale(), size.expand(self.n)
+        return self.factor.scale(), size.expand(self.n)
 
     def scale(self) -> Tensor:
         if self.shared is None:
