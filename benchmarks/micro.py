@@ -179,13 +179,14 @@ def rows_norm() -> None:
 
 @question
 def layer_norm_weight() -> None:
-    """Per-sample weight gradient of a layer norm: sum over t of xhat * c, [n, t, d] -> [n, d]."""
+    """Per-sample weight gradient of a layer norm: sum over t of xhat * c, [n, t, d] -> [n, d], xhat included."""
     rows = []
     for n, t, d in ((8, 128, 256), (16, 64, 192), (2, 1024, 128)):
         x, c = torch.randn(n, t, d), torch.randn(n, t, d)
         candidates = {
-            "(x * c).sum(1)": lambda x=x, c=c: (x * c).sum(1),
-            "einsum": lambda x=x, c=c: torch.einsum("ntd,ntd->nd", x, c),
+            "(xhat * c).sum(1)": lambda x=x, c=c: (F.layer_norm(x, x.shape[2:]) * c).sum(1),
+            "xhat.mul_(c).sum(1)": lambda x=x, c=c: F.layer_norm(x, x.shape[2:]).mul_(c).sum(1),
+            "einsum": lambda x=x, c=c: torch.einsum("ntd,ntd->nd", F.layer_norm(x, x.shape[2:]), c),
         }
         rows.append((f"({n}, {t}, {d})", candidates))
     report(rows, list(rows[0][1]))
@@ -208,6 +209,21 @@ def group_norm_weight() -> None:
 
 
 # Matrix products
+
+
+@question
+def product() -> None:
+    """The weighted gradient of all positions, left^T right for left [k, a] and right [k, b]; and its rows in blocks."""
+    rows = []
+    shapes = ((4096, 512, 64), (1024, 4096, 256), (1024, 1024, 256), (1040, 768, 192), (1040, 192, 192), (128, 1024, 784))
+    for k, a, b in (*shapes, (1024, 256, 1024), (16, 1024, 1024), (64, 256, 256)):
+        left, right = torch.randn(k, a), torch.randn(k, b)
+        candidates = {"mm": lambda x=left, y=right: x.T @ y, "transposed": lambda x=left, y=right: (y.T @ x).T.contiguous()}
+        for blocks in (2, 4):
+            sides = left.T.unflatten(0, (blocks, -1)), right.expand(blocks, k, b)
+            candidates[f"{blocks} blocks"] = lambda sides=sides: torch.bmm(*sides)
+        rows.append((f"({k}, {a}, {b})", candidates))
+    report(rows, list(rows[0][1]))
 
 
 @question

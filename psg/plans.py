@@ -14,6 +14,7 @@ All answers give one result, up to rounding. A model of costs chooses, from oper
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from psg import _functorch, _trees
 from psg._errors import InputError
@@ -142,7 +144,7 @@ def may_keep(count: int) -> bool:
 
 
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
-    held = [leaf for leaf in _trees.flatten(factor)[0] if isinstance(leaf, torch.Tensor)]
+    held = [leaf for leaf in _trees.flatten(factor)[0] if isinstance(leaf, Tensor)]
     layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in held)
     key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, torch.get_num_threads(), pages_are_kept()
     if key not in _measured:
@@ -163,6 +165,27 @@ def _time(run: Callable[[str], Any], answer: str, device: torch.device) -> float
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start) if turn else best
     return best
+
+
+# How a product of matrices is computed.
+
+_LARGE_PRODUCT = 1 << 22  # multiplications
+
+
+def row_blocks(left: Tensor, right: Tensor) -> int:
+    """Into how many blocks of rows left[a, t] @ right[t, b] is divided, each for one thread; 1 where the whole product is as fast."""
+    # MKL divides a product among four threads and more as it suits Intel's processors. On others that takes up to twice as long as a
+    # block for each thread, and for some shapes eight times: benchmarks/micro.py product.
+    if left.device.type != "cpu" or not left.dtype == right.dtype == torch.float32 or not _mkl_is_untuned():
+        return 1
+    (rows, inner), columns, threads = left.shape, right.shape[1], torch.get_num_threads()
+    pays = threads >= 4 and rows >= 48 * threads and 3 * rows >= columns and rows * inner * columns >= _LARGE_PRODUCT
+    return threads if pays and rows % threads == 0 else 1
+
+
+@functools.cache
+def _mkl_is_untuned() -> bool:
+    return torch.backends.mkl.is_available() and "Intel" not in torch.cpu.get_capabilities().get("cpu_name", "Intel")
 
 
 # What a byte is worth, in arithmetic operations.

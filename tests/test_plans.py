@@ -11,6 +11,7 @@ from torch import nn
 import psg
 from psg import plans
 from psg.factors import Dense, Outer, Rows
+from psg.factors._base import product
 from psg.testing import assert_trees_close
 
 
@@ -204,3 +205,46 @@ def test_tables_looked_up_again_are_one_factor(device):
     factor = psg.factored_grad(fn)(table, query, document)
     assert type(factor) is Rows and factor.index.shape == (N, 11)
     psg.check(fn)(table, query, document)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Products in blocks of rows, whatever the processor and however small."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(plans, "_mkl_is_untuned", lambda: True)
+    monkeypatch.setattr(plans, "_LARGE_PRODUCT", 1)
+    torch.set_num_threads(4)
+    yield 4
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "rows, inner, columns", [(192, 5, 7), (256, 1, 192), (260, 3, 1), (194, 5, 7), (192, 2, 1000), (188, 5, 7), (192, 0, 3)]
+)
+def test_products_in_blocks_of_rows(rows, inner, columns, blocks):
+    for left in (torch.randn(rows, inner), torch.randn(inner, rows).T):
+        left, right = left.float(), torch.randn(columns, inner).T.float()
+        divided = rows % 4 == 0 and rows >= 192 and columns < 1000 and inner > 0
+        assert plans.row_blocks(left, right) == (blocks if divided else 1)
+        torch.testing.assert_close(product(left, right), left @ right)
+        assert plans.row_blocks(left.double(), right.double()) == 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_blocks_of_rows(bias, dtype, blocks, monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 200, bias=bias), nn.ReLU(inplace=True), nn.Linear(200, 192, bias=bias)).float()
+    loss, params = psg.stateless(model, lambda output, y: (output * y).float().mean())
+    x, y = torch.randn(4, 48, 8).float(), torch.randn(4, 48, 192).float()
+    divided = []
+    monkeypatch.setattr(plans, "row_blocks", lambda *sides, own=plans.row_blocks: divided.append(own(*sides)) or divided[-1])
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        found, expected = (psg.clipped_grad(loss, 1e-3, method=method)(params, x, y) for method in ("capture", "loop"))
+    assert 4 in divided
+    assert_trees_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def test_a_bias_of_another_dtype_is_refused_in_blocks_too(blocks):
+    weight, bias, x = torch.randn(192, 8).float(), torch.randn(192).double(), torch.randn(4, 48, 8).float()
+    with pytest.raises(RuntimeError, match="dtype"):
+        psg.per_sample_grad(lambda params, x: F.linear(x, *params).sum())((weight, bias), x)

@@ -44,6 +44,14 @@ def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(widen(left), widen(right))
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left[a, t] @ right[t, b] -> [a, b]."""
+    blocks = plans.row_blocks(left, right)
+    if blocks == 1:
+        return torch.mm(left, right)
+    return torch.bmm(left.unflatten(0, (blocks, -1)), right.expand(blocks, *right.shape)).flatten(0, 1)
+
+
 def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
     """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
     dtype = wide(tensor.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, plans
-from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, square, wide, wide_bmm, widen
+from psg.factors._base import Factor, expect_real, gather_groups, product, scale_rows, square, wide, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
 from psg.factors._sketch import Sketch
@@ -105,7 +105,7 @@ class Outer(Planned):
             left = scale_rows(left, weights)
         else:
             right = scale_rows(right, weights)
-        return torch.mm(left.flatten(0, 1).T, right.flatten(0, 1))
+        return product(left.flatten(0, 1).T, right.flatten(0, 1))
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _functorch, plans
 from psg.factors import Dense, Outer
 from psg.rules._registry import reshape, rule, transpose
 
@@ -31,11 +32,21 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return NotImplemented
     # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
     # frozen layers run here too.
-    output = reshape(F.linear(input.flatten(0, -2), weight, bias), (*input.shape[:-1], weight.shape[0]))
+    output = reshape(_flat(input.flatten(0, -2), weight, bias), (*input.shape[:-1], weight.shape[0]))
     return output, {
         "weight": lambda cotangent: Outer(positions(cotangent), positions(input)),
         "bias": sum_positions,
     }
+
+
+def _flat(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[t, i] -> [t, o], or with the rows in blocks [k, t / k, o]."""
+    blocks = plans.row_blocks(rows, weight.T)
+    converted = _functorch.autocast_dtype(rows) is not None or bias is not None and bias.dtype != rows.dtype
+    if blocks == 1 or converted or _functorch.is_traced():  # a compiler adds the bias, and what follows, as it goes
+        return F.linear(rows, weight, bias)
+    output = torch.bmm(rows.unflatten(0, (blocks, -1)), weight.T.expand(blocks, *weight.T.shape))
+    return output if bias is None else output.add_(bias)
 
 
 @transpose(F.linear, data="input", constants=("bias",))

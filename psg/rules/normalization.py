@@ -37,7 +37,7 @@ def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = Non
     dims = len(normalized_shape)
     input = input.contiguous()  # as the kernel needs it: here once, and not in the forward pass, the backward pass and for the factor
     return F.layer_norm(input, normalized_shape, weight, bias, eps), {
-        "weight": lambda cotangent: _sum_leading(F.layer_norm(input.to(cotangent.dtype), normalized_shape, eps=eps) * cotangent, dims),
+        "weight": lambda cotangent: _sum_leading(F.layer_norm(input.to(cotangent.dtype), normalized_shape, eps=eps).mul_(cotangent), dims),
         "bias": lambda cotangent: _sum_leading(cotangent, dims),
     }
 
@@ -49,7 +49,7 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
         return NotImplemented
     dims = len(normalized_shape)
     return F.rms_norm(input, normalized_shape, weight, eps), {
-        "weight": lambda cotangent: _sum_leading(F.rms_norm(input.to(cotangent.dtype), normalized_shape, None, eps) * cotangent, dims),
+        "weight": lambda cotangent: _sum_leading(F.rms_norm(input.to(cotangent.dtype), normalized_shape, None, eps).mul_(cotangent), dims),
     }
 
 
