@@ -14,7 +14,6 @@
 import functools
 import inspect
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -23,10 +22,11 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _random, _trees
+from psg._backward import Backward
 from psg._carries import Call, part_of
-from psg._errors import PsgError
+from psg._errors import PsgError, Unsupported
 from psg._inside import Product
-from psg._lifted import Lifted, Tap, Watch, pull_back, with_history
+from psg._lifted import Lifted, Watch, pull_back, with_history
 from psg._ops import (
     CONSTANTS,
     CONVERSIONS,
@@ -52,16 +52,10 @@ from psg._ops import (
     substitute,
     target_of,
 )
-from psg.factors import Dense, Factor
+from psg.factors import Factor
 from psg.rules import _registry
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 from psg.rules.rows import LOOKUPS
-
-LARGE = 2 << 20  # bytes; below, what it costs to go from autograd to Python and back is more than the memory is worth
-
-
-class Unsupported(PsgError):
-    """Capture cannot run this function; the next rung of the ladder can."""
 
 
 class Diverged(PsgError):
@@ -105,20 +99,10 @@ class Captured(NamedTuple):
     nbytes: int = 0
 
 
-def capture(
-    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
-    tensors: Sequence[Tensor],
-    in_dims: Sequence[int | None],
-    params: Sequence[int],
-    n: int,
-    randomness: str,
-    look: Callable[[Any, Any], None],
-    settle: Callable[[Factor], Factor] | None,
-    owner: Any = None,
-) -> Captured:
-    """Run the pass described at the top of this file.
+class Task(NamedTuple):
+    """What a pass is to run.
 
-    Args:
+    Attributes:
         function: From the tensors of one sample to a tuple of tensors, the first of which is the loss.
         tensors: The function's arguments.
         in_dims: For each tensor the dimension of the samples, or None.
@@ -128,6 +112,24 @@ def capture(
         look: Called with every op of the function and its arguments.
         settle: What may be made of a factor before the pass is over; None to leave all as they are found.
         owner: The user's function, of which it is remembered that it calls autograd.
+    """
+
+    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+    tensors: Sequence[Tensor]
+    in_dims: Sequence[int | None]
+    params: Sequence[int]
+    n: int
+    randomness: str
+    look: Callable[[Any, Any], None]
+    settle: Callable[[Factor], Factor] | None
+    owner: Any
+
+
+def capture(task: Task) -> Captured:
+    """Run the pass described at the top of this file.
+
+    Args:
+        task: What to run.
 
     Returns:
         The outputs and the factors.
@@ -137,15 +139,15 @@ def capture(
         Diverged: The function goes different ways for different samples.
         RuntimeError: What vmap cannot run, and the function's own errors.
     """
-    tensors = [tensor.detach() for tensor in tensors]
-    habits = _Habits(recorded=_differentiating.has(owner))
+    tensors = [tensor.detach() for tensor in task.tensors]
+    habits = _Habits(recorded=_differentiating.has(task.owner))
     state = _random.get_state(tensors)
     while True:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
-            given = [tensor.clone() if habits.copied and i not in params else tensor.detach() for i, tensor in enumerate(tensors)]
-            captured, differentiates = _one_pass(function, given, in_dims, params, n, randomness, look, settle, habits)
-            _differentiating.note(owner, differentiates)
+            given = [tensor.clone() if habits.copied and i not in task.params else tensor.detach() for i, tensor in enumerate(tensors)]
+            captured, differentiates = _one_pass(task._replace(tensors=given), habits)
+            _differentiating.note(task.owner, differentiates)
             return captured
         except WritesInput:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
@@ -214,31 +216,21 @@ class _Habits(NamedTuple):
     recorded: bool = False
 
 
-def _one_pass(
-    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
-    tensors: Sequence[Tensor],
-    in_dims: Sequence[int | None],
-    params: Sequence[int],
-    n: int,
-    randomness: str,
-    look: Callable[[Any, Any], None],
-    settle: Callable[[Factor], Factor] | None,
-    habits: _Habits,
-) -> tuple[Captured, bool]:
+def _one_pass(task: Task, habits: _Habits) -> tuple[Captured, bool]:
     """What the pass gives, and whether the function called autograd."""
-    tensors, dims = list(tensors), list(in_dims)
-    inputs = () if habits.copied else [tensor for position, tensor in enumerate(tensors) if position not in params]
-    lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in params]
-    for position, value in zip(params, lifted, strict=True):
+    tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
+    inputs = () if habits.copied else [tensor for position, tensor in enumerate(tensors) if position not in task.params]
+    lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
+    for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = _Mode(n, lifted, inputs, look, settle, habits)
+    mode = _Mode(task, lifted, inputs, habits)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        mode.start(samples, [samples[position] for position in params])
+        mode.start(samples, [samples[position] for position in task.params])
         try:
             with mode:
-                outputs = function(samples)
+                outputs = task.function(samples)
         except RuntimeError as error:
             if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
@@ -249,13 +241,14 @@ def _one_pass(
         return outputs
 
     with torch.enable_grad():
-        outputs = _functorch.vmap(watched, tensors, dims, n, randomness)
-    mode.backward(outputs[0])
+        outputs = _functorch.vmap(watched, tensors, dims, n, task.randomness)
+    backward = Backward(mode.values, n, task.settle)
+    backward.run(outputs[0], mode.taps)
     pull_back(mode.values, lifted, n)
     factors = [value.factor(n) for value in lifted]
     # What fn returns of a parameter as it is must not be the caller's own memory.
     outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in mode.owned else output.detach() for output in outputs)
-    return Captured(outputs, factors, [value.uses for value in lifted], mode.nbytes), mode.differentiates
+    return Captured(outputs, factors, [value.uses for value in lifted], backward.nbytes), mode.differentiates
 
 
 _AUTOGRAD = {torch.autograd.grad, Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
@@ -286,21 +279,11 @@ class _Operands(NamedTuple):
 class _Mode(Watch):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
-    def __init__(
-        self,
-        n: int,
-        params: Sequence[Lifted],
-        inputs: Sequence[Tensor],
-        look: Callable[[Any, Any], None],
-        settle: Callable[[Factor], Factor] | None,
-        habits: _Habits,
-    ) -> None:
-        super().__init__(n, params, inputs)
-        self.look = look
-        self.settle = settle
+    def __init__(self, task: Task, params: Sequence[Lifted], inputs: Sequence[Tensor], habits: _Habits) -> None:
+        super().__init__(task.n, params, inputs)
+        self.look = task.look
         self.habits = habits
         self.hooks = _functorch.saved_tensor_hooks()
-        self.nbytes = 0
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.differentiates = False
@@ -781,80 +764,3 @@ class _Mode(Watch):
         # The samples share the data. To run once what they share saves time; a factor, where it is less than a gradient, memory.
         held = 2 * sum(tensor.numel() for tensor in operands.data.values())  # with the cotangent about
         return any(held < value.leaf[0].numel() for value in operands.own.values())
-
-    # The backward pass
-
-    def backward(self, losses: Tensor) -> None:
-        """One backward for all taps and leaves; what arrives is added to the terms of the lifted values."""
-        if not losses.requires_grad:
-            return  # no parameter was used
-        taps = self._hook_taps()
-        targets: Any = [edge for tap in taps for edge in tap.edges] + [value.leaf for value in self.values]
-        cotangents = iter(_functorch.gradients(losses, targets))
-        with torch.no_grad():
-            for tap in taps:
-                self._collect(tap, [next(cotangents) for _ in tap.edges])
-            for value in self.values:
-                cotangent = next(cotangents)
-                if cotangent is not None:
-                    self._add(value, Dense(cotangent))
-
-    def _hook_taps(self) -> list[Tap]:
-        """Arrange that large cotangents are taken as they arrive; returns the taps whose cotangents must be asked for."""
-        taps, self.taps = self.taps, []
-        if self.settle is None or _functorch.is_traced() or not any(map(self._is_worth_a_hook, taps)):
-            return taps
-        tapped = Counter(id(value) for tap in taps for _, value, _ in tap.builders)
-        asked: list[Tap] = []
-        reached: set[Any] = set()
-        # In the order of the forward pass. Autograd stops at a node that is asked for, and runs one from which it goes on to such.
-        while taps:
-            tap = taps.pop(0)
-            if self._is_worth_a_hook(tap) and _leads_to(tap.edges[0].node, reached):
-                self._hook(tap, [value.derived is None and tapped[id(value)] == 1 for _, value, _ in tap.builders])
-            else:
-                asked.append(tap)
-            reached.update(edge.node for edge in tap.edges)
-        return asked
-
-    def _is_worth_a_hook(self, tap: Tap) -> bool:
-        # Where the gradients of all samples take less than the cotangent: what is made of them never takes more.
-        formed = sum(value.leaf.nbytes for _, value, _ in tap.builders)
-        return tap.shapes is None and tap.nbytes >= max(LARGE, formed)
-
-    def _hook(self, tap: Tap, alone: list[bool]) -> None:
-        waiting = [tap]  # let go of with the cotangent
-        node, index = tap.edges[0].node, tap.edges[0].output_nr
-
-        def take(cotangents: tuple[Tensor | None, ...]) -> None:
-            with torch.no_grad():
-                self._collect(waiting.pop(), [cotangents[index]], alone)
-
-        node.register_prehook(take)
-
-    def _collect(self, tap: Tap, arrived: list[Tensor | None], alone: Sequence[bool] = ()) -> None:
-        """Build the factors; those that are alone in what becomes of their parameter are settled."""
-        if all(cotangent is None for cotangent in arrived):
-            return
-        if tap.is_outdated:
-            raise Unsupported(f"an input of {tap.op} was changed in place after {tap.op} had read it")
-        for i, (value, factor) in enumerate(tap.factors(arrived, self.n)):
-            self._add(value, factor, i < len(alone) and alone[i])
-
-    def _add(self, value: Lifted, factor: Factor, alone: bool = False) -> None:
-        self.nbytes += factor.nbytes
-        value.terms.append(self.settle(factor) if self.settle is not None and alone else factor)
-
-
-def _leads_to(node: Any, reached: set[Any]) -> bool:
-    """Whether the backward pass goes from this node to one of those."""
-    seen: set[Any] = set()
-    ahead = [node]
-    while ahead:
-        for following, _ in ahead.pop().next_functions:
-            if following in reached:
-                return True
-            if following is not None and following not in seen:
-                seen.add(following)
-                ahead.append(following)
-    return False

@@ -22,6 +22,10 @@ class StateError(PsgError, RuntimeError):
     """The function changes state or mixes samples, so that one sample's gradient is not defined by that sample."""
 
 
+class Unsupported(PsgError):
+    """A rung cannot run this function; the next one can."""
+
+
 class FallbackWarning(UserWarning):
     """A call went down the ladder (capture, vmap, loop): the result is right and the call is slower. Says why."""
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _ambient, _functorch, _pass, _random, _trees
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
-from psg._capture import Diverged, capture
+from psg._capture import Diverged, Task, capture
 from psg._errors import InputError, PsgError, StateError, warn_once
 from psg._ops import LIKENESSES, leaves_of, target_of
 from psg.factors import Dense, Factor, concat
@@ -200,17 +200,18 @@ def _capture_together(call: Call) -> Result:
         loss, extra = call.evaluate(call.filled(tensors))
         return (loss, *aux.split(extra)) if call.has_aux else (loss,)
 
-    captured = capture(
-        function,
-        [call.leaves[i] for i in order],
-        [call.dims[i] for i in order],
-        [order.index(i) for i in call.params],
-        call.n,
-        call.randomness,
-        call.outside.look,
-        call.settle,
-        call.fn,
+    task = Task(
+        function=function,
+        tensors=[call.leaves[i] for i in order],
+        in_dims=[call.dims[i] for i in order],
+        params=[order.index(i) for i in call.params],
+        n=call.n,
+        randomness=call.randomness,
+        look=call.outside.look,
+        settle=call.settle,
+        owner=call.fn,
     )
+    captured = capture(task)
     values, *extra = captured.outputs
     return Result(values, aux.join(extra), captured.factors, "capture", (), captured.uses, captured.nbytes)
 

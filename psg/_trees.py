@@ -14,6 +14,9 @@ from psg._errors import InputError
 
 NAMESPACE = "psg"
 
+Tree = Any
+"""What optree takes apart: tensors in dicts, lists, tuples and their like, or one by itself."""
+
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a tree."""
@@ -125,6 +128,14 @@ def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The leaves, with these tensors in the places of theirs, in order."""
     rest = iter(tensors)
     return [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
+    """The positions of the tensors, those of one dtype and device together."""
+    groups: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(i)
+    return list(groups.values())
 
 
 def expect_same(leaves: Sequence[Any], others: Sequence[Any], name: str) -> None:

@@ -61,8 +61,7 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
             )
     parts = [as_real(leaf.detach()) for leaf in leaves]
     results: dict[int, Tensor] = {}
-    for kind in dict.fromkeys((part.dtype, part.device) for part in parts):
-        alike = [i for i, part in enumerate(parts) if (part.dtype, part.device) == kind]
+    for alike in _trees.alike(parts):
         flat = torch.cat([widen(parts[i]).reshape(-1) for i in alike])
         dist.all_reduce(flat, group=group)
         for i, total in zip(alike, flat.split([parts[i].numel() for i in alike]), strict=True):

@@ -346,10 +346,10 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         raise InputError(f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor.")
     parts = [as_real(leaf) for leaf in leaves]
     noisy: dict[int, Tensor] = {}
-    for kind in dict.fromkeys((part.dtype, part.device) for part in parts):
-        alike = [i for i, part in enumerate(parts) if (part.dtype, part.device) == kind]
-        shapes = [parts[i].shape for i in alike]
-        drawn = torch.randn(builtins.sum(map(torch.Size.numel, shapes)), dtype=wide(kind[0]), device=kind[1], generator=generator) * std
+    for alike in _trees.alike(parts):
+        first, shapes = parts[alike[0]], [parts[i].shape for i in alike]
+        count = builtins.sum(map(torch.Size.numel, shapes))
+        drawn = torch.randn(count, dtype=wide(first.dtype), device=first.device, generator=generator) * std
         pieces = [piece.view(shape) for piece, shape in zip(drawn.split([shape.numel() for shape in shapes]), shapes, strict=True)]
         sums = _add([widen(parts[i]) for i in alike], pieces)
         noisy |= zip(alike, sums, strict=True)

@@ -132,23 +132,28 @@ class Factor(ABC):
 
     @property
     @abstractmethod
-    def n(self) -> int:
-        """The number of samples."""
-
-    @property
-    @abstractmethod
     def shape(self) -> torch.Size:
         """The shape of one sample's gradient: that of the parameter."""
 
     @property
     @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of `materialize()`."""
+    def _lead(self) -> Tensor:
+        """One of the tensors that it is held as: with the samples in dim 0, and of the gradient's dtype and device."""
 
     @property
-    @abstractmethod
+    def n(self) -> int:
+        """The number of samples."""
+        return self._lead.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `materialize()`."""
+        return self._lead.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors are."""
+        return self._lead.device
 
     @property
     def nbytes(self) -> int:
@@ -270,8 +275,13 @@ class Factor(ABC):
         """The same without autograd history."""
         return self.map(Tensor.detach)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a norm *and* a weighted sum come cheapest from the gradients themselves, materialised once and kept."""
+        return False
+
     def settle(self) -> "Factor":
-        """The form from which a norm *and* a weighted sum come cheapest: itself, or materialised once and kept."""
+        """The form from which a norm and a weighted sum come cheapest: itself, or Dense."""
         return self
 
     def plan(self) -> str:

@@ -51,10 +51,6 @@ class Conv(Planned):
         expect_real(self)
 
     @property
-    def n(self) -> int:
-        return self.cotangent.shape[0]
-
-    @property
     def shape(self) -> torch.Size:
         return torch.Size((self.cotangent.shape[2], self.input.shape[2] // self.geometry.groups, *self.geometry.kernel))
 
@@ -64,12 +60,8 @@ class Conv(Planned):
         return self.cotangent.shape[1] * self.cotangent.shape[3:].numel()
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.cotangent.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.cotangent.device
+    def _lead(self) -> Tensor:
+        return self.cotangent
 
     def materialize(self) -> Tensor:
         if self.n == 0 or self.positions == 0:

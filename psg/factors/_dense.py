@@ -24,20 +24,12 @@ class Dense(Factor):
         self.values = values
 
     @property
-    def n(self) -> int:
-        return self.values.shape[0]
-
-    @property
     def shape(self) -> torch.Size:
         return self.values.shape[1:]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+    def _lead(self) -> Tensor:
+        return self.values
 
     def materialize(self) -> Tensor:
         return self.values
@@ -79,6 +71,10 @@ class Dense(Factor):
 
     def dot(self, direction: Tensor) -> Tensor:
         return widen(real_rows(self.values)) @ widen(real_rows(direction[None].to(wide(self.dtype)))[0])
+
+    @property
+    def is_kept(self) -> bool:
+        return True
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(function(self.values))

@@ -247,6 +247,10 @@ def _(factor: Conv, dim: int, start: int, length: int) -> Factor | None:
 @singledispatch
 def reshaped(factor: Factor, shape: torch.Size) -> Factor:
     """The same entries, in the same order, in another shape."""
+    return _viewed(factor, shape)
+
+
+def _viewed(factor: Factor, shape: torch.Size) -> Factor:
     if factor.shape == shape:
         return factor
     place = Place(tuple(factor.shape), tuple(factor.shape[k + 1 :].numel() for k in range(len(factor.shape))), 0)
@@ -275,7 +279,7 @@ def _(factor: Scaled, shape: torch.Size) -> Factor:
 
 @reshaped.register
 def _(factor: Views, shape: torch.Size) -> Factor:
-    return reshaped(factor.factors[0], shape) if factor.is_reshaped else reshaped.dispatch(Factor)(factor, shape)
+    return reshaped(factor.factors[0], shape) if factor.is_reshaped else _viewed(factor, shape)
 
 
 @reshaped.register

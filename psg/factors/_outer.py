@@ -39,10 +39,6 @@ class Outer(Planned):
         expect_real(self)
 
     @property
-    def n(self) -> int:
-        return self.left.shape[0]
-
-    @property
     def shape(self) -> torch.Size:
         return torch.Size((self.left.shape[2], self.right.shape[2]))
 
@@ -52,12 +48,8 @@ class Outer(Planned):
         return self.left.shape[1]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.left.device
+    def _lead(self) -> Tensor:
+        return self.left
 
     def materialize(self) -> Tensor:
         if self.positions == 1 and not pages_are_kept():

@@ -59,5 +59,9 @@ class Planned(Factor):
         """Whether it is better materialised if each position is to meet a tensor of the parameter's shape, before and for the norm."""
         return self._plan(2 * self._materialize_cost()) == "keep"
 
+    @property
+    def is_kept(self) -> bool:
+        return self._plan() == "keep"
+
     def settle(self) -> Factor:
-        return Dense(self.materialize()) if self._plan() == "keep" else self
+        return Dense(self.materialize()) if self.is_kept else self

@@ -33,27 +33,19 @@ class Rows(Factor):
         expect_real(self)
 
     @property
-    def n(self) -> int:
-        return self.cotangent.shape[0]
-
-    @property
     def shape(self) -> torch.Size:
         return torch.Size((self.num_rows, self.cotangent.shape[2]))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.cotangent.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.cotangent.device
+    def _lead(self) -> Tensor:
+        return self.cotangent
 
     def materialize(self) -> Tensor:
         rows = torch.arange(self.n, device=self.device)[:, None] * self.num_rows + self.index
         return scatter_rows(rows, self.cotangent, self.n * self.num_rows).reshape(self.n, *self.shape)
 
     def squared_norm(self) -> Tensor:
-        if self._is_small:
+        if self.is_kept:
             return Dense(self.to(wide(self.dtype)).materialize()).squared_norm()
         if self.index.shape[1] == 1:
             return Dense(self.cotangent).squared_norm()
@@ -78,9 +70,8 @@ class Rows(Factor):
         return square(self.cotangent).sum((1, 2))
 
     @property
-    def _is_small(self) -> bool:
-        """Whether a sample's whole table takes no more than its cotangent."""
-        return self.num_rows <= self.index.shape[1]
+    def is_kept(self) -> bool:
+        return self.num_rows <= self.index.shape[1]  # a sample's whole table takes no more than its cotangent
 
     def _distinct(self, ordered: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of each sample, those with one index added up: index [n, t], values [n, t, d], zero where there are fewer than t."""
@@ -125,10 +116,10 @@ class Rows(Factor):
         return (direction.to(cotangent.dtype)[self.index] * cotangent).sum((1, 2))
 
     def settle(self) -> Factor:
-        return Dense(self.materialize()) if self._is_small else self
+        return Dense(self.materialize()) if self.is_kept else self
 
     def plan(self) -> str:
-        return "materialised and kept" if self._is_small else "sorted rows, one scatter"
+        return "materialised and kept" if self.is_kept else "sorted rows, one scatter"
 
     def regroup(self, table: Tensor) -> Factor:
         return Rows(gather_groups(self.index, table), gather_groups(self.cotangent, table), self.num_rows)

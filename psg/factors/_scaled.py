@@ -30,10 +30,6 @@ class Expanded(Factor):
         expect_real(self)
 
     @property
-    def n(self) -> int:
-        return self.values.shape[0]
-
-    @property
     def shape(self) -> torch.Size:
         return self._shape
 
@@ -43,12 +39,8 @@ class Expanded(Factor):
         return self.values.shape[1:]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+    def _lead(self) -> Tensor:
+        return self.values
 
     def materialize(self) -> Tensor:
         return self.values.expand(self.n, *self.shape).contiguous()
@@ -100,20 +92,12 @@ class Scaled(Factor):
         self.entries = entries
 
     @property
-    def n(self) -> int:
-        return self.entries.shape[0]
-
-    @property
     def shape(self) -> torch.Size:
         return self.factor.shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.factor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.factor.device
+    def _lead(self) -> Tensor:
+        return self.factor._lead
 
     @property
     def nbytes(self) -> int:
@@ -211,9 +195,12 @@ class Scaled(Factor):
         groups = Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
         return groups.zero((table < self.n).any(1))  # whatever the entries are
 
+    @property
+    def is_kept(self) -> bool:
+        return self.factor.is_kept
+
     def settle(self) -> Factor:
-        factor = self.factor.settle()
-        return Dense(factor.values * self.entries) if isinstance(factor, Dense) else Scaled(factor, self.entries)
+        return Dense(self.materialize()) if self.is_kept else Scaled(self.factor.settle(), self.entries)
 
     def plan(self) -> str:
         return f"scaled: {self.factor.plan()}"

@@ -34,20 +34,12 @@ class Sum(Factor):
         self._shape = torch.Size(shape)
 
     @property
-    def n(self) -> int:
-        return self.like.shape[0]
-
-    @property
     def shape(self) -> torch.Size:
         return self._shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.like.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.like.device
+    def _lead(self) -> Tensor:
+        return self.like
 
     @property
     def nbytes(self) -> int:
@@ -122,20 +114,20 @@ class Sum(Factor):
         met = [term for term in self.terms if not _is_spread(term)]
         return len(met) > 1 and any(isinstance(term, Scaled) for term in met)
 
+    @property
+    def is_kept(self) -> bool:
+        # Once one term is, adding the others to it costs less than their inner products with it.
+        mixed = self.is_mixed and plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize)
+        return mixed or any(term.is_kept for term in self.terms)
+
     def settle(self) -> Factor:
-        if self.is_mixed and plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize):
-            return Dense(self.materialize())
-        terms = [term.settle() for term in self.terms]
-        if any(isinstance(term, Dense) for term in terms):
-            # One term holds the whole shape already: adding the others to it costs less than their inner products with it.
-            return Dense(reduce(torch.add, (term.materialize() for term in terms)))
-        return Sum(terms, self.like, self.shape)
+        return Dense(self.materialize()) if self.is_kept else Sum([term.settle() for term in self.terms], self.like, self.shape)
 
     def plan(self) -> str:
         if not self.terms:
             return "zero: not used"
         kinds = " + ".join(type(term).__name__ for term in self.terms)
-        if isinstance(self.settle(), Dense):
+        if self.is_kept:
             return f"{kinds}, added up and kept"
         return f"{kinds}, {'added up in chunks' if self._plan() == 'chunks' else 'with their inner products'}"
 

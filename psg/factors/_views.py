@@ -72,20 +72,12 @@ class Views(Factor):
         self._shape = torch.Size(shape)
 
     @property
-    def n(self) -> int:
-        return self.factors[0].n
-
-    @property
     def shape(self) -> torch.Size:
         return self._shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.factors[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.factors[0].device
+    def _lead(self) -> Tensor:
+        return self.factors[0]._lead
 
     @property
     def nbytes(self) -> int:

@@ -9,12 +9,10 @@ from torch import Tensor
 from psg import transforms, tree
 from psg._call import Options, prepare
 from psg._errors import InputError
-from psg._trees import flatten
+from psg._trees import Tree, flatten
 from psg.testing._compare import Mismatch, assert_trees_close
 from psg.testing._loop import Batch, loop_value_and_grad, tree_map
 from psg.testing._reference import reference_dot, reference_flat, reference_gram, reference_norm, reference_weighted_sum
-
-Tree = Any
 
 
 class Checked(NamedTuple):

@@ -1,13 +1,9 @@
 """Comparison of trees, with an error that says where they differ."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from psg._trees import flatten, paths
-
-Tree = Any
+from psg._trees import Tree, flatten, paths
 
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from psg import _pass
 from psg._errors import InputError
-from psg._trees import NAMESPACE, flatten, unflatten
+from psg._trees import NAMESPACE, Tree, flatten, unflatten
 
-Tree = Any
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations know no user's trees
 
 

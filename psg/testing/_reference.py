@@ -1,14 +1,10 @@
 """Reductions of materialised per-sample gradients in plain torch: what the factored ones must equal."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from psg._trees import flatten
+from psg._trees import Tree, flatten
 from psg.testing._loop import tree_map
-
-Tree = Any
 
 
 def reference_flat(grads: Tree) -> Tensor:
