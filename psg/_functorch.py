@@ -6,7 +6,6 @@ wraps. The light way, taken here, reads the wrapped value, pops vmap off the int
 Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
 """
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[re
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
-from torch.nn.utils.stateless import _reparametrize_module
 
 
 class Stale(Exception):
@@ -308,11 +306,6 @@ def lacks_batching(func: Any) -> bool:
         return False  # what draws random numbers does as vmap's `randomness` says
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return not has("FuncTorchBatched") and not has("CompositeImplicitAutograd")
-
-
-def holding(module: torch.nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-    """A context in which a module holds other parameters and buffers, by name: what `torch.func.functional_call` calls it in."""
-    return _reparametrize_module(module, tensors)
 
 
 class uncached:

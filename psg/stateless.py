@@ -134,21 +134,23 @@ def _call(
     # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
-    params = _under_all_names(module, params, _tensors(children, "_parameters"))
-    buffers = {name: _ambient.usable(buffer) for name, buffer in _tensors(children, "_buffers").items()}
+    slots, buffer_slots = _slots(children, "_parameters"), _slots(children, "_buffers")
+    params = _under_all_names(module, params, _held(slots))
+    buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
+    slots |= buffer_slots
     versions = {name: buffer._version for name, buffer in buffers.items()}
     scripted = module if isinstance(module, torch.jit.ScriptModule) else None
 
     @contextlib.contextmanager
     def holding() -> Iterator[None]:
         with turn, _functorch.uncached():
-            with _functorch.holding(module, {**params, **buffers}) if scripted is None else _scripted_holding(scripted, params):
+            with _holding(slots, {**params, **buffers}) if scripted is None else _scripted_holding(scripted, params):
                 yield
 
     met = {key: name for key, name in strays.items() if name in params}
     with holding(), _Strays(met) if met else contextlib.nullcontext():
         output = module(*positional, **keyword)
-        now = buffers if scripted is not None else _tensors(children, "_buffers")
+        now = buffers if scripted is not None else _held(buffer_slots)
     # What runs again in the backward pass is to find the same.
     _pass.remember(module, params, holding)
     # A buffer that was assigned anew is another tensor; one that was written into has a new version.
@@ -161,6 +163,38 @@ def _call(
             "gradient would depend on the samples before it. Put the module in eval mode, or take the update out of forward."
         )
     return output
+
+
+_Slots = dict[str, tuple[dict[str, Tensor | None], str]]
+
+
+def _slots(children: dict[str, nn.Module], kind: str) -> _Slots:
+    """Where the modules hold their parameters, or buffers: by full name a dict and its key; those of a module with two names once."""
+    holders = [(f"{prefix}." if prefix else "", getattr(child, kind)) for prefix, child in children.items()]
+    return {f"{prefix}{key}": (holder, key) for prefix, holder in holders for key in holder.keys()}  # noqa: SIM118 (a scripted module's)
+
+
+def _held(slots: _Slots) -> dict[str, Tensor]:
+    """What is in them."""
+    held = {name: holder[key] for name, (holder, key) in slots.items() if key in holder}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+@contextlib.contextmanager
+def _holding(slots: _Slots, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """A context in which these slots hold other tensors: what `torch.func.functional_call` calls a module in."""
+    own = {name: slots[name][0][slots[name][1]] for name in tensors}
+    try:
+        _put(slots, tensors)
+        yield
+    finally:
+        _put(slots, own)
+
+
+def _put(slots: _Slots, tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        holder, key = slots[name]
+        holder[key] = tensor
 
 
 @contextlib.contextmanager
@@ -188,16 +222,6 @@ def _scripted_holding(module: torch.jit.ScriptModule, params: dict[str, Tensor])
             holder.setattr(attribute, own)
         for layer, weights in lists:
             layer.setattr("_flat_weights", weights)
-
-
-def _tensors(children: dict[str, nn.Module], slots: str) -> dict[str, Tensor]:
-    """The tensors in these slots, each slot once: one of a submodule with two names has its first."""
-    return {
-        f"{prefix}.{name}" if prefix else name: tensor
-        for prefix, child in children.items()
-        for name, tensor in getattr(child, slots).items()
-        if tensor is not None
-    }
 
 
 def _under_all_names(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
