@@ -44,8 +44,8 @@ from psg._ops import (
     builder_at,
     call_key,
     derives,
-    leaves_of,
     name_of,
+    operands_of,
     place_name,
     places_of,
     replace_at,
@@ -303,36 +303,35 @@ class _Mode(Watch):
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
             kwargs = kwargs or {}
-            leaves = leaves_of(args, kwargs)
-            marked = self.own.owns(leaves) and func not in LIKENESSES
-            output = self._route(func, args, kwargs, leaves)
+            tensors, others = operands_of(args, kwargs)
+            marked = self.own.owns(tensors) and func not in LIKENESSES
+            if any(isinstance(other, torch.Generator) for other in others):
+                raise Unsupported(OWN_GENERATOR)
+            output = self._route(func, args, kwargs, tensors)
             if marked:
                 target = target_of(func, args, kwargs)
                 self.own.claim(output, target)
-                if target is None and self.constants and self.own.has_marked(leaves):
+                if target is None and self.constants and self.own.has_marked(tensors):
                     self.own.mark(output)
             return output
         except Exception as error:
             self.failure = error
             raise
 
-    def _route(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run a call by a rule, below vmap, or as it is."""
-        self.look(func, leaves)
+        self.look(func, tensors)
         target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Generator):
-                raise Unsupported(OWN_GENERATOR)
         if func in PREDICATES:
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
         if here:
             if func in _AUTOGRAD:
-                output = self._run_autograd(func, args, kwargs, leaves)
+                output = self._run_autograd(func, args, kwargs, tensors)
                 if output is not NotImplemented:
                     return output
             if _functorch.saved_tensor_hooks() != self.hooks:
@@ -342,19 +341,19 @@ class _Mode(Watch):
             return output
         if not here:
             return self._run_elsewhere(func, args, kwargs)
-        output = self._run_agreed(func, args, kwargs, leaves)
+        output = self._run_agreed(func, args, kwargs, tensors)
         if output is not NotImplemented:
             return output
-        met = self.met(leaves)
+        met = self.met(tensors)
         return self._run_lifted(func, met, args, kwargs) if met else self._run_unmet(func, args, kwargs)
 
     # What the function asks of autograd
 
-    def _run_autograd(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    def _run_autograd(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """For every sample's own; NotImplemented for what belongs to a transform, as the tensors of torch.func.vjp do."""
         if func != torch.autograd.grad:
             return self._require_grad(func, *args, **kwargs)
-        return NotImplemented if any(map(self._is_elsewhere, leaves)) else self._differentiate(*args, **kwargs)
+        return NotImplemented if any(map(self._is_elsewhere, tensors)) else self._differentiate(*args, **kwargs)
 
     def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
         """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
@@ -386,7 +385,7 @@ class _Mode(Watch):
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad`, of all samples at once: since they do not meet, of the sum of their outputs."""
-        if not self.habits.recorded or self.habits.ruled and self.met(leaves_of((inputs,), {})):
+        if not self.habits.recorded or self.habits.ruled and self.met(operands_of((inputs,), {})[0]):
             raise _Differentiates("fn calls torch.autograd.grad")
         self.differentiates = True
         outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
@@ -423,19 +422,19 @@ class _Mode(Watch):
 
     # What has to be one for all samples
 
-    def _run_agreed(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    def _run_agreed(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """A Python value, what a mask selects, and a constant; NotImplemented for everything else."""
         if func in CONVERSIONS and _functorch.is_batched(args[0], self.level):
             return self._convert(func, args, kwargs)
         if func in MASKED:
             if "mask" in kwargs:
                 args, kwargs = (*args, kwargs["mask"]), {}
-            if len(args) > 1 and any(map(self._is_own_mask, leaves_of(args[1:2], {}))):
+            if len(args) > 1 and any(map(self._is_own_mask, operands_of(args[1:2], {})[0])):
                 return self._select(func, *args, **kwargs)
         if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _functorch.is_batched(args[0], self.level):
             return self._locate(func, *args, **kwargs)
         if func in CONSTANTS and not self.habits.fills and args and _functorch.is_batched(args[0], self.level):
-            if not any(isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves[1:]):
+            if not any(map(_functorch.is_wrapped, tensors[1:])):
                 return self._make(func, args, kwargs)
         return NotImplemented
 
@@ -557,12 +556,12 @@ class _Mode(Watch):
         """The same inside a transform of the function's own, which knows how the op runs."""
         if self._may_derive(func):
             held, options = substitute((args, kwargs), self._held)
-            met = self.met(leaves_of(held, options))
+            met = self.met(operands_of(held, options)[0])
             output = self._derive(func, name_of(func), met, held, options) if met else NotImplemented
             if output is not NotImplemented:
                 return output
-        for leaf in leaves_of(args, kwargs):
-            value = self.by_handle.get(id(_functorch.innermost(leaf, self.level))) if isinstance(leaf, Tensor) else None
+        for tensor in operands_of(args, kwargs)[0]:
+            value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
             if value is not None:
                 value.uses.append(f"{name_of(func)}: lifted")
         return func(*args, **kwargs)
@@ -582,7 +581,7 @@ class _Mode(Watch):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op as it is."""
         if _functorch.lacks_batching(func):
-            wrapped = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)]
+            wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]
             if wrapped and not any(map(self._is_elsewhere, wrapped)):
                 return self._one_by_one(func, args, kwargs, wrapped)
         return func(*args, **kwargs)
@@ -610,7 +609,7 @@ class _Mode(Watch):
 
     def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
-        others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
+        others = [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
         if any(map(_functorch.is_wrapped, others)):
             return NotImplemented  # depends on the sample
         if name in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
@@ -675,7 +674,7 @@ class _Mode(Watch):
         others = {name: argument for name, argument in arguments.items() if name not in own and name != transpose.data}
         if not isinstance(data, Tensor) or transpose.data in own or not _functorch.is_wrapped(data):
             return NotImplemented
-        if any(isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf) for leaf in leaves_of((), others)):
+        if any(map(_functorch.is_wrapped, operands_of((), others)[0])):
             return NotImplemented  # every sample has its own
         product = Product(self, func, own, others, self.habits.recorded)
         unfit = torch.is_autocast_enabled(data.device.type) or not _functorch.can_descend(self.level)

@@ -220,6 +220,31 @@ def leaves_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     return leaves
 
 
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout})
+
+
+def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:
+    """Of the leaves of an op's arguments the tensors, and what is no plain value either."""
+    tensors: list[Tensor] = []
+    others: list[Any] = []
+    _sort_operands((*args, *kwargs.values()) if kwargs else args, tensors, others)
+    return tensors, others
+
+
+def _sort_operands(items: Iterable[Any], tensors: list[Tensor], others: list[Any]) -> None:
+    for item in items:
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif type(item) in _PLAIN:
+            continue
+        elif isinstance(item, (tuple, list)):
+            _sort_operands(item, tensors, others)
+        elif isinstance(item, dict):
+            _sort_operands(item.values(), tensors, others)
+        else:
+            others.append(item)
+
+
 def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The same arguments with `function` applied to every leaf."""
     if isinstance(tree, dict):
@@ -228,9 +253,6 @@ def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
         items = [substitute(item, function) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return function(tree)
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 def call_key(*arguments: Any) -> Any:
