@@ -174,8 +174,8 @@ _LARGE_PRODUCT = 1 << 22  # multiplications
 
 def row_blocks(left: Tensor, right: Tensor) -> int:
     """Into how many blocks of rows left[a, t] @ right[t, b] is divided, each for one thread; 1 where the whole product is as fast."""
-    # MKL divides a product among four threads and more as it suits Intel's processors. On others that takes up to twice as long as a
-    # block for each thread, and for some shapes eight times: benchmarks/micro.py product.
+    # MKL divides a product among four threads and more as it suits Intel's processors. On AMD's that takes up to twice as long as a block
+    # for each thread, and for some shapes eight times: benchmarks/micro.py product.
     if left.device.type != "cpu" or not left.dtype == right.dtype == torch.float32 or not _mkl_is_untuned():
         return 1
     (rows, inner), columns, threads = left.shape, right.shape[1], torch.get_num_threads()
@@ -185,7 +185,7 @@ def row_blocks(left: Tensor, right: Tensor) -> int:
 
 @functools.cache
 def _mkl_is_untuned() -> bool:
-    return torch.backends.mkl.is_available() and "Intel" not in torch.cpu.get_capabilities().get("cpu_name", "Intel")
+    return torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
 
 
 # What a byte is worth, in arithmetic operations.
