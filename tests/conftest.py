@@ -13,7 +13,7 @@ from psg import _errors
 torch.set_num_threads(1)
 
 _quiet = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=_quiet)
+hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, deadline=None, database=None, suppress_health_check=_quiet)
 hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=_quiet)
 hypothesis.settings.load_profile("ci")
 

@@ -20,7 +20,7 @@ PARTS = 16
 # torch's own words on ops that it has not finished or has left behind.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.qr is deprecated", "ignore:Sparse CSR tensor support is in beta state")
 
-KINDS = 6  # of an op's forms and roles, at most
+KINDS = 4  # of an op's forms and roles, at most
 
 UPDATING = {
     "native_batch_norm",
