@@ -83,6 +83,17 @@ def test_linear(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
 
 
+def blocks_of_rows(left, right):
+    """Three blocks or two, wherever the rows allow it."""
+    return next((count for count in (3, 2) if len(left) and len(left) % count == 0), 1)
+
+
+@given(problem=st.one_of(linear_problems(), stacked_problems()))
+def test_products_in_blocks_of_rows(problem, device):
+    with mock.patch.object(psg.plans, "row_blocks", blocks_of_rows):
+        assert_agrees(on(problem, device))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 4), (5, 4), (5, 1)])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_bias_of_another_shape(shape, frozen, device):
