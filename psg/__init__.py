@@ -17,12 +17,15 @@ from psg.transforms import (
     per_sample_value_and_grad,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ClippedGrad",
     "FallbackWarning",
     "InputError",
     "PsgError",
     "StateError",
+    "__version__",
     "check",
     "clipped_grad",
     "clipping",

@@ -17,23 +17,27 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The devices that autocast is on for, with its dtypes."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 
 def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function under the autocast settings that hold now, wherever it is called."""
-    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    enabled = autocast()
     if not enabled:
         return fn
 
     @functools.wraps(fn)
     def kept(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for device in enabled:
-                stack.enter_context(torch.autocast(device, dtypes[device], cache_enabled=cache))
+            for device, dtype in enabled:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cache))
             return fn(*args, **kwargs)
 
-    dtypes = {device: torch.get_autocast_dtype(device) for device in enabled}
     cache = torch.is_autocast_cache_enabled()
     return kept
 
@@ -41,7 +45,7 @@ def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
 def off() -> contextlib.AbstractContextManager[Any]:
     """A context: run the body without autocast and outside of inference mode, which leaves only that nobody differentiates the results."""
     inference = torch.is_inference_mode_enabled()
-    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    enabled = [device for device, _ in autocast()]
     return _off(inference, enabled) if inference or enabled else contextlib.nullcontext()
 
 
@@ -137,12 +141,12 @@ def compiling() -> contextlib.AbstractContextManager[Any]:
     return _compiling
 
 
-def unaffected(function: Callable[..., Any]) -> Callable[..., Any]:
+def unaffected(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to run without autocast and not to be compiled, wherever it is called."""
 
     @untraced
     @functools.wraps(function)
-    def plain(*args: Any, **kwargs: Any) -> Any:
+    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
         with off():
             return function(*args, **kwargs)
 

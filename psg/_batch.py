@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _functorch, _pass
-from psg._capture import Captured, WritesInput
+from psg._capture import Captured
 from psg._carries import Call, part_of
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
@@ -84,7 +84,7 @@ def capture_batch(
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
             return _one_pass(function, given, params, n, [] if copied else given, look, choices)
-        except WritesInput:
+        except _WritesInput:
             # An activation in place on the batch itself, say: harmless to the caller on a copy.
             copied = True
         except _SharedRows as error:
@@ -109,6 +109,10 @@ class _Choices(NamedTuple):
 
     known: dict[_Choice, bool]
     guessed: set[_Choice]
+
+
+class _WritesInput(PsgError):
+    """The function writes into one of its inputs that is no parameter."""
 
 
 class _SharedRows(PsgError):
@@ -266,7 +270,7 @@ class _BatchMode(Watch):
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
         if memory in self.given:
-            raise WritesInput(f"{name_of(func)} writes into an input, or a view of one")
+            raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on parameters alone, or with integers that say where, is computed once; what comes out is known by its history."""
@@ -347,7 +351,7 @@ class _BatchMode(Watch):
         single = isinstance(output, Tensor)
         outputs = (output,) if single else tuple(output)
         if torch.is_grad_enabled():
-            targets = [(value.name, value, builder_at(builders, place)) for place, value in own.items()]
+            targets = [(value.name, value, builder_at(name_of(func), builders, place)) for place, value in own.items()]
             read = [tensor for place, tensor in places_of(bound) if place not in own]
             outputs = self.tap(name_of(func), outputs, single, targets, read, choice)
         for value in own.values():

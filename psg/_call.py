@@ -4,16 +4,19 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from psg import _ambient, _functorch, _random, _trees, memory
-from psg._errors import InputError
+from psg._errors import InputError, warn_once
 from psg._outside import Outside
 from psg.factors import Factor
+
+Method = Literal["auto", "capture", "vmap", "loop", "batch"]
+Randomness = Literal["different", "same", "error"]
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,8 @@ def prepare(
         for position, (leaf, dim) in enumerate(zip(own, own_dims, strict=True), start):
             dims.append(_check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
 
+    n = _batch_size(name, leaves, dims, paths)
+    _warn_of_batched_keywords(name, fn, kwargs, n)
     single = isinstance(options.argnums, int)
     return Call(
         name=name,
@@ -253,7 +258,7 @@ def prepare(
         gradient_spec=specs[numbers[0]] if single else _trees.spec_of_tuple([specs[number] for number in numbers]),
         has_aux=options.has_aux,
         randomness=options.randomness,
-        n=_batch_size(name, leaves, dims, paths),
+        n=n,
         settle=settle,
     )
 
@@ -362,10 +367,26 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
 def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Paths) -> int:
     sizes = {position: leaf.shape[dim] for position, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)) if dim is not None}
     if not sizes:
-        raise InputError(f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims.")
+        raise InputError(
+            f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims. What is given by keyword is the "
+            "same for all samples."
+        )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{paths[position]} has {size}" for position, size in sizes.items())
         raise InputError(
             f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it)."
         )
     return next(iter(sizes.values()))
+
+
+def _warn_of_batched_keywords(name: str, fn: Callable[..., Any], kwargs: dict[str, Any], n: int) -> None:
+    """Of a mask [n, t] that is given by keyword every sample would get all: right by the rules, and seldom meant."""
+    for keyword, value in kwargs.items():
+        if n > 1 and any(isinstance(leaf, Tensor) and leaf.shape[:1] == (n,) for leaf in _trees.flatten(value)[0]):
+            warn_once(
+                (getattr(inspect.unwrap(fn), "__code__", type(fn)), keyword),
+                f"{name}: the keyword argument {keyword!r} holds a tensor with {n} rows, as many as there are samples. Keyword arguments "
+                f"are the same for all samples: each gets all {n} rows. To give each its own pass it by position (in a dict, for "
+                "psg.stateless). If it is meant to be shared, bind it with functools.partial.",
+                UserWarning,
+            )

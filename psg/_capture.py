@@ -71,16 +71,16 @@ class Diverged(PsgError):
         self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
 
 
-class _WritesDerived(Unsupported):
-    """The function writes into a value that was computed from parameters once for all samples."""
+class _Retry(Unsupported):
+    """The function does what this pass did not expect; another can follow it.
 
+    Attributes:
+        change: Fields of its `_Habits`.
+    """
 
-class _Differentiates(Unsupported):
-    """The function calls autograd itself."""
-
-
-class WritesInput(Unsupported):
-    """The function writes into one of its inputs that is no parameter."""
+    def __init__(self, message: str, **change: Any) -> None:
+        super().__init__(message)
+        self.change = change
 
 
 class Captured(NamedTuple):
@@ -140,25 +140,20 @@ def capture(task: Task) -> Captured:
         RuntimeError: What vmap cannot run, and the function's own errors.
     """
     tensors = [tensor.detach() for tensor in task.tensors]
-    habits = _Habits(recorded=_differentiating.has(task.owner))
+    code = _code_of(task.owner)
+    habits = _Habits() if code is None else _known.get(code, _Habits())
     state = _random.get_state(tensors)
     while True:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if habits.copied and i not in task.params else tensor.detach() for i, tensor in enumerate(tensors)]
             captured, differentiates = _one_pass(task._replace(tensors=given), habits)
-            _differentiating.note(task.owner, differentiates)
+            if code is not None and (code in _known or habits.copied or habits.fills or differentiates):
+                # What slows every op down is found out anew: code may be shared by functions of which one alone needs it.
+                _known[code] = _Habits(copied=habits.copied, fills=habits.fills, recorded=differentiates)
             return captured
-        except WritesInput:
-            # An activation in place on the sample itself, say: harmless to the caller on a copy.
-            habits = habits._replace(copied=True)
-        except _Differentiates:
-            # For data: through those rules whose outputs have derivatives of every order. For parameters: through lifted values. One
-            # computed once for all samples stands apart from its parameter, and a rule's output is differentiated for the data alone.
-            habits = habits._replace(ruled=False, derives=False) if habits.recorded else habits._replace(recorded=True)
-        except _WritesDerived:
-            # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
-            habits = habits._replace(derives=False)
+        except _Retry as retry:
+            habits = habits._replace(**retry.change)
         except RuntimeError as error:
             if habits.fills == len(FACTORIES) or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
@@ -168,23 +163,6 @@ def capture(task: Task) -> Captured:
         _random.set_state(state)  # whatever the pass that failed has drawn, the next is to draw again
 
 
-class _Differentiating:
-    """The functions that are known to call autograd: a pass that does not expect it has to begin again."""
-
-    def __init__(self) -> None:
-        self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def has(self, function: Any) -> bool:
-        """Whether this one did so when it was last called."""
-        return len(self._functions) > 0 and _code_of(function) in self._functions
-
-    def note(self, function: Any, differentiates: bool) -> None:
-        """It did so, or did not."""
-        code = _code_of(function) if differentiates or self._functions else None
-        if code is not None:
-            self._functions.add(code) if differentiates else self._functions.discard(code)
-
-
 def _code_of(function: Any) -> Any:
     """What a callable runs: the function under wrappers, bound arguments and methods; None if that is not written in Python."""
     function = inspect.unwrap(function)
@@ -192,9 +170,6 @@ def _code_of(function: Any) -> Any:
         function = function.func if isinstance(function, functools.partial) else function.__func__
     function = function if isinstance(function, FunctionType) else inspect.getattr_static(type(function), "__call__", None)
     return function if isinstance(function, FunctionType) else None
-
-
-_differentiating = _Differentiating()
 
 
 class _Habits(NamedTuple):
@@ -216,6 +191,10 @@ class _Habits(NamedTuple):
     recorded: bool = False
 
 
+# What functions did when they were last called: a pass that does not expect it has to begin again.
+_known: weakref.WeakKeyDictionary[FunctionType, _Habits] = weakref.WeakKeyDictionary()
+
+
 def _one_pass(task: Task, habits: _Habits) -> tuple[Captured, bool]:
     """What the pass gives, and whether the function called autograd."""
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
@@ -234,7 +213,7 @@ def _one_pass(task: Task, habits: _Habits) -> tuple[Captured, bool]:
         except RuntimeError as error:
             if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
-            raise _WritesDerived("a constant computed from parameters may have been written into") from error
+            raise _Retry("a constant computed from parameters may have been written into", derives=False) from error
         if mode.failure is not None:
             # The function has handled an error that may be vmap's or ours, and gone a way that no sample alone would go.
             raise Unsupported(f"the function handles an error: {mode.failure}") from mode.failure
@@ -363,7 +342,7 @@ class _Mode(Watch):
             return tensor
         if not _functorch.is_batched(tensor, self.level):
             if self.constants:
-                raise _WritesDerived("requires_grad_ of what may be computed from parameters")
+                raise _Retry("requires_grad_ of what may be computed from parameters", derives=False)
             return func(tensor, flag)
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(flag)
@@ -385,8 +364,13 @@ class _Mode(Watch):
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad`, of all samples at once: since they do not meet, of the sum of their outputs."""
-        if not self.habits.recorded or self.habits.ruled and self.met(operands_of((inputs,), {})[0]):
-            raise _Differentiates("fn calls torch.autograd.grad")
+        if not self.habits.recorded:
+            # Through those rules whose outputs have derivatives of every order.
+            raise _Retry("fn calls torch.autograd.grad", recorded=True)
+        if self.habits.ruled and self.met(operands_of((inputs,), {})[0]):
+            # For parameters, through lifted values: one computed once for all samples stands apart from its parameter, and a rule's
+            # output is differentiated for the data alone.
+            raise _Retry("fn calls torch.autograd.grad for parameters", ruled=False, derives=False)
         self.differentiates = True
         outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
         if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
@@ -501,9 +485,11 @@ class _Mode(Watch):
         # A list is written into by ops for lists, which vmap does not have: constants can stay what they are.
         derived = [value.derived for value in self.values[len(self.params) :]] + ([] if isinstance(target, list) else self.constants)
         if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
-            raise _WritesDerived(f"{op} writes into a value computed from parameters")
+            # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
+            raise _Retry(f"{op} writes into a value computed from parameters", derives=False)
         if memories & self.given:
-            raise WritesInput(f"{op} writes into an input, or a view of one")
+            # An activation in place on the sample itself, say: harmless to the caller on a copy.
+            raise _Retry(f"{op} writes into an input, or a view of one", copied=True)
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
         reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)
@@ -706,11 +692,10 @@ class _Mode(Watch):
             result = rule.call(placed)
             if result is NotImplemented:
                 return ()
-            output, builders = result
-            single = isinstance(output, Tensor)
-            outputs = (output,) if single else tuple(output)
+            outputs, builders = _registry.outputs_and_builders(op, result, self.n)
+            single = isinstance(result[0], Tensor)
             if own and torch.is_grad_enabled():
-                targets = [(place_name(place), value, builder_at(builders, place)) for place, value in own.items()]
+                targets = [(place_name(place), value, builder_at(op, builders, place)) for place, value in own.items()]
                 outputs = self.tap(op, outputs, single, targets, (*inputs, *shared.values()))
             return outputs
 

@@ -35,7 +35,7 @@ class Stale(Exception):
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype of autocast on this tensor's device; None without it."""
     device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def transform_active() -> bool:

@@ -19,7 +19,7 @@ from psg._call import Call
 from psg._capture import Diverged, Task, capture
 from psg._errors import InputError, PsgError, StateError, warn_once
 from psg._ops import LIKENESSES, leaves_of, target_of
-from psg.factors import Dense, Factor, concat
+from psg.factors import Dense, Factor, Sum, concat
 from psg.rules._registry import are_disabled, find_decomposition, find_leak
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
@@ -59,6 +59,7 @@ def run(call: Call, method: str) -> Result:
     Raises:
         InputError: fn does not return a scalar.
         StateError: fn changes state.
+        OutOfMemoryError: A device has not enough memory for so many samples at once.
     """
     pinned = method != "auto"
     if method == "batch" and call.needs_derivative:
@@ -75,6 +76,10 @@ def run(call: Call, method: str) -> Result:
             break
         except (InputError, StateError):
             raise
+        except torch.OutOfMemoryError as error:
+            # The rungs below hold more at a time, or take n times as long.
+            error.add_note(f"psg.{call.name}: pass chunk_size= to run fewer samples at a time.")
+            raise
         except Exception as error:
             _refuse_stale(call, error)
             reasons.append((rung, _reason(error)))
@@ -87,6 +92,13 @@ def run(call: Call, method: str) -> Result:
             raise
     if reasons and not pinned:
         _warn_once(call, result.rung, reasons)
+    if result.rung == "capture" and all(isinstance(factor, Sum) and not factor.terms for factor in result.factors):
+        warn_once(
+            (getattr(inspect.unwrap(call.fn), "__code__", type(call.fn)), "unused"),
+            f"{call.name}: fn uses none of what it is differentiated for, so every gradient is zero. A module has to be called with the "
+            "parameters that fn is given: torch.func.functional_call(module, params, x), or psg.stateless(module, criterion).",
+            UserWarning,
+        )
     return result._replace(reasons=tuple(reasons)) if reasons else result
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
 from psg._carries import Call, Carry, carry_of, terms_of
-from psg._errors import PsgError
+from psg._errors import InputError
 from psg.factors import Dense, Factor, Sum, merge
 
 
@@ -98,11 +98,13 @@ class Lifted:
         """A rule's factor in the parameter's dtype: under autocast its two sides may come in different ones.
 
         Raises:
-            PsgError: The factor does not fit the parameter, so the rule is broken.
+            InputError: The factor does not fit the parameter, so the rule is broken.
         """
+        if not isinstance(factor, Factor):
+            raise InputError(f"a rule is broken: its builder for {place} gives a {type(factor).__name__}; expected one of psg.factors.")
         got, expected = (factor.n, tuple(factor.shape)), (n, tuple(self.leaf.shape[1:]))
         if got != expected:
-            raise PsgError(
+            raise InputError(
                 f"a rule is broken: its factor for {place} has {got[0]} samples of shape {got[1]}, "
                 f"the parameter has {expected[0]} samples of shape {expected[1]}"
             )

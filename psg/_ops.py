@@ -1,6 +1,6 @@
 """What the capture pass knows of torch's functions, and how it takes their arguments apart."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psg._errors import InputError
 from psg.factors import Factor
 
 REQUIRES_GRAD, GRAD_FN, IS_LEAF = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
@@ -197,8 +198,15 @@ def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str,
     return replaced
 
 
-def builder_at(builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
+def builder_at(op: str, builders: Mapping[str, Any], place: Place) -> Callable[[Any], Factor]:
+    """What a rule says builds the factor of the parameter in this place.
+
+    Raises:
+        InputError: It says nothing.
+    """
     name, index = place
+    if name not in builders:
+        raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
     return builders[name] if index is None else builders[name][index]
 
 

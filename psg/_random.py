@@ -1,28 +1,40 @@
 """The state of the random number generators that a call may draw from."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+State = dict[torch.device, Tensor]
+
+_CPU = torch.device("cpu")
 
 
 def get_state(tensors: Iterable[Tensor]) -> State:
     """The generator states of the CPU and of the devices of these tensors."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    return {"cpu": torch.get_rng_state(), **{str(device): torch.cuda.get_rng_state(device) for device in devices}}
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta}
+    devices = {device for device in devices if hasattr(_of(device), "get_rng_state")}
+    return {_CPU: torch.get_rng_state(), **{device: _of(device).get_rng_state(*_which(device)) for device in devices}}
 
 
 def set_state(state: State | None) -> None:
     """Put the generators back into a state; None leaves them as they are."""
     for device, value in (state or {}).items():
-        if device == "cpu":
+        if device == _CPU:
             torch.set_rng_state(value)
         else:
-            torch.cuda.set_rng_state(value, device)
+            _of(device).set_rng_state(value, *_which(device))
 
 
 def same_state(state: State, other: State) -> bool:
     """Whether no random number was drawn between the two."""
     return all(torch.equal(value, other[device]) for device, value in state.items())
+
+
+def _of(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # of which there is one

@@ -88,14 +88,14 @@ def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         clip_norm: A number or a scalar tensor, at least 0 and finite.
 
     Returns:
-        [n].
+        [n]. Norms below eps^4 of their dtype (2e-28 in single precision) count as that, so that what is multiplied stays finite.
 
     Example:
         >>> import torch
         >>> normalize(torch.tensor([0.0, 1.0, 4.0]), 2.0)
         tensor([1.0000, 2.0000, 0.5000])
     """
-    return torch.where(norms > 0, clip_norm / torch.where(norms > 0, norms, 1), 1)
+    return torch.where(norms > 0, clip_norm / torch.where(norms > 0, norms, 1).clamp(min=torch.finfo(norms.dtype).eps ** 4), 1)
 
 
 def adapt(
@@ -231,13 +231,13 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
     elif isinstance(clip_norm, PerGroup):
         members: dict[Hashable, list[int]] = {}
         for i, path in enumerate(_trees.keys(_trees.unflatten(spec, indices))):
-            label = clip_norm.label(path)
-            if label not in clip_norm.clip_norm:
-                raise InputError(
-                    f"PerGroup(label=...)({path!r}) is {label!r}, which has no clip norm; there are {list(clip_norm.clip_norm)!r}."
-                )
-            members.setdefault(label, []).append(i)
-        groups = [Group(tuple(own), clip_norm.clip_norm[label]) for label, own in members.items()]
+            members.setdefault(clip_norm.label(path), []).append(i)
+        try:
+            groups = [Group(tuple(own), clip_norm.clip_norm[label]) for label, own in members.items()]
+        except KeyError as error:
+            raise InputError(
+                f"PerGroup(label=...) gives {error.args[0]!r}, which has no clip norm; there are {list(clip_norm.clip_norm)!r}."
+            ) from None
     else:
         groups = [Group(tuple(indices), clip_norm)]
     for group in groups:
@@ -259,6 +259,14 @@ def check_clip_norm(clip_norm: Any) -> None:
         raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.")
     if not float(clip_norm) >= 0:
         raise InputError(f"clip_norm={clip_norm}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
+
+
+def expect_finite(groups: list[Group], policy: Policy) -> None:
+    """Raise InputError for a clip norm of inf where it is what every gradient is brought to."""
+    if policy is clip or not _is_bounded(policy):
+        return
+    if any(group.clip_norm == math.inf for group in groups if not isinstance(group.clip_norm, Tensor)):
+        raise InputError('clip_norm=inf: gradients can be brought to a finite norm only. policy="clip" leaves them as they are.')
 
 
 def policy_of(policy: str | Policy) -> Policy:
@@ -311,11 +319,18 @@ def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
     Returns:
         sqrt(sum over groups of C^2), in the units of the gradient; inf for a policy of the user's, whose bound is not known.
     """
-    if policy not in POLICIES.values() and not getattr(policy, "_bounded", False):
+    if not _is_bounded(policy):
         return math.inf
     if len(groups) == 1:
         only = groups[0].clip_norm
         return only.clone() if isinstance(only, Tensor) else only  # of its own: whoever adapts the clip norm may write into it
     if any(isinstance(group.clip_norm, Tensor) for group in groups):
-        return torch.linalg.vector_norm(torch.stack([torch.as_tensor(group.clip_norm) for group in groups]))
+        device = next(group.clip_norm.device for group in groups if isinstance(group.clip_norm, Tensor))
+        # Times one, so that integers become what a norm can be taken of.
+        return torch.linalg.vector_norm(torch.stack([1.0 * torch.as_tensor(group.clip_norm, device=device) for group in groups]))
     return math.hypot(*(group.clip_norm for group in groups))
+
+
+def _is_bounded(policy: Policy) -> bool:
+    """Whether no coefficient of its makes a gradient longer than the clip norm."""
+    return policy in POLICIES.values() or getattr(policy, "_bounded", False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psg import _ambient, _ladder
-from psg._call import Options, prepare
+from psg._call import Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg.factors import Factor
 
@@ -73,8 +73,8 @@ def explain(
     *,
     in_dims: Any = None,
     has_aux: bool = False,
-    randomness: str = "different",
-    method: str = "auto",
+    randomness: Randomness = "different",
+    method: Method = "auto",
 ) -> Callable[..., Report]:
     """The function that runs one pass over a batch and reports the path of every parameter.
 

@@ -198,7 +198,7 @@ def used(device: torch.device, dtype: torch.dtype) -> int:
     # Published operations by bytes a second of an H100: half precision, TF32, float32.
     if dtype in (torch.float16, torch.bfloat16):
         return 295
-    return 148 if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else 20
+    return 148 if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else 20
 
 
 def written(device: torch.device, dtype: torch.dtype) -> int:

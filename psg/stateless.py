@@ -60,9 +60,10 @@ def stateless(
             module that shares submodules with it.
         criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
             `F.cross_entropy` with its default reduction gives; with `has_aux=True` of the transforms, to a pair of the loss and more.
-            None if the module's output is the loss, or has it as `.loss`.
+            None if the module's output is the loss, or has it as `.loss`. Several targets, or a weight for each sample, go in a tuple.
         batch_dim: Where the batch dimension is added, 1 for sequences [t, *] that enter as [t, 1, *]. With None a sample enters as it is:
             for modules written for one sample, and for samples that are batches themselves (all of a user's, or augmentations of one).
+            So does the whole batch of `method="batch"`, whose criterion gives one loss for each sample (`reduction="none"`).
 
     Returns:
         `(loss, params)`. `loss(params, *inputs, target, **shared)`, without a target if criterion is None, passes the inputs on to the
@@ -113,9 +114,18 @@ def stateless(
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
-        with turn, _functorch.uncached():
-            output = _call(module, params, positional, {**keyword, **shared}, turn, strays)
-        return _loss_of(output) if criterion is None else criterion(output, target)
+        try:
+            with turn, _functorch.uncached():
+                output = _call(module, params, positional, {**keyword, **shared}, turn, strays)
+            return _loss_of(output) if criterion is None else criterion(output, target)
+        except TypeError as error:
+            last = (
+                "all of them for the module"
+                if criterion is None
+                else "the last of them for criterion(output, target), the others for the module"
+            )
+            error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params, {last}.")
+            raise
 
     def cache_key() -> Hashable:
         """For `psg.jit`: what the loss depends on beside its arguments and what is written into the tensors of module and criterion."""

@@ -39,15 +39,16 @@ torch.compile does not look into psg's functions: its graph breaks around them. 
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clipping, memory
-from psg._call import Call, Options, prepare
+from psg._call import Call, Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg._ladder import Result
 from psg.factors import Factor, Joint, norm_of
@@ -99,6 +100,9 @@ class ClippedGrad(NamedTuple):
     group_norms: Any
 
 
+torch.serialization.add_safe_globals([ClippedGrad])
+
+
 @_ambient.untraced
 def per_sample_grad(
     fn: Callable[..., Any],
@@ -106,9 +110,9 @@ def per_sample_grad(
     *,
     in_dims: Any = None,
     has_aux: bool = False,
-    randomness: str = "different",
+    randomness: Randomness = "different",
     chunk_size: int | str | None = None,
-    method: str = "auto",
+    method: Method = "auto",
 ) -> Callable[..., Any]:
     """The function that gives every sample's gradient.
 
@@ -152,10 +156,10 @@ def per_sample_value_and_grad(
     *,
     in_dims: Any = None,
     has_aux: bool = False,
-    randomness: str = "different",
+    randomness: Randomness = "different",
     chunk_size: int | str | None = None,
-    method: str = "auto",
-) -> Callable[..., Any]:
+    method: Method = "auto",
+) -> Callable[..., tuple[Any, Any]]:
     """Like `per_sample_grad`, with the losses.
 
     Args:
@@ -196,9 +200,9 @@ def per_sample_norm(
     *,
     in_dims: Any = None,
     has_aux: bool = False,
-    randomness: str = "different",
+    randomness: Randomness = "different",
     chunk_size: int | str | None = None,
-    method: str = "auto",
+    method: Method = "auto",
 ) -> Callable[..., Any]:
     """The function that gives the norm of every sample's gradient, over all leaves together.
 
@@ -241,9 +245,9 @@ def factored_grad(
     *,
     in_dims: Any = None,
     has_aux: bool = False,
-    randomness: str = "different",
+    randomness: Randomness = "different",
     chunk_size: int | str | None = None,
-    method: str = "auto",
+    method: Method = "auto",
 ) -> Callable[..., Any]:
     """The function that gives every sample's gradient as factors, from which `psg.tree` computes everything else.
 
@@ -295,12 +299,12 @@ def clipped_grad(
     clip_norm: Any,
     argnums: int | tuple[int, ...] = 0,
     *,
-    policy: str | clipping.Policy = "clip",
+    policy: Literal["clip", "automatic", "normalize"] | clipping.Policy = "clip",
     in_dims: Any = None,
     has_aux: bool = False,
-    randomness: str = "different",
+    randomness: Randomness = "different",
     chunk_size: int | str | None = None,
-    method: str = "auto",
+    method: Method = "auto",
 ) -> Callable[..., ClippedGrad]:
     """The function that gives the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
 
@@ -326,8 +330,9 @@ def clipped_grad(
         each at most `plans.using(keep_bytes=)`, 512 MiB by default, is kept for the sum.
 
     Raises:
-        InputError: A clip norm is negative or NaN, or an option is not one of those above. At a call: a mask is not [n] booleans, a policy
-            gives something else than [n], a leaf has no group. See `help(psg.transforms)` for what every transform raises.
+        InputError: A clip norm is negative or NaN, or an option is not one of those above. At a call: a mask is not [n] booleans, or fn
+            has an argument `mask` too; a policy gives something else than [n], or would bring gradients to a norm of inf; a leaf has no
+            group. See `help(psg.transforms)` for what every transform raises.
 
     Example:
         >>> import torch, psg
@@ -346,7 +351,7 @@ def clipped_grad(
     run = _over_batches("clipped_grad", fn, options, _ClippedSums, settle=_settled)
 
     def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
-        mask = kwargs.pop("mask", None)
+        mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
         groups: list[clipping.Group] = []
 
         def reduce(call: Call, result: Result, start: int) -> _Clipped:
@@ -354,6 +359,7 @@ def clipped_grad(
 
         def check(call: Call) -> None:
             groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
+            clipping.expect_finite(groups, chosen)
             _check_mask(mask, call.n)
 
         call, (reduced, _, aux) = run(args, kwargs, reduce, check)
@@ -411,10 +417,11 @@ def _wrap(
         index = torch.arange(size_for(own.n), device=own.leaves[own.params[0]].device)
         source = index.clamp(max=own.n - 1)
         if masked:
-            mask = kwargs.get("mask")
+            kwargs = dict(kwargs)
+            mask = _pop_mask(fn, args, kwargs)
             _check_mask(mask, own.n)
             within = index < own.n
-            kwargs = {**kwargs, "mask": within if mask is None else within & mask[source]}
+            kwargs[_PADDED] = within if mask is None else within & mask[source]
         if len(index) == own.n:
             return args, kwargs, own.n  # as it is, without a copy
         return _trees.unflatten(own.spec, own.take(source).leaves), kwargs, own.n
@@ -422,6 +429,25 @@ def _wrap(
     del transformed.__wrapped__
     transformed.batching = Batching(_label(name, fn), fn, pad, trim)  # type: ignore[attr-defined]
     return _ambient.untraced(transformed)
+
+
+# The keyword that takes the mask of a padded batch: no name, so that no argument of fn's has it.
+_PADDED = "mask and padding"
+
+
+def _pop_mask(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take clipped_grad's own keyword out of those of a call; InputError if fn may be meant, which has an argument of the same name."""
+    if "mask" not in kwargs:
+        return None
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # not every callable has one
+        names = []
+    if "mask" in names[len(args) :]:
+        raise InputError(
+            "clipped_grad: mask= says which samples count, and fn has an argument of that name too. Pass fn's by position, or rename it."
+        )
+    return kwargs.pop("mask")
 
 
 def _check_mask(mask: Any, n: int) -> None:
@@ -629,7 +655,7 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clip
     joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
     norms, values = norm_of(joints), result.values
     apart = [norms] if len(groups) == 1 else [joint.norm for joint in joints]
-    keep, nonfinite = None, torch.zeros((), dtype=torch.int64)
+    keep, nonfinite = None, torch.zeros((), dtype=torch.int64, device=norms.device)
     if not _all_count(norms, mask):
         finite = norms < math.inf  # which NaN is not
         keep = finite if mask is None else finite & mask

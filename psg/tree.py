@@ -70,7 +70,12 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
     for x, y in zip(factors, others, strict=True):
         if x.shape != y.shape:
             raise InputError(f"psg.tree.{name}: leaves differ in shape: {tuple(x.shape)} and {tuple(y.shape)} of one sample.")
-    return list(zip(factors, others, strict=True))
+    return [(x, y) if x.dtype == y.dtype else _in_one_dtype(x, y) for x, y in zip(factors, others, strict=True)]
+
+
+def _in_one_dtype(x: Factor, y: Factor) -> tuple[Factor, Factor]:
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor:
@@ -249,10 +254,12 @@ def mean(tree: Any) -> Any:
         >>> mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([2., 3.])
     """
-    first = _factors(tree, "mean")[0][0]
-    if first.n == 0:
+    factors, _ = _factors(tree, "mean")
+    n, device = factors[0].n, factors[0].device
+    if n == 0:
         return _trees.map_leaves(lambda leaf: leaf / 0, sum(tree))
-    return weighted_sum(tree, torch.full((first.n,), 1 / first.n, dtype=wide(first.dtype.to_real()), device=first.device))
+    dtype = functools.reduce(torch.promote_types, {wide(factor.dtype.to_real()) for factor in factors})
+    return weighted_sum(tree, torch.full((n,), 1 / n, dtype=dtype, device=device))
 
 
 class Moments(NamedTuple):
@@ -268,10 +275,16 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> Any:
-        """second - |mean|^2, never negative: of the n samples, not of what they were drawn from (that is n / (n - 1) times as much)."""
+        """second - |mean|^2, never negative: of the n samples, not of what they were drawn from (that is n / (n - 1) times as much).
+
+        Off by a few roundings of `second`: of an entry whose mean is 3000 times its spread, single precision leaves nothing.
+        """
         means, spec = _trees.flatten(self.mean)
         seconds, _ = _trees.flatten(self.second)
         return _trees.unflatten(spec, [(second - square(mean)).clamp(min=0) for mean, second in zip(means, seconds, strict=True)])
+
+
+torch.serialization.add_safe_globals([Moments])
 
 
 @unaffected

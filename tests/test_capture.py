@@ -999,3 +999,27 @@ def test_least_squares_with_different_numbers_of_dimensions(device):
 
     with pytest.warns(psg.FallbackWarning, match="lstsq of operands with different numbers of dimensions"):
         assert_trees_close(psg.per_sample_grad(fn)(w, b), loop_grad(fn)(w, b))
+
+
+def test_what_a_function_does_is_found_out_once(device):
+    """A write into the sample, or into a tensor that fn makes: the pass that did not expect it is not run again at every call."""
+    calls = []
+
+    def writes_input(p, x):
+        calls.append(1)
+        return F.relu(x, inplace=True).mul(p).sum()
+
+    def writes_zeros(p, x):
+        calls.append(1)
+        table = torch.zeros(3, device=device)
+        table[0] = (p * x).sum()
+        return table.square().sum()
+
+    p, x = torch.randn(4, device=device), torch.randn(2, 4, device=device)
+    for fn in (writes_input, writes_zeros):
+        expected, counts = loop_grad(fn)(p, x), []
+        for _ in range(3):
+            calls.clear()
+            assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), expected)
+            counts.append(len(calls))
+        assert counts == [2, 1, 1]

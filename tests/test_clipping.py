@@ -1,7 +1,7 @@
 """clipped_grad: exact clipping, policies, groups, masks, samples that are not finite."""
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
@@ -409,3 +409,39 @@ def test_norms_of_groups(masked, chunk_size, args):
         assert_trees_close(
             [grouped.group_norms[name] for name in grads if labels[name] == label], [together] * list(labels.values()).count(label)
         )
+
+
+def test_a_tiny_norm_is_not_brought_beyond_the_dtype(device):
+    x, p = rows(1e-30, 3e-40, 0.0, 1.0, device=device)
+    out = psg.clipped_grad(scaled, 1.0, policy="normalize")(p.float(), x.float())
+    assert out.grads.isfinite().all() and out.nonfinite == 0 and out.clip_coef.max() < 1e28
+
+
+@pytest.mark.parametrize("policy", ["normalize", "automatic", psg.clipping.automatic(0.5)])
+def test_no_gradient_can_be_brought_to_infinity(policy, args):
+    with pytest.raises(psg.InputError, match='clip_norm=inf.*policy="clip"'):
+        psg.clipped_grad(loss, math.inf, policy=policy)(*args)
+
+
+def test_clip_norms_that_are_integers_or_have_a_default(args):
+    exact = psg.clipped_grad(loss, PerLeaf(2.0))(*args)
+    found = psg.clipped_grad(loss, PerLeaf({"a": torch.tensor(2), "b": 2, "c": 2.0}))(*args)
+    assert_trees_close(found.grads, exact.grads, per_sample=False)
+    assert_trees_close(found.sensitivity, torch.tensor(12.0).sqrt(), per_sample=False)
+    found = psg.clipped_grad(loss, PerGroup(lambda path: path[0], defaultdict(lambda: 2.0)))(*args)
+    assert_trees_close(found.grads, exact.grads, per_sample=False)
+
+
+def test_a_mask_that_may_be_fn_s_own(args, device):
+    def masked_loss(p, x, mask=None):
+        return loss(p, x if mask is None else x * mask)
+
+    params, x = args
+    mask, own = torch.rand(N, device=device) < 0.5, torch.rand(6, 3, device=device)
+    with pytest.raises(psg.InputError, match="fn has an argument of that name too. Pass fn's by position"):
+        psg.clipped_grad(masked_loss, 1.0)(params, x, mask=mask)
+    clipped = psg.clipped_grad(masked_loss, 1.0, in_dims=(None, 0, None))
+    assert not psg.clipped_grad(masked_loss, 1.0, in_dims=(None, 0, None))(params, x, own, mask=mask).norms[~mask].any()
+    exact = psg.clipped_grad(lambda p, x: masked_loss(p, x, own), 1.0)(params, x)
+    for found in (clipped(params, x, own), psg.jit(clipped, backend="eager", buckets=4)(params, x, own)):
+        assert_trees_close(found.grads, exact.grads, per_sample=False)

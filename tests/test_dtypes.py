@@ -5,8 +5,11 @@ import torch
 import torch.nn.functional as F
 from agreement import linear_args, linear_loss
 from cases import N, each_case
+from hypothesis import given
+from hypothesis import strategies as st
 
 import psg
+from psg.factors import Outer
 from psg.testing import assert_trees_close, loop_grad, reference_clipped_sum, reference_norm
 from psg.testing._loop import tree_map
 
@@ -80,3 +83,27 @@ def test_a_bad_sample_spoils_its_own_row_alone(bad, device):
     rest = [0, 2]
     assert_trees_close(tree_map(lambda leaf: leaf[rest], grads), tree_map(lambda leaf: leaf[rest], clean))
     assert_trees_close(norms[rest], reference_norm(clean)[rest])
+
+
+@given(st.integers(0, 3), st.integers(1, 3), st.sampled_from([1e-9, 1e-4, 1.0, 1e5]), st.sampled_from([1e-4, 1.0, 1e3]), st.booleans())
+def test_weighted_sums_of_half_precision_keep_inside_its_range(n, t, weight, size, turned):
+    """Weights that take one side out of float16, where the sum is inside of it."""
+    left = (torch.rand(n, t, 3) + 0.5).mul(size).half()
+    right = (torch.rand(n, t, 4) + 0.5).mul(min(1 / size / weight, 1e4)).half()
+    weights = weight * (torch.rand(n) + 0.5)
+    factor = Outer(right, left) if turned else Outer(left, right)
+    exact = factor.to(torch.float64).weighted_sum(weights.double())
+    assert_trees_close(factor.weighted_sum(weights), exact.half(), rtol=4e-3, atol=1e-7, per_sample=False)
+
+
+def test_clipped_sums_of_half_precision_keep_their_bound(device):
+    w, x = torch.randn(64, 64, device=device).half(), torch.randn(4, 64, device=device).half()
+    kernel, images = torch.randn(8, 4, 3, 3, device=device).half(), torch.randn(4, 4, 9, 9, device=device).half()
+    for fn, args in (
+        (lambda w, x: F.linear(x, w).square().sum(), (w, x)),
+        (lambda w, x: F.conv2d(x[None], w).square().sum(), (kernel, images)),
+    ):
+        for norm in ("gram", "chunks", "keep"):
+            with psg.plans.using(norm=norm):
+                out = psg.clipped_grad(fn, clip_norm=2e-3)(args[0], args[1][:1])
+            assert abs(out.grads.double().norm() / 2e-3 - 1) < 0.01

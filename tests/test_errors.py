@@ -399,3 +399,41 @@ def test_an_argument_that_may_hold_a_batch(device):
         psg.per_sample_grad(fn)(w, x, Opaque(x))
     shared = psg.per_sample_grad(fn, in_dims=(None, 0, None))(w, x, Opaque(x))
     assert shared.shape == (2, 3) and (shared == psg.per_sample_grad(fn)(w, x, other=Opaque(x))).all()
+
+
+def test_a_keyword_tensor_with_as_many_rows_as_samples(params, x, device):
+    mask = torch.ones(N, 3, device=device)
+    fn = lambda p, x, mask: loss(p, x * mask.prod(0))  # noqa: E731
+    with pytest.warns(UserWarning, match="keyword argument 'mask' holds a tensor with 3 rows.*by position.*functools.partial"):
+        psg.per_sample_norm(fn)(params, x, mask=mask)
+    psg.per_sample_norm(fn)(params, x[:2], mask=mask)
+    psg.per_sample_norm(fn)(params, x, mask)
+    with pytest.raises(psg.InputError, match="no argument has a dimension for the samples.*keyword"):
+        psg.per_sample_norm(lambda p, x: loss(p, x))(params, x=x)
+
+
+def test_a_function_that_uses_no_parameter(params, x, device):
+    model = torch.nn.Linear(3, 4, device=device)
+    with pytest.warns(UserWarning, match="uses none of what it is differentiated for.*functional_call"):
+        grads = psg.per_sample_grad(lambda p, x: model(x).sum().detach())(params, x)
+    assert not any(leaf.any() for leaf in grads.values())
+    assert (psg.per_sample_grad(lambda p, x: p + x.sum())(torch.ones((), device=device), x) == 1).all()
+
+
+def test_a_module_s_arguments_are_counted(x, device):
+    loss, params = psg.stateless(torch.nn.Linear(3, 4, device=device), F.mse_loss)
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        psg.per_sample_norm(loss)(params, x)
+    assert "1 arguments after params, the last of them for criterion" in caught.value.__notes__[0]
+
+
+def test_what_takes_too_much_memory_is_not_tried_again(params, x):
+    calls = []
+
+    def fn(p, x):
+        calls.append(1)
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        psg.per_sample_norm(fn)(params, x)
+    assert len(calls) == 1 and "chunk_size" in caught.value.__notes__[0]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import psg
-from psg.factors import Outer
+from psg.factors import Dense, Outer
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad
 
@@ -130,3 +130,45 @@ def test_an_autograd_function(n, device):
 def test_a_python_function_that_no_mode_sees(device):
     with pytest.raises(psg.InputError, match=r"psg.rule\('positions'\).*psg\.primitive"):
         psg.rule(positions, params=("tensor",))(lambda tensor: tensor)
+
+
+@pytest.fixture
+def gained(monkeypatch):
+    """A primitive, and how to give it a rule for the time of the test."""
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+
+    @psg.primitive
+    def gained(x, gain):
+        return x * gain
+
+    return gained
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (lambda x, gain: x * gain, r"has to return \(output, \{parameter: builder\}\).*got Tensor"),
+        (lambda x, gain: (x * gain, {}), "gives no builder for the parameter gain"),
+        (lambda x, gain: ((x * gain).sum(0), {"gain": Dense}), r"the 4 samples in dim 0, got \(2,\)"),
+        (lambda x, gain: (x * gain, {"gain": lambda cotangent: cotangent * x}), "gives a Tensor; expected one of psg.factors"),
+        (lambda x, gain: (x * gain, {"gain": lambda cotangent: Dense(cotangent[:, :1])}), r"shape \(1,\), the parameter has"),
+    ],
+)
+def test_a_rule_that_is_broken_says_so(rule, message, gained, device):
+    psg.rule(gained, params=("gain",))(rule)
+    with pytest.raises(psg.InputError, match=message):
+        psg.per_sample_grad(lambda p, x: gained(x, p).sum())(torch.ones(2, device=device), torch.ones(4, 2, device=device))
+
+
+@pytest.mark.parametrize("op", [torch.nn.Linear, lambda x, gain: x])
+def test_what_calls_nobody_sees_is_refused_at_once(op):
+    with pytest.raises(psg.InputError, match=r"does not see calls of this.*@psg.rule\(op\)"):
+        psg.rule(op)
+
+
+def test_annotations_may_be_written_as_text(device):
+    def plain(x, factor: "float | None" = None): ...
+
+    def unknown(x, factor: "Nowhere" = None): ...  # noqa: F821
+
+    assert _registry.Rule.of(plain, ()).numbers == {"factor"} and not _registry.Rule.of(unknown, ()).numbers

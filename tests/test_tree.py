@@ -1,5 +1,6 @@
 """Reductions over dense, factored and mixed trees, and their errors."""
 
+import io
 from collections import OrderedDict
 
 import pytest
@@ -475,3 +476,24 @@ def test_errors(call, message):
 
 def test_factor_is_the_name_of_all_kinds():
     assert all(issubclass(kind, Factor) for kind in (Dense, Outer, Rows, Sum, psg.factors.Conv))
+
+
+def test_leaves_of_other_dtypes_meet_in_the_wider(device):
+    single, double = (torch.randn(3, 2, 4, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
+    tree, other = {"a": Outer(single, single), "b": double}, {"a": Outer(double, double), "b": single}
+    for reduce in (psg.tree.gram, psg.tree.inner):
+        exact = reduce(*(tree_map(lambda leaf: leaf.double(), psg.tree.materialize(side)) for side in (tree, other)))
+        assert_trees_close(reduce(tree, other), exact, rtol=1e-6)
+    assert_trees_close(psg.tree.mean({"a": single, "b": double})["b"], double.mean(0), per_sample=False)
+
+
+def test_results_can_be_saved(device):
+    params, x = torch.ones(2, device=device), torch.ones(3, 2, device=device)
+    fn = lambda p, x: (p * x).sum()  # noqa: E731
+    for result in (psg.tree.moments(psg.factored_grad(fn)(params, x)), psg.clipped_grad(fn, 1.0)(params, x)):
+        file = io.BytesIO()
+        torch.save(result, file)
+        file.seek(0)
+        loaded = torch.load(file)
+        assert type(loaded) is type(result)
+        assert_trees_close(loaded[0], result[0], per_sample=False)

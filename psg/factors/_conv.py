@@ -205,8 +205,11 @@ class Conv(Planned):
             right = right.reshape(self.n, self.positions, self.shape[1:].numel())
             left = self.cotangent.flatten(3).transpose(2, 3).flatten(1, 2)
             return Outer(left, right).weighted_sum(weights).reshape(self.shape)
-        cotangent = scale_rows(self.cotangent, weights).flatten(0, 1)
-        return self._native_gradient(cotangent, self.input.flatten(0, 1), tuple(self.shape), groups=self.geometry.groups)
+        cotangent, input = self.cotangent, self.input.flatten(0, 1)
+        if self.dtype == torch.float16:  # of whose few exponents a cotangent may leave when it is multiplied by its weight
+            cotangent, input = widen(cotangent), widen(input)
+        cotangent = scale_rows(cotangent, weights).flatten(0, 1)
+        return self._native_gradient(cotangent, input, tuple(self.shape), groups=self.geometry.groups).to(self.dtype)
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.products(direction).flatten(1).sum(1)

@@ -4,7 +4,8 @@ With z_t = W_ih x_t + b_ih + W_hh h_{t-1} + b_hh the gates before their activati
 gradient is a sum over time: W_ih: C_t x_t^T, W_hh: C_t h_{t-1}^T, b_ih and b_hh: C_t.
 
 Forward, the gates of all steps are kept. Backward, what each gate's cotangent is multiplied by is computed for all steps at once; what is
-left for each step is one product with W_hh and a few elementwise operations. benchmarks/recurrent.py compares this with other ways: for
+left for each step is one product with W_hh and a few elementwise operations, which become one kernel where psg.jit compiles them.
+benchmarks/recurrent.py compares this with other ways: for
 an LSTM on few threads it is the fastest; a native forward pass, which keeps no gates, and its gates computed again win from about four
 threads on.
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch
+from psg.rules._fused import Fused
 
 _sigmoid_slope = torch.ops.aten.sigmoid_backward  # (c, y) -> c y (1 - y)
 _relu_slope = torch.ops.aten.threshold_backward  # (c, y, 0) -> c [y > 0]
@@ -56,6 +58,7 @@ class Recurrence(ABC):
         input: [m, t, i], at least one step.
         weights: The parameters.
         reverse: Whether time runs backwards.
+        fuse: Whether each step's elementwise operations are compiled.
 
     Attributes:
         saved: After `forward`, what was computed: first room for h at every step, [m, t + 1, h or p].
@@ -71,10 +74,11 @@ class Recurrence(ABC):
     gates: int
     states = 1
 
-    def __init__(self, input: Tensor, weights: Weights, reverse: bool) -> None:
+    def __init__(self, input: Tensor, weights: Weights, reverse: bool, fuse: bool = False) -> None:
         self.input = input
         self.weights = weights
         self.reverse = reverse
+        self.fuse = fuse
         count = input.shape[1]
         self.steps = range(count - 1, -1, -1) if reverse else range(count)
         self.saved: list[Tensor] = []
@@ -160,6 +164,10 @@ class Recurrence(ABC):
         """W_hh^T for one product with every step."""
         # A copy costs as much as a step, and makes each step a quarter faster.
         return self.weights.w_hh.T.contiguous() if len(self.steps) > 8 else self.weights.w_hh.T
+
+    def kernel(self, fn: Callable[..., None]) -> Callable[..., None]:
+        """A function of one step's tensors, as it is or compiled."""
+        return Fused(fn) if self.fuse else fn
 
     def unroll(self, cotangent: Tensor | None, c_h: Tensor, step: Callable[[int], None]) -> None:
         """Backwards through time: add what arrives at each step's output to `c_h`, and let `step` turn that into the one before."""
@@ -252,14 +260,10 @@ class Lstm(Recurrence):
         (before, after), (cells, after_c) = ([part.unbind(1) for part in self.split(room)] for room in rooms)
         z, squashed, hidden = gates.unbind(1), saved[3].unbind(1), after if w_hr is None else saved[4].unbind(1)
         i, f, g, o = (gate.unbind(1) for gate in gates.split(width, 2))
-        i_f = gates[..., : 2 * width].unbind(1)
+        advance = self.kernel(_advance_lstm)
         for t in self.steps:
             z[t].addmm_(before[t], w_hh)
-            i_f[t].sigmoid_()
-            g[t].tanh_()
-            o[t].sigmoid_()
-            c = torch.mul(i[t], g[t], out=after_c[t]).addcmul_(f[t], cells[t])
-            torch.mul(o[t], torch.tanh(c, out=squashed[t]), out=hidden[t])
+            advance(i[t], f[t], g[t], o[t], cells[t], after_c[t], squashed[t], hidden[t])
             if w_hr is not None:
                 torch.mm(hidden[t], w_hr.T, out=after[t])
         return saved
@@ -269,28 +273,19 @@ class Lstm(Recurrence):
         c_h, c_c = (_copy(given, like) for given, like in zip(final, self.final, strict=True))
         _, cells, z, squashed, *_ = self.saved
         i, f, g, o = z.chunk(4, 2)
-        gates = torch.empty_like(z)
-        # What the cotangent of c multiplies in the gates i, f, g, and that of h in the gate o and in c.
-        c_i, c_f, c_g, c_o = gates.chunk(4, 2)
-        _sigmoid_slope(g, i, grad_input=c_i)
-        _sigmoid_slope(self.split(cells)[0], f, grad_input=c_f)
-        _tanh_slope(i, g, grad_input=c_g)
-        _sigmoid_slope(squashed, o, grad_input=c_o)
-        through = _tanh_slope(o, squashed).unbind(1)
-        width = c_o.shape[2]
-        c_ifg = gates[..., : 3 * width].unflatten(2, (3, width)).unbind(1)
-        rows, c_o, f, three = gates.unbind(1), c_o.unbind(1), f.unbind(1), c_c.unsqueeze(1)
+        gates, through = torch.empty_like(z), torch.empty_like(squashed)
+        slopes = gates.chunk(4, 2)
+        self.kernel(_lstm_slopes)(i, f, g, o, self.split(cells)[0], squashed, *slopes, through)
+        c_i, c_f, c_g, c_o, through, f, rows = (part.unbind(1) for part in (*slopes, through, f, gates))
         projected = None if w_hr is None else z.new_empty(self.after.shape)
+        retreat = self.kernel(_retreat_lstm)
 
         def step(t: int) -> None:
             c_hidden = c_h
             if projected is not None and w_hr is not None:
                 projected[:, t] = c_h
                 c_hidden = c_h @ w_hr
-            c_c.addcmul_(c_hidden, through[t])
-            c_ifg[t].mul_(three)
-            c_o[t].mul_(c_hidden)
-            c_c.mul_(f[t])
+            retreat(c_i[t], c_f[t], c_g[t], c_o[t], f[t], through[t], c_hidden, c_c)
             torch.mm(rows[t], w_hh, out=c_h)
 
         self.unroll(cotangent, c_h, step)
@@ -299,6 +294,47 @@ class Lstm(Recurrence):
     def terms(self) -> dict[str, tuple[Tensor, ...]]:
         terms = super().terms()
         return terms if self.weights.w_hr is None else terms | {"w_hr": (self.found[3], self.saved[4])}
+
+
+def _advance_lstm(i: Tensor, f: Tensor, g: Tensor, o: Tensor, c: Tensor, new_c: Tensor, squashed: Tensor, h: Tensor) -> None:
+    """Activate the gates, and write the new states and tanh of the new c."""
+    i.sigmoid_()
+    f.sigmoid_()
+    g.tanh_()
+    o.sigmoid_()
+    torch.mul(i, g, out=new_c).addcmul_(f, c)
+    torch.mul(o, torch.tanh(new_c, out=squashed), out=h)
+
+
+def _lstm_slopes(
+    i: Tensor,
+    f: Tensor,
+    g: Tensor,
+    o: Tensor,
+    c: Tensor,
+    squashed: Tensor,
+    c_i: Tensor,
+    c_f: Tensor,
+    c_g: Tensor,
+    c_o: Tensor,
+    through: Tensor,
+) -> None:
+    """What the cotangent of the new c multiplies in the gates i, f, g, and that of h in the gate o and in the new c."""
+    _sigmoid_slope(g, i, grad_input=c_i)
+    _sigmoid_slope(c, f, grad_input=c_f)
+    _tanh_slope(i, g, grad_input=c_g)
+    _sigmoid_slope(squashed, o, grad_input=c_o)
+    _tanh_slope(o, squashed, grad_input=through)
+
+
+def _retreat_lstm(c_i: Tensor, c_f: Tensor, c_g: Tensor, c_o: Tensor, f: Tensor, through: Tensor, c_h: Tensor, c_c: Tensor) -> None:
+    """From slopes to cotangents of the gates, and from the cotangent of the new c to that of the one before."""
+    c_c.addcmul_(c_h, through)
+    c_i.mul_(c_c)
+    c_f.mul_(c_c)
+    c_g.mul_(c_c)
+    c_o.mul_(c_h)
+    c_c.mul_(f)
 
 
 class Gru(Recurrence):
@@ -332,14 +368,14 @@ class Gru(Recurrence):
         r, u, n = (gate.unbind(1) for gate in z.split(width, 2))
         hidden_n, before, after = (part.unbind(1) for part in (saved[2], *self.split(room)))
         w_ru, w_n = self.columns().split((2 * width, width), 1)
+        advance = self.kernel(_advance_gru)
         for t in self.steps:
-            r_u[t].addmm_(before[t], w_ru).sigmoid_()
+            r_u[t].addmm_(before[t], w_ru)
             if b_n is None:
                 torch.mm(before[t], w_n, out=hidden_n[t])
             else:
                 torch.addmm(b_n, before[t], w_n, out=hidden_n[t])
-            n[t].addcmul_(r[t], hidden_n[t]).tanh_()
-            torch.lerp(n[t], before[t], u[t], out=after[t])
+            advance(r[t], u[t], n[t], hidden_n[t], before[t], after[t])
         return saved
 
     def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
@@ -347,24 +383,44 @@ class Gru(Recurrence):
         _, z, hidden_n = self.saved
         r, u, n = z.chunk(3, 2)
         width = n.shape[2]
-        # What the cotangent of h multiplies in each gate.
         c_input, c_hidden = torch.empty_like(z), torch.empty_like(z)
-        c_n = _tanh_slope(1 - u, n, grad_input=c_input[..., 2 * width :])
-        c_r, c_u, c_hidden_n = c_hidden.chunk(3, 2)
-        torch.mul(_sigmoid_slope(hidden_n, r), c_n, out=c_r)
-        _sigmoid_slope(self.before - n, u, grad_input=c_u)
-        torch.mul(c_n, r, out=c_hidden_n)
-        rows, gates, c_n, u = c_hidden.unbind(1), c_hidden.unflatten(2, (3, width)).unbind(1), c_n.unbind(1), u.unbind(1)
-        three = c_h.unsqueeze(1)
+        c_n, slopes = c_input[..., 2 * width :], c_hidden.chunk(3, 2)
+        self.kernel(_gru_slopes)(r, u, n, hidden_n, self.before, c_n, *slopes)
+        c_n, c_r, c_u, c_hidden_n, u, rows = (part.unbind(1) for part in (c_n, *slopes, u, c_hidden))
+        retreat = self.kernel(_retreat_gru)
 
         def step(t: int) -> None:
-            gates[t].mul_(three)
-            c_n[t].mul_(c_h)
-            c_h.mul_(u[t]).addmm_(rows[t], w_hh)
+            retreat(c_n[t], c_r[t], c_u[t], c_hidden_n[t], u[t], c_h)
+            c_h.addmm_(rows[t], w_hh)
 
         self.unroll(cotangent, c_h, step)
         c_input[..., : 2 * width] = c_hidden[..., : 2 * width]
         return [c_input, c_h, c_hidden]
+
+
+def _advance_gru(r: Tensor, u: Tensor, n: Tensor, hidden_n: Tensor, h: Tensor, new_h: Tensor) -> None:
+    """Activate the gates, and write the new state."""
+    r.sigmoid_()
+    u.sigmoid_()
+    n.addcmul_(r, hidden_n).tanh_()
+    torch.lerp(n, h, u, out=new_h)
+
+
+def _gru_slopes(
+    r: Tensor, u: Tensor, n: Tensor, hidden_n: Tensor, h: Tensor, c_n: Tensor, c_r: Tensor, c_u: Tensor, c_hidden_n: Tensor
+) -> None:
+    """What the cotangent of the new h multiplies in each gate."""
+    _tanh_slope(1 - u, n, grad_input=c_n)
+    torch.mul(_sigmoid_slope(hidden_n, r), c_n, out=c_r)
+    _sigmoid_slope(h - n, u, grad_input=c_u)
+    torch.mul(c_n, r, out=c_hidden_n)
+
+
+def _retreat_gru(c_n: Tensor, c_r: Tensor, c_u: Tensor, c_hidden_n: Tensor, u: Tensor, c_h: Tensor) -> None:
+    """From slopes to cotangents of the gates, and from the cotangent of the new h to what of it reaches the one before directly."""
+    for gate in (c_n, c_r, c_u, c_hidden_n):
+        gate.mul_(c_h)
+    c_h.mul_(u)
 
 
 # For a tracer each pass through time is one op: a graph of all their steps would take a compiler minutes.
@@ -372,8 +428,8 @@ class Gru(Recurrence):
 _KINDS: dict[str, type[Recurrence]] = {kind.__name__: kind for kind in (Elman, Relu, Lstm, Gru)}
 
 
-def _record(kind: str, input: Tensor, state: list[Tensor], weights: list[Tensor | None], reverse: bool) -> list[Tensor]:
-    return _KINDS[kind](input, _gathered(weights), reverse).record(state)
+def _record(kind: str, input: Tensor, state: list[Tensor], weights: list[Tensor | None], reverse: bool, fuse: bool = False) -> list[Tensor]:
+    return _KINDS[kind](input, _gathered(weights), reverse, fuse).record(state)
 
 
 def _solve(
@@ -384,8 +440,9 @@ def _solve(
     reverse: bool,
     cotangent: Tensor | None,
     final: list[Tensor | None],
+    fuse: bool = False,
 ) -> list[Tensor]:
-    run = _KINDS[kind](input, _gathered(weights), reverse)
+    run = _KINDS[kind](input, _gathered(weights), reverse, fuse)
     run.saved = saved
     return run.solve(cotangent, final)
 
@@ -397,5 +454,8 @@ def _gathered(weights: Any) -> Weights:
 _forward_op = torch.library.custom_op("psg::recurrence_forward", _record, mutates_args=())
 _backward_op = torch.library.custom_op("psg::recurrence_backward", _solve, mutates_args=())
 # The shapes that come out are found by the same code, on tensors that hold nothing.
-_forward_op.register_fake(_record)
-_backward_op.register_fake(_solve)
+_forward_op.register_fake(lambda *args: _record(*args[:5]))
+_backward_op.register_fake(lambda *args: _solve(*args[:7]))
+
+# Ops with an argument `fuse`, for whoever compiles a graph that holds them.
+FUSIBLE = (torch.ops.psg.recurrence_forward.default, torch.ops.psg.recurrence_backward.default)

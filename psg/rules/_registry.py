@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from psg._ambient import P, R
 from psg._errors import InputError
 from psg._ops import leaves_of
 
@@ -45,7 +46,10 @@ class Rule(NamedTuple):
     @classmethod
     def of(cls, run: Callable[..., Any], params: tuple[str, ...], frozen: bool = False) -> "Rule":
         """The rule that runs this function."""
-        arguments = list(inspect.signature(run).parameters.values())
+        try:
+            arguments = list(inspect.signature(run, eval_str=True).parameters.values())
+        except NameError:  # an annotation for type checkers alone
+            arguments = list(inspect.signature(run).parameters.values())
         if any(a.kind in (a.POSITIONAL_ONLY, a.VAR_KEYWORD) for a in arguments):
             raise InputError(f"psg.rule: {run.__name__} takes arguments without a name of their own; expected (x, *rest, option=None).")
         by_position = [a for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
@@ -87,6 +91,24 @@ class Rule(NamedTuple):
         return self.run(*first, *rest.pop(self.star), **rest)
 
 
+def outputs_and_builders(op: str, result: Any, n: int) -> tuple[tuple[Tensor, ...], Mapping[str, Any]]:
+    """What a rule has returned for n samples: outputs, and by name of the parameter what builds its factor.
+
+    Raises:
+        InputError: It has returned something else.
+    """
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise InputError(
+            f"the rule for {op} has to return (output, {{parameter: builder}}) or NotImplemented, got {type(result).__name__}."
+        )
+    output, builders = result
+    outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+    if any(isinstance(tensor, Tensor) and tensor.shape[:1] != (n,) for tensor in outputs):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in outputs if isinstance(tensor, Tensor))
+        raise InputError(f"the rule for {op} has to return outputs with the {n} samples in dim 0, got {shapes}.")
+    return outputs, builders
+
+
 def _is_number(annotation: Any) -> bool:
     return set(get_args(annotation) or (annotation,)) <= {bool, int, float, types.NoneType}
 
@@ -113,6 +135,9 @@ def rule(
     Where either operand may be the parameter, the function takes a keyword `shared`: the names of those in `params` that arrive without a
     batch dimension ("mat2"; of a list "operands[1]"). The others of `params` are then data, with the samples in dim 0. Without it a call
     with data in such a place takes the lifted path.
+
+    An argument that is annotated as a number (`float`, `int | None`) arrives as one: a tensor in its place counts for its value, as in
+    torch.
 
     A rule with no `params` only says how an op runs best on the true batch.
 
@@ -143,6 +168,12 @@ def rule(
         tensor([[1., 2.],
                 [3., 4.]])
     """
+    for op in ops:
+        if not _visible(op):
+            raise InputError(
+                f"psg.rule({getattr(op, '__name__', op)!r}): torch's function mode does not see calls of this. Name a function of torch "
+                "(`F.linear`, not `nn.Linear`), or decorate your own with psg.primitive first. A rule is registered by `@psg.rule(op)`."
+            )
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(run)
@@ -151,11 +182,6 @@ def rule(
                 raise InputError(f"psg.rule(params={params!r}): {run.__name__} has no argument {name!r}; it takes {signature}.")
         made = Rule.of(run, tuple(params), frozen)
         for op in ops:
-            if not _visible(op):
-                raise InputError(
-                    f"psg.rule({getattr(op, '__name__', op)!r}): torch's function mode does not see calls of this function. "
-                    "Decorate it with psg.primitive first."
-                )
             _rules.update(dict.fromkeys(_aliases(op), made))
         return run
 
@@ -175,10 +201,10 @@ def _aliases(op: Any) -> tuple[Any, ...]:
 def _visible(op: Any) -> bool:
     if isinstance(op, types.FunctionType):
         return op.__module__.split(".")[0] == "torch" or hasattr(op, "_psg_primitive")
-    return callable(op)
+    return callable(op) and not isinstance(op, type)
 
 
-def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
+def primitive(function: Callable[P, R]) -> Callable[P, R]:
     """Make a Python function one op in the eyes of psg (and of torch's function modes), so that `psg.rule` can be written for it.
 
     Args:
@@ -199,7 +225,7 @@ def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def op(*args: Any, **kwargs: Any) -> Any:
+    def op(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors = tuple(leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
         if has_torch_function(tensors):
             return handle_torch_function(op, tensors, *args, **kwargs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import transforms, tree
-from psg._call import Options, prepare
+from psg._call import Method, Options, prepare
 from psg._errors import InputError
 from psg._trees import Tree, flatten
 from psg.testing._compare import Mismatch, assert_trees_close
@@ -30,16 +30,16 @@ class Checked(NamedTuple):
 
 
 def check(
-    fn: Callable,
+    fn: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
     *,
     in_dims: Any = None,
     has_aux: bool = False,
     chunk_size: int | str | None = None,
-    method: str = "auto",
+    method: Method = "auto",
     rtol: float | None = None,
     atol: float = 0.0,
-) -> Callable:
+) -> Callable[..., Checked]:
     """Compare psg with a loop over samples, on your function and your data.
 
     Values, materialised gradients and the factored norm, Gram matrix, dot product and weighted sum are compared
@@ -65,7 +65,7 @@ def check(
         >>> result.samples, result.leaves
         (5, 1)
     """
-    route = {"chunk_size": chunk_size, "method": method}
+    route: dict[str, Any] = {"chunk_size": chunk_size, "method": method}
 
     def checked(*args: Tree, **shared: Any) -> Checked:
         scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn
