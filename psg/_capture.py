@@ -144,6 +144,7 @@ def capture(task: Task) -> Captured:
     habits = _Habits() if code is None else _known.get(code, _Habits())
     state = _random.get_state(tensors)
     while True:
+        forget = _functorch.attempt()
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if habits.copied and i not in task.params else tensor.detach() for i, tensor in enumerate(tensors)]
@@ -160,6 +161,7 @@ def capture(task: Task) -> Captured:
             # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
             # which under vmap is one for all samples. Give every sample its own.
             habits = habits._replace(fills=habits.fills + 1)
+        forget()
         _random.set_state(state)  # whatever the pass that failed has drawn, the next is to draw again
 
 

@@ -20,6 +20,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import parametrize
 
 
@@ -56,6 +57,22 @@ def made_before(node: Any, moment: int) -> bool:
 def is_traced() -> bool:
     """Whether something below torch.func, such as a tracer, sees every op: then no op may give a Python value."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def attempt() -> Callable[[], None]:
+    """Begin what may fail: the result makes a tracer forget the ops that it has recorded since, of which some may be what failed."""
+    mode = get_proxy_mode() if is_traced() else None
+    if mode is None:
+        return lambda: None
+    graph: Any = mode.tracer.graph
+    before = set(graph.nodes)
+
+    def forget() -> None:
+        for node in reversed(graph.nodes):
+            if node not in before and node.op == "call_function":  # what stands for a tensor from outside stays known
+                graph.erase_node(node)
+
+    return forget
 
 
 def current_level() -> int:

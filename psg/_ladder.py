@@ -71,6 +71,7 @@ def run(call: Call, method: str) -> Result:
     reasons: list[tuple[str, str]] = []
     state = call.shared_draws()
     for rung in rungs[:-1]:
+        forget = _functorch.attempt()
         try:
             result = _run(rung, call)
             break
@@ -83,6 +84,7 @@ def run(call: Call, method: str) -> Result:
         except Exception as error:
             _refuse_stale(call, error)
             reasons.append((rung, _reason(error)))
+            forget()
             _random.set_state(state)
     else:
         try:

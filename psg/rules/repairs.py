@@ -88,6 +88,17 @@ _aligned(torch.linalg.solve)
 _aligned(torch.linalg.solve_ex)
 
 
+@decomposition(F.group_norm)
+def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of a part of the channels: a sample of its own may be contiguous, where the batch, for which the kernel asks, is not."""
+    batch = input
+    while _functorch.is_wrapped(batch):
+        batch = _functorch.value_of(batch)
+    if batch is input or batch.is_contiguous():
+        return NotImplemented
+    return F.group_norm(input.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+
+
 _DATA = vars(torch._C.TensorBase)["data"].__get__
 
 
