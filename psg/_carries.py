@@ -205,7 +205,7 @@ def _may_be_multiplied(tensor: Tensor) -> bool:
 
     Where nobody can be asked, on an accelerator or in a trace, what is not finite may give NaN for such a zero.
     """
-    if tensor.device.type != "cpu" or _functorch.is_traced() or not tensor.is_floating_point():
+    if not _functorch.may_ask(tensor) or not tensor.is_floating_point():
         return True
     shared = len(tensor.shape) > 0 and len(tensor) > 0 and tensor.stride(0) == 0
     return bool((tensor[0] if shared else tensor).sum().isfinite())

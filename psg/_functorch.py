@@ -59,6 +59,11 @@ def is_traced() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def may_ask(tensor: Tensor) -> bool:
+    """Whether a Python value can be had of a tensor at no cost: a device would be waited for; a wrapper and a trace have no answer."""
+    return tensor.is_cpu and not is_wrapped(tensor) and not is_traced()
+
+
 def attempt() -> Callable[[], None]:
     """Begin what may fail: the result makes a tracer forget the ops that it has recorded since, of which some may be what failed."""
     mode = get_proxy_mode() if is_traced() else None

@@ -388,6 +388,7 @@ def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
         for op in FUSIBLE:
             for node in graph.graph.find_nodes(op="call_function", target=op):
                 node.update_kwarg("fuse", True)
+        graph.recompile()
         # On CPUs inductor would turn every convolution to channels last: slower here by up to 1.4 (ResNet, VGG, depthwise).
         layout = {"layout_optimization": False} if {tensor.device.type for tensor in inputs} == {"cpu"} else {}
         run: Any = torch._inductor.compile(graph, [*inputs], options=options | layout)

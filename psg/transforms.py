@@ -676,7 +676,7 @@ def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clip
 
 def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
     """Whether every sample does, known where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
-    if norms.device.type != "cpu" or _functorch.is_wrapped(norms) or _functorch.is_traced():
+    if not _functorch.may_ask(norms):
         return False
     # Norms are not negative: their sum is finite only if each of them is.
     return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))

@@ -531,7 +531,7 @@ def unflatten(flat: Tensor, like: Any) -> Any:
     """The inverse of `flatten`.
 
     Args:
-        flat: [..., P].
+        flat: [..., P], in the order of the tree: that of sorted keys for a dict, and not of `torch.nn.utils.parameters_to_vector`.
         like: The tree of the parameters, with tensors [*shape].
 
     Returns:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import psg
+from psg.rules import _fused, _gates
 from psg.testing import assert_trees_close, loop_grad
 
 
@@ -64,6 +65,56 @@ def test_a_recurrent_layer_is_not_unrolled(kind, device):
         x, y = torch.randn(N, steps, 3, device=device), torch.randn(N, steps, 8, device=device)
         same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
     assert nodes[1] - nodes[0] < 20  # thirty-one more steps unrolled are more ops than that; norms may take another way
+
+
+class Recurrent(nn.Module):
+    """Steps of both kinds that become kernels, one of them projected and in two directions."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.lstm = nn.GRU(3, 4, batch_first=True), nn.LSTM(4, 5, proj_size=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(self.gru(x)[0])[0]
+
+
+def test_steps_of_recurrent_layers_become_kernels(device, monkeypatch):
+    kernels = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **options: kernels.append(graph) or graph)
+    monkeypatch.setattr(_fused, "_compiled", _fused._compiled.__wrapped__)  # what others have compiled, and for others
+    loss, params = psg.stateless(Recurrent().to(device), lambda output, y: (output * y).sum())
+    x, y = torch.randn(N, 9, 3, device=device), torch.randn(N, 9, 4, device=device)
+    fast = psg.jit(psg.clipped_grad(loss, 1.0), check=False)
+    same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+    assert len(kernels) == 1 + 3 * 3  # the whole; of each direction a step forward, the slopes of all steps, and a step back
+
+
+@pytest.mark.parametrize("step, count", [(_gates._advance_lstm, 8), (_gates._retreat_lstm, 8)])
+def test_a_kernel_writes_what_the_step_writes(step, count, device):
+    rows = [torch.randn(5, 3, 8, device=device)[:, 1] for _ in range(count)]  # of a sequence's memory
+    given, expected = ([row.clone() for row in rows] for _ in range(2))
+    kernel = _fused.Fused(step)
+    for _ in range(2):
+        step(*expected)
+        kernel(*given)
+        same(given, expected)
+
+
+@pytest.mark.parametrize("made", [lambda: torch.zeros(()), lambda: torch.zeros(4), lambda: torch.tensor(0.0)])
+def test_what_fn_adds_up_in_place(made, device):
+    """Eager runs a second pass, in which every sample has a sum of its own; of the first nothing stays in the graph."""
+
+    def fn(p, x):
+        total = made().to(device)
+        for row in x:
+            total += (row @ p).sin().sum()
+        return total.sum()
+
+    p, x = torch.randn(3, 4, device=device), torch.randn(N, 2, 3, device=device)
+    fast = psg.jit(psg.clipped_grad(fn, 1.0), backend="aot_eager")
+    same(fast(p, x), psg.clipped_grad(fn, 1.0)(p, x))
+    assert [entry.error for entry in fast.cache_info()] == [None]
 
 
 # --- every case of the table --------------------------------------------------------------------------------

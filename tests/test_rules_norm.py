@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
-from cases import Problem, score
+from cases import N, Problem, score
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -173,3 +173,25 @@ def test_group_norm_runs_backward_once(size, device):
         psg.clipped_grad(loss, 0.1)(params, x, y)
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["aten::native_group_norm_backward"] == 3
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda p, h, x: F.group_norm(h, 2),
+        lambda p, h, x: F.group_norm(h, 2, torch.full_like(x[0, 0, :1], 2.0).expand(4)),
+        lambda p, h, x: F.group_norm(h, 2, p["b"][:4] * x[0, 0, 0], p["b"][4:]),
+        lambda p, h, x: F.group_norm(h, 2, p["b"][:4].clone().index_fill_(0, torch.zeros(1, dtype=torch.long, device=h.device), 1.0)),
+    ],
+)
+def test_group_norm_of_a_part_of_the_channels(norm, method, device):
+    """A sample is contiguous, the batch is not; and no parameter comes as it is, so that no rule runs."""
+
+    def fn(p, x):
+        h, gate = F.conv2d(x[None], p["w"], p["b"], padding=1).chunk(2, 1)
+        return score(norm(p, h, x) * gate.sigmoid())
+
+    p = {"w": torch.randn(8, 3, 3, 3, device=device), "b": torch.randn(8, device=device)}
+    x = torch.randn(N, 3, 5, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(p, x), loop_grad(fn)(p, x))

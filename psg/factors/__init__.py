@@ -87,8 +87,8 @@ def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
     """One field of several factors; what is the same tensor for all samples stays one, expanded."""
     filled = [field for field in fields if len(field)]
     if any(len(field) > 1 for field in filled) and all(field.stride(0) == 0 for field in filled if len(field) > 1):
-        known = filled[0].device.type == "cpu" and not _functorch.is_traced() and not _functorch.transform_active()
-        if known and not any(field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled):
+        differ = (field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled)
+        if all(map(_functorch.may_ask, filled)) and not any(differ):
             return filled[0][:1].expand(sum(map(len, filled)), *filled[0].shape[1:])
     return torch.cat(list(fields))
 

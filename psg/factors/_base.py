@@ -186,7 +186,7 @@ class Factor(ABC):
         """
         eps = torch.finfo(squared.dtype).eps
         lost = ~(squared >= _LOST * eps * scale)  # NaN too: of infinite terms that cancel
-        if self.device.type != "cpu" or _functorch.transform_active() or _functorch.is_traced():
+        if not _functorch.may_ask(squared):
             return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * scale, squared)
         if not lost.any():
             return squared

@@ -168,7 +168,7 @@ def _are_safe(left: Tensor, right: Tensor) -> bool:
     """Whether no square was lost in these norms, [n]: asked on a CPU alone, and not in a trace, which has no answer."""
     if left.dtype == torch.float64 or left.numel() == 0:
         return True
-    if left.device.type != "cpu" or _functorch.is_wrapped(left) or _functorch.is_wrapped(right) or _functorch.is_traced():
+    if not (_functorch.may_ask(left) and _functorch.may_ask(right)):
         return False
     least, most = torch.cat((left, right)).aminmax()
     return least.item() > _LEAST and most.item() < math.inf
