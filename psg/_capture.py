@@ -13,6 +13,7 @@
 
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -235,6 +236,21 @@ def _one_pass(task: Task, habits: _Habits) -> tuple[Captured, bool]:
 _AUTOGRAD = {torch.autograd.grad, Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
 
 
+def _differentiate_elsewhere(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, allow_unused: bool = False, **kwargs: Any
+) -> Any:
+    """`torch.autograd.grad` for a transform of the function's own.
+
+    It asks which outputs have a history, and hears that what is derived from parameters has one; for its data that has none.
+    """
+    recorded = [output.requires_grad for output in outputs] if allow_unused else [True]
+    if not any(recorded):
+        return (None,) * len(inputs)
+    if not all(recorded):
+        outputs, grad_outputs = (part and tuple(itertools.compress(part, recorded)) for part in (outputs, grad_outputs))
+    return torch.autograd.grad(outputs, inputs, grad_outputs, *args, allow_unused=allow_unused, **kwargs)
+
+
 class _Operands(NamedTuple):
     """The tensors among a call's arguments, by what they are to the rule that is to run it.
 
@@ -312,9 +328,7 @@ class _Mode(Watch):
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
         if here:
             if func in _AUTOGRAD:
-                output = self._run_autograd(func, args, kwargs, tensors)
-                if output is not NotImplemented:
-                    return output
+                return self._run_autograd(func, args, kwargs, tensors)
             if _functorch.saved_tensor_hooks() != self.hooks:
                 raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
         output = self._run_known(func, args, kwargs, here)
@@ -331,10 +345,10 @@ class _Mode(Watch):
     # What the function asks of autograd
 
     def _run_autograd(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """For every sample's own; NotImplemented for what belongs to a transform, as the tensors of torch.func.vjp do."""
+        """For every sample's own, or for a transform, to which the tensors of torch.func.vjp belong."""
         if func != torch.autograd.grad:
             return self._require_grad(func, *args, **kwargs)
-        return NotImplemented if any(map(self._is_elsewhere, tensors)) else self._differentiate(*args, **kwargs)
+        return (_differentiate_elsewhere if any(map(self._is_elsewhere, tensors)) else self._differentiate)(*args, **kwargs)
 
     def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
         """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
@@ -552,6 +566,8 @@ class _Mode(Watch):
             value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
             if value is not None:
                 value.uses.append(f"{name_of(func)}: lifted")
+        if func is torch.autograd.grad:
+            return _differentiate_elsewhere(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _run_unmet(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -58,6 +58,7 @@ def test_notebook(path, monkeypatch, tmp_path):
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     notebook = nbformat.read(path, as_version=4)
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code"), "commit it with its outputs"
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
 
 

@@ -9,6 +9,7 @@ from agreement import assert_agrees
 from cases import Problem
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.func import grad, jacrev, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import psg
@@ -512,3 +513,19 @@ def test_a_function_that_calls_autograd_is_remembered_under_its_wrappers(wrap, d
     calls.clear()
     norm(*args)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda p, x: grad(lambda z: p.square().sum())(x).sum(),
+        lambda p, x: jacrev(lambda z: p.sum(0))(x).sum(),
+        lambda p, x: vmap(grad(lambda z: p.square().sum()))(x.reshape(2, 2)).sum(),
+        lambda p, x: vjp(lambda z: (p.sum(0), F.linear(z, p).sin()), x)[1]((x, x[:2]))[0].square().sum(),
+        lambda p, x: vjp(lambda z: F.embedding(torch.tensor([0, 1], device=z.device), p), x)[1](p)[0].sum(),
+    ],
+)
+def test_what_does_not_depend_on_the_data_has_no_derivative_for_it(inner, device):
+    p, x = torch.randn(2, 4, device=device), torch.randn(3, 4, device=device)
+    fn = lambda p, x: inner(p, x) + F.linear(x, p).sin().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
