@@ -7,6 +7,7 @@
 import hypothesis
 import pytest
 import torch
+from seeding import seed
 
 from psg import _errors
 
@@ -55,7 +56,7 @@ def _defaults(request):
     """Each test starts from one seed and the chosen dtype; doctests, outside this folder, keep torch's own."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, request.config.getoption("--dtype")))
-    torch.manual_seed(0)
+    seed()
     _errors.warned.clear()  # psg warns once for a function and a reason: each test is to see its own warning
     yield
     torch.set_default_dtype(before)

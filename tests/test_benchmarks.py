@@ -27,21 +27,17 @@ def test_script_runs_and_writes_results(script: str, tmp_path: Path) -> None:
     done = _python(script, CALLS[script], out)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text())["device"]
-
-
-def test_table_reads_what_run_writes(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    assert _python("run.py", CALLS["run.py"], out).returncode == 0
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "table.py"), str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "| tiny |" in done.stdout
+    if script == "run.py":  # which table.py reads
+        done = subprocess.run([sys.executable, str(BENCHMARKS / "table.py"), str(out)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "| tiny |" in done.stdout
 
 
 def test_peak_memory_is_measured_in_fresh_processes(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    done = _python("run.py", "--threads 1 --workloads tiny --methods plain,psg_clip --repeats 1 --memory", out)
+    done = _python("run.py", "--threads 1 --workloads tiny --methods plain --repeats 1 --memory", out)
     assert done.returncode == 0, done.stderr
-    assert out.read_text().count('"peak_bytes": ') == 2 and "null" not in out.read_text()
+    assert out.read_text().count('"peak_bytes": ') == 1 and "null" not in out.read_text()
 
 
 def _python(script: str, arguments: str, out: Path) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import threading
+import unittest
 import warnings
 from pathlib import Path
 
@@ -812,11 +813,11 @@ def test_under_autocast(backend, device):
     assert [entry.error for entry in fast.cache_info()] == [None]
 
 
-def test_log(device, caplog):
+def test_log(device):
     p, x = linear_args(device)
-    with caplog.at_level(logging.INFO, logger="psg.jit"):
+    with unittest.TestCase().assertLogs("psg.jit", logging.INFO) as logs:
         psg.jit(psg.per_sample_norm(linear_loss), backend="eager")(p, x)
-    assert [record.message.partition(" for ")[0] for record in caplog.records] == [
+    assert [record.message.partition(" for ")[0] for record in logs.records] == [
         "per_sample_norm(linear_loss): compiling",
         "per_sample_norm(linear_loss): compiled",
     ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from seeding import seed
 from torch.func import functional_call
 
 import psg
@@ -42,7 +43,7 @@ class Case(NamedTuple):
     not_traced: str = ""
 
     def build(self, device="cpu") -> Problem:
-        torch.manual_seed(0)
+        seed()
         with torch.device(device):
             return self.recipe()
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from seeding import seed
 from torch import Tensor, nn
 
 import psg
@@ -33,7 +34,7 @@ class Architecture(NamedTuple):
         import transformers
 
         transformers.logging.set_verbosity_error()
-        torch.manual_seed(0)
+        seed()
         options = {key: value for key, value in self.sizes.items() if key.endswith("_implementation")}
         model_class = getattr(transformers, self.model)
         config = model_class.config_class(**{key: value for key, value in self.sizes.items() if key not in options})

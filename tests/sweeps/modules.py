@@ -12,6 +12,7 @@ from typing import Any
 import optree
 import torch
 from cases import Problem, parameters
+from seeding import seed
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
@@ -36,7 +37,7 @@ def _database() -> list:
 def trials(name: str, dtype: torch.dtype) -> Iterator[Trial]:
     """All trials of a module that has parameters. Labels name the module, its mode and the number of the sample input."""
     (info,) = (info for info in _database() if info.name == name)
-    torch.manual_seed(0)
+    seed()
     random.seed(0)
     for mode in ("train", "eval") if info.train_and_eval_differ else ("train",):
         training = mode == "train"

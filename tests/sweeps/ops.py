@@ -12,6 +12,7 @@ from typing import Any
 import optree
 import torch
 from cases import Problem
+from seeding import seed
 from torch import Tensor
 
 from sweeps.outcome import score, spread
@@ -39,7 +40,7 @@ def _database() -> list:
 def trials(name: str, dtype: torch.dtype) -> Iterator[Trial]:
     """All trials of an op. Labels name the op, its form, the number of the sample input and the roles."""
     (op,) = (op for op in _database() if op.full_name == name)
-    torch.manual_seed(0)
+    seed()
     random.seed(0)
     for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
         if sum(leaf.numel() for leaf in _leaves(sample)[0] if isinstance(leaf, Tensor)) > LARGE:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from agreement import cut
 from cases import Problem
+from seeding import seed
 from torch import Tensor
 
 import psg
@@ -87,7 +88,7 @@ def _watched(params: Any) -> Any:
 
 def _seeded(fn: Callable) -> Callable:
     def seeded(*args: Any) -> Tensor:
-        torch.manual_seed(0)
+        seed()
         return fn(*args)
 
     return seeded
