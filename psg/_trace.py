@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
 from torch.overrides import TorchFunctionMode
@@ -62,7 +64,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
         return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
 
     before = _python_randomness()
-    graph = make_fx(flat)(*tensors)
+    graph = _make_fx(flat, tensors)
     if _python_randomness() != before:
         raise StateError(
             f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be those of the first call for ever. "
@@ -71,17 +73,24 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
     captured = _captured(graph)
     # What fn has made past the tracer looks like what it closes over, but is another tensor each time. Autograd's symbolic zeros may be.
     suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()}
-    if suspects and not suspects <= {id(tensor) for tensor in _captured(make_fx(flat)(*tensors))}:
+    if suspects and not suspects <= {id(tensor) for tensor in _captured(_make_fx(flat, tensors))}:
         raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
         with _ambient.off():  # autocast is in the graph already
-            graph = make_fx(torch.func.functionalize(graph))(*tensors, *(tensor.detach() for tensor in captured))
+            graph = _make_fx(torch.func.functionalize(graph), [*tensors, *(tensor.detach() for tensor in captured)])
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         # A compiler may lay out a tensor in another way than eager does, in which it has no such view.
         node.target = torch.ops.aten.reshape.default
     graph.recompile()
     return Trace(graph, captured, *result)
+
+
+def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
+    # The tracer keeps what every op gives as a tensor without values, of a mode of its own for each op, unless it finds one for them all:
+    # which takes a third of the time.
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        return make_fx(function)(*tensors)
 
 
 class _Outside(TorchDispatchMode):
