@@ -127,7 +127,8 @@ def per_sample_grad(
 
     Returns:
         A function of the same arguments over a batch. It returns the tree of the differentiated argument with a tensor [n, *shape] at
-        every leaf, in the leaf's dtype (for a tuple of argnums, a tuple of trees); with has_aux `(grads, aux)`.
+        every leaf, in the leaf's dtype (for a tuple of argnums, a tuple of trees); with has_aux `(grads, aux)`. As with
+        `torch.autograd.grad`, leaves may share memory with each other, or one entry stand for many: clone a leaf to write into it.
 
     Raises:
         InputError: An option is not one of those above.
