@@ -143,6 +143,8 @@ def adapt(
 
     Source: Andrew, Thakkar, McMahan & Ramaswamy, "Differentially Private Learning with Adaptive Clipping", 2021, Algorithm 1, Theorem 1.
     """
+    if isinstance(clip_norm, (PerLeaf, PerGroup)):
+        raise InputError(f"psg.clipping.adapt: got a {type(clip_norm).__name__}; adapt each of its clip norms by its own `group_norms`.")
     check_clip_norm(clip_norm)
     if norms.ndim != 1 or mask is not None and mask.shape != norms.shape:
         got = f"norms of shape {tuple(norms.shape)}" + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}")
@@ -279,8 +281,10 @@ def policy_of(policy: str | Policy) -> Policy:
         The function (norms, clip_norm) -> clip_coef.
 
     Raises:
-        InputError: There is none of that name.
+        InputError: There is none of that name, or it is one that makes policies.
     """
+    if policy is automatic:
+        raise InputError('policy=automatic: that makes policies: give what it returns, automatic(), or "automatic".')
     if callable(policy):
         return policy
     if policy not in POLICIES:

@@ -72,7 +72,7 @@ def stateless(
         share their memory with the module's.
 
     Raises:
-        InputError: No parameter requires grad, a lazy one has no shape yet, the module is a DataParallel, or `batch_dim` is no dimension.
+        InputError: It is no module, no parameter requires grad, a lazy one has no shape yet, the module is a DataParallel, or `batch_dim` is no dimension.
             At a call: the output has no loss, `params` is no mapping, or a name in it is not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, the module has changed one of its buffers, or it has used a
             parameter that it also holds outside of its registered ones, in a list say.
@@ -86,6 +86,8 @@ def stateless(
 
     Source: `torch.func.functional_call`.
     """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"stateless: expected a module, got {module!r}. Of a class make an instance first.")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
     if isinstance(module, nn.DataParallel):

@@ -445,3 +445,14 @@ def test_a_mask_that_may_be_fn_s_own(args, device):
     exact = psg.clipped_grad(lambda p, x: masked_loss(p, x, own), 1.0)(params, x)
     for found in (clipped(params, x, own), psg.jit(clipped, backend="eager", buckets=4)(params, x, own)):
         assert_trees_close(found.grads, exact.grads, per_sample=False)
+
+
+@pytest.mark.parametrize("clip_norm", [PerLeaf(1.0), PerGroup(lambda path: 0, {0: 1.0})])
+def test_clip_norms_are_adapted_one_by_one(clip_norm):
+    with pytest.raises(psg.InputError, match="got a Per.*each of its clip norms by its own `group_norms`"):
+        psg.clipping.adapt(clip_norm, torch.ones(2), 2)
+
+
+def test_what_makes_policies_is_none():
+    with pytest.raises(psg.InputError, match=r"give what it returns, automatic\(\)"):
+        psg.clipped_grad(loss, 1.0, policy=psg.clipping.automatic)

@@ -573,3 +573,8 @@ def test_part_of_a_recurrent_layer_s_parameters(kind, device):
         found = psg.per_sample_grad(loss)(part, x, y)
     whole = loop_grad(loss)(params, x, y)
     assert_trees_close(found, {name: whole[name] for name in part})
+
+
+def test_a_class_is_no_module():
+    with pytest.raises(psg.InputError, match="expected a module, got <class.*make an instance"):
+        psg.stateless(nn.Linear)
