@@ -72,8 +72,9 @@ def stateless(
         share their memory with the module's.
 
     Raises:
-        InputError: It is no module, no parameter requires grad, a lazy one has no shape yet, the module is a DataParallel, or `batch_dim` is no dimension.
-            At a call: the output has no loss, `params` is no mapping, or a name in it is not, or no longer, the first name of a parameter.
+        InputError: It is no module, no parameter requires grad, a lazy one has no shape yet, the module is a DataParallel, or `batch_dim`
+            is no dimension. At a call: the output has no loss, `params` is no mapping, or a name in it is not, or no longer, the first
+            name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, the module has changed one of its buffers, or it has used a
             parameter that it also holds outside of its registered ones, in a list say.
 

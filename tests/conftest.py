@@ -46,6 +46,14 @@ def pytest_configure(config):
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+# Each of these takes as long as thousands of others: whoever came to one last would keep the others waiting.
+LONG = {"test_docs", "test_benchmarks", "test_pretended_device"}
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture
 def device(request):
     return torch.device(request.config.getoption("--device"))
