@@ -112,7 +112,7 @@ class Task(NamedTuple):
         randomness: As in torch.func.vmap.
         look: Called with every op of the function and its arguments.
         settle: What may be made of a factor before the pass is over; None to leave all as they are found.
-        owner: The user's function, of which it is remembered that it calls autograd.
+        owner: The user's function, of which it is remembered what the pass that could follow it had to expect.
     """
 
     function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]

@@ -106,7 +106,7 @@ class Outer(Planned):
         # of its largest entry, and the sum taken out of them while it is still wide.
         left, right = self.left, self.right
         if left.shape[2] > right.shape[2]:
-            return self.transpose()._half_weighted_sum(weights).T
+            return self.transpose()._half_weighted_sum(weights).T.contiguous()
         scaled = scale_rows(widen(left), weights)
         unit = scaled.detach().abs().amax() if scaled.numel() else scaled.new_ones(())
         unit = torch.where((unit > 0) & (unit < math.inf), unit, 1)
