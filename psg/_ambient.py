@@ -17,7 +17,8 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_ACCELERATOR = torch.accelerator.current_accelerator(check_available=False)
+_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 
 
 def autocast() -> tuple[tuple[str, torch.dtype], ...]:

@@ -168,11 +168,17 @@ def capture(task: Task) -> Captured:
 
 def _code_of(function: Any) -> Any:
     """What a callable runs: the function under wrappers, bound arguments and methods; None if that is not written in Python."""
-    function = inspect.unwrap(function)
-    while isinstance(function, functools.partial) or inspect.ismethod(function):
-        function = function.func if isinstance(function, functools.partial) else function.__func__
-    function = function if isinstance(function, FunctionType) else inspect.getattr_static(type(function), "__call__", None)
-    return function if isinstance(function, FunctionType) else None
+    while type(function) is not FunctionType or "__wrapped__" in function.__dict__:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif inspect.ismethod(function):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = inspect.unwrap(function)
+        else:
+            call = inspect.getattr_static(type(function), "__call__", None)
+            return call if isinstance(call, FunctionType) else None
+    return function
 
 
 class _Habits(NamedTuple):

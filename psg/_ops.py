@@ -1,6 +1,6 @@
 """What the capture pass knows of torch's functions, and how it takes their arguments apart."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -198,7 +198,7 @@ def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str,
     return replaced
 
 
-def builder_at(op: str, builders: Mapping[str, Any], place: Place) -> Callable[[Any], Factor]:
+def builder_at(op: str, builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
     """What a rule says builds the factor of the parameter in this place.
 
     Raises:

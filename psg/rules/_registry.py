@@ -91,19 +91,19 @@ class Rule(NamedTuple):
         return self.run(*first, *rest.pop(self.star), **rest)
 
 
-def outputs_and_builders(op: str, result: Any, n: int) -> tuple[tuple[Tensor, ...], Mapping[str, Any]]:
+def outputs_and_builders(op: str, result: Any, n: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """What a rule has returned for n samples: outputs, and by name of the parameter what builds its factor.
 
     Raises:
         InputError: It has returned something else.
     """
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise InputError(
             f"the rule for {op} has to return (output, {{parameter: builder}}) or NotImplemented, got {type(result).__name__}."
         )
     output, builders = result
     outputs = (output,) if isinstance(output, Tensor) else tuple(output)
-    if any(isinstance(tensor, Tensor) and tensor.shape[:1] != (n,) for tensor in outputs):
+    if any(isinstance(tensor, Tensor) and (tensor.ndim == 0 or tensor.shape[0] != n) for tensor in outputs):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in outputs if isinstance(tensor, Tensor))
         raise InputError(f"the rule for {op} has to return outputs with the {n} samples in dim 0, got {shapes}.")
     return outputs, builders
