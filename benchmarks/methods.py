@@ -194,15 +194,15 @@ METHODS |= {
 }
 
 
-def _psg(transform: str, compiled: bool) -> Callable[[Workload, float], Call]:
+def _psg(transform: str, backend: str | None = None) -> Callable[[Workload, float], Call]:
     def prepare(workload: Workload, clip_norm: float) -> Call:
         import psg
 
         loss, params = psg.stateless(workload.model, workload.criterion)
         options = {"clip_norm": clip_norm} if transform == "clipped_grad" else {}
         fn = getattr(psg, transform)(loss, **options)
-        if compiled:
-            fn = psg.jit(fn)
+        if backend is not None:
+            fn = psg.jit(fn, backend=backend)
         if transform == "clipped_grad":
             return lambda: fn(params, *workload.batch).grads
         return lambda: fn(params, *workload.batch)
@@ -211,5 +211,6 @@ def _psg(transform: str, compiled: bool) -> Callable[[Workload, float], Call]:
 
 
 for _kind, _transform in (("grad", "per_sample_grad"), ("norm", "per_sample_norm"), ("clip", "clipped_grad")):
-    method(f"psg_{_kind}", _kind, needs="psg")(_psg(_transform, compiled=False))
-    method(f"psg_{_kind}_jit", _kind, needs="psg")(_psg(_transform, compiled=True))
+    method(f"psg_{_kind}", _kind, needs="psg")(_psg(_transform))
+    method(f"psg_{_kind}_jit", _kind, needs="psg")(_psg(_transform, "inductor"))
+    method(f"psg_{_kind}_traced", _kind, needs="psg")(_psg(_transform, "eager"))

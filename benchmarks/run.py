@@ -41,7 +41,7 @@ from psg.memory import pages_are_kept
 
 GROUPS = {
     "default": ["plain", "loop", "vmap_grad", "vmap_norm", "vmap_clip", "psg_grad", "psg_norm", "psg_clip"],
-    "eager": [name for name in METHODS if not name.endswith("_compiled")],
+    "eager": [name for name in METHODS if not name.endswith(("_compiled", "_traced"))],
     "compiled": [name for name in METHODS if name == "plain" or name.endswith(("_compiled", "_jit"))],
     "all": list(METHODS),
 }

@@ -82,6 +82,11 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         # A compiler may lay out a tensor in another way than eager does, in which it has no such view.
         node.target = torch.ops.aten.reshape.default
+    returned = set(graph.graph.output_node().all_input_nodes)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if node not in returned:  # nothing has a history here, and nothing is written into: it is the tensor itself
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.graph.erase_node(node)
     graph.recompile()
     return Trace(graph, captured, *result)
 
