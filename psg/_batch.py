@@ -347,9 +347,8 @@ class _BatchMode(Watch):
         result = rule.call(bound)
         if result is NotImplemented:
             return NotImplemented
-        output, builders = result
-        single = isinstance(output, Tensor)
-        outputs = (output,) if single else tuple(output)
+        outputs, builders = _registry.outputs_and_builders(name_of(func), result, len(next(iter(split.data.values()))))
+        single = isinstance(result[0], Tensor)
         if torch.is_grad_enabled():
             targets = [(value.name, value, builder_at(name_of(func), builders, place)) for place, value in own.items()]
             read = [tensor for place, tensor in places_of(bound) if place not in own]

@@ -122,12 +122,8 @@ def stateless(
                 output = _call(module, params, positional, {**keyword, **shared}, turn, strays)
             return _loss_of(output) if criterion is None else criterion(output, target)
         except TypeError as error:
-            last = (
-                "all of them for the module"
-                if criterion is None
-                else "the last of them for criterion(output, target), the others for the module"
-            )
-            error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params, {last}.")
+            last = "" if criterion is None else ", the last of them for criterion(output, target)"
+            error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}.")
             raise
 
     def cache_key() -> Hashable:

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import psg
+from psg.rules import _registry
 from psg.testing import Mismatch, assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
 
 WIDTH, VOCABULARY = 6, 11
@@ -572,3 +573,12 @@ def test_weights_of_group_norm_that_are_computed(made, device):
 
     x = torch.randn(3, 4, 5, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), loop_grad(one(fn))(p, x))
+
+
+def test_a_rule_that_is_broken_says_so_for_a_batch_too(monkeypatch, device):
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+    psg.rule(F.linear)(lambda input, weight, bias=None: F.linear(input, weight, bias))
+    with pytest.raises(psg.InputError, match=r"has to return \(output, \{parameter: builder\}\).*got Tensor"):
+        psg.per_sample_grad(lambda p, x: F.linear(x, p).sum(1), method="batch")(
+            torch.ones(2, 3, device=device), torch.ones(4, 3, device=device)
+        )

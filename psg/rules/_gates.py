@@ -5,9 +5,8 @@ gradient is a sum over time: W_ih: C_t x_t^T, W_hh: C_t h_{t-1}^T, b_ih and b_hh
 
 Forward, the gates of all steps are kept. Backward, what each gate's cotangent is multiplied by is computed for all steps at once; what is
 left for each step is one product with W_hh and a few elementwise operations, which become one kernel where psg.jit compiles them.
-benchmarks/recurrent.py compares this with other ways: for
-an LSTM on few threads it is the fastest; a native forward pass, which keeps no gates, and its gates computed again win from about four
-threads on.
+benchmarks/recurrent.py compares this with other ways: for an LSTM on few threads it is the fastest; a native forward pass, which keeps
+no gates, and its gates computed again win from about four threads on.
 
 Index legend: m sequences, t steps, i in, h hidden, p projected, g gates.
 
@@ -453,7 +452,7 @@ def _gathered(weights: Any) -> Weights:
 
 _forward_op = torch.library.custom_op("psg::recurrence_forward", _record, mutates_args=())
 _backward_op = torch.library.custom_op("psg::recurrence_backward", _solve, mutates_args=())
-# The shapes that come out are found by the same code, on tensors that hold nothing.
+# The shapes that come out are found by the same code, on tensors that hold nothing, and without `fuse`.
 _forward_op.register_fake(lambda *args: _record(*args[:5]))
 _backward_op.register_fake(lambda *args: _solve(*args[:7]))
 

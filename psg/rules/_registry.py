@@ -92,7 +92,7 @@ class Rule(NamedTuple):
 
 
 def outputs_and_builders(op: str, result: Any, n: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """What a rule has returned for n samples: outputs, and by name of the parameter what builds its factor.
+    """What a rule has returned for n samples, or rows of them: outputs, and by name of the parameter what builds its factor.
 
     Raises:
         InputError: It has returned something else.
