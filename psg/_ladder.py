@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _random, _trees
+from psg._agreed import Diverged
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
-from psg._capture import Diverged, Task, capture
+from psg._capture import Task, capture
 from psg._errors import InputError, PsgError, StateError, warn_once
 from psg._ops import LIKENESSES, leaves_of, target_of
 from psg.factors import Dense, Factor, Sum, concat

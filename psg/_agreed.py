@@ -1,0 +1,99 @@
+"""What has to be one for all samples under vmap: a Python value, how many entries a mask selects, a constant that fn may keep."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg import _functorch
+from psg._errors import PsgError
+from psg._lifted import Watch
+from psg._ops import CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of
+
+
+class Diverged(PsgError):
+    """The function turned a tensor into a Python value that is not the same for all samples.
+
+    Attributes:
+        groups: The samples that agree, as one index tensor for each value.
+    """
+
+    def __init__(self, op: str, labels: Tensor) -> None:
+        super().__init__(f"{op} gives different Python values for different samples")
+        count = int(labels.max()) + 1
+        self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
+
+
+def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], constants: bool) -> Any:
+    """Run a call that gives a Python value, what a mask selects or, if `constants`, a constant; NotImplemented for any other.
+
+    Raises:
+        Diverged: The samples do not agree.
+    """
+    if func in CONVERSIONS and _functorch.is_batched(args[0], watch.level):
+        return python_value(watch, func, args, kwargs)
+    if func in MASKED:
+        if "mask" in kwargs:
+            args, kwargs = (*args, kwargs["mask"]), {}
+        if len(args) > 1 and any(_is_own_mask(watch, leaf) for leaf in operands_of(args[1:2], {})[0]):
+            return _select(watch, func, *args, **kwargs)
+    if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _functorch.is_batched(args[0], watch.level):
+        return _locate(watch, func, *args, **kwargs)
+    if func in CONSTANTS and constants and args and _functorch.is_batched(args[0], watch.level):
+        if not any(map(_functorch.is_wrapped, tensors[1:])):
+            # Like a sample's own, without its values: one for all samples, and so for those of a later call, should fn keep it.
+            with _functorch.below():
+                return func(_functorch.physical(args[0], watch.level, watch.n)[0], *args[1:], **kwargs)
+    return NotImplemented
+
+
+def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
+    """A Python value of a tensor: that of every sample, if they agree. In a loop each would have gone the same way."""
+    with _functorch.below():
+        values = _functorch.physical(args[0], watch.level, watch.n).detach()
+        if values[0].numel() != 1:
+            return func(values[0], *args[1:], **kwargs)  # the function's own error
+        told = values != 0 if func == Tensor.__bool__ else values
+        distinct, labels = told.reshape(watch.n).unique(return_inverse=True)
+        if len(distinct) > 1:
+            raise Diverged(name_of(func), labels)
+        return func(values[0], *args[1:], **kwargs)
+
+
+def _is_own_mask(watch: Watch, leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.bool and _functorch.is_batched(leaf, watch.level)
+
+
+def _select(watch: Watch, func: Any, tensor: Tensor, index: Any, *values: Any) -> Any:
+    """What masks select, or write into."""
+    if func in (torch.masked_select, Tensor.masked_select):
+        shape = torch.broadcast_shapes(tensor.shape, index.shape)
+        func, tensor, index = Tensor.__getitem__, tensor.expand(shape), index.expand(shape)
+    several = isinstance(index, (tuple, list))
+    places: list[Any] = []
+    for item in index if several else (index,):
+        places += _places(watch, func, item) if _is_own_mask(watch, item) else [item]
+    with watch:
+        return func(tensor, tuple(places) if several or len(places) > 1 else places[0], *values)
+
+
+def _locate(watch: Watch, func: Any, tensor: Tensor, as_tuple: bool = False) -> Any:
+    """Where a tensor is not zero."""
+    places = _places(watch, func, tensor != 0)
+    if not _functorch.is_wrapped(places[0]):
+        places = list(torch.nonzero(places[0], as_tuple=True))
+    return tuple(places) if as_tuple or func is torch.where else torch.stack(places, -1)
+
+
+def _places(watch: Watch, func: Any, mask: Tensor) -> list[Tensor]:
+    """Indices that select what every sample's mask does, one for each dimension; the mask itself if the samples agree on it."""
+    with _functorch.below():
+        values = _functorch.physical(mask, watch.level, watch.n)
+        flat = values.reshape(watch.n, mask.numel())
+        if mask.numel() == 0 or (flat == flat[0]).all():
+            return [values[0]]
+        counts, labels = flat.sum(1).unique(return_inverse=True)
+        if len(counts) > 1:
+            raise Diverged(name_of(func), labels)
+        places = values.nonzero()[:, 1:].unflatten(0, (watch.n, int(counts)))
+        return [_functorch.wrap(place, watch.level) for place in places.unbind(2)]

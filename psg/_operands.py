@@ -1,0 +1,74 @@
+"""The tensors of a call, by what they are to the rule that is to run it."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from psg import _functorch
+from psg._agreed import python_value
+from psg._lifted import Lifted, Watch
+from psg._ops import Place, places_of
+from psg.rules._registry import Rule
+
+
+class Operands(NamedTuple):
+    """The tensors among a call's arguments.
+
+    Attributes:
+        own: Lifted values in the places of parameters: the rule takes their one unexpanded value.
+        data: What the rule takes with the samples in dim 0.
+        shared: Frozen parameters, which go in as they are.
+        numbers: What stands in the places of Python numbers, as such.
+        sampled: Whether some data differs from sample to sample.
+        varied: Whether some data is no parameter's.
+        batched: Whether some data is under vmap's wrapper.
+    """
+
+    own: dict[Place, Lifted]
+    data: dict[Place, Tensor]
+    shared: dict[Place, Tensor]
+    numbers: dict[Place, Any]
+    sampled: bool
+    varied: bool
+    batched: bool
+
+    @classmethod
+    def of(cls, watch: Watch, rule: Rule, arguments: dict[str, Any]) -> "Operands | None":
+        """What they are to this rule; None if it does not take such."""
+        own: dict[Place, Lifted] = {}
+        data: dict[Place, Tensor] = {}
+        shared: dict[Place, Tensor] = {}
+        numbers: dict[Place, Any] = {}
+        sampled = varied = batched = False
+        for place, argument in places_of(arguments):
+            value = watch.by_handle.get(id(argument))
+            if place[0] in rule.numbers:
+                numbers[place] = python_value(watch, Tensor.item, (argument,), {})
+                continue
+            if place[0] in rule.params:
+                if value is not None and value.value is not None:
+                    own[place] = value
+                    continue
+                if value is None and not _functorch.is_wrapped(argument):
+                    shared[place] = argument
+                    continue
+                if not rule.mixed:
+                    return None  # every sample has a weight of its own
+            data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
+            varied |= value is None or value.shared
+            if _functorch.is_batched(argument, watch.level):
+                batched = True
+                sampled |= value is None
+            elif _functorch.is_wrapped(argument):
+                return None
+        return cls(own, data, shared, numbers, sampled, varied, batched)
+
+    def are_worth(self, rule: Rule, derives: bool) -> bool:
+        """Whether there is something for the rule to do that lifting would do at a higher price; `derives` if it might derive instead."""
+        if not (self.varied if self.own else self.batched and (rule.frozen or not rule.params)):
+            return False
+        if self.sampled or not derives:
+            return True
+        # The samples share the data. To run once what they share saves time; a factor, where it is less than a gradient, memory.
+        held = 2 * sum(tensor.numel() for tensor in self.data.values())  # with the cotangent about
+        return any(held < value.leaf[0].numel() for value in self.own.values())

@@ -1,0 +1,446 @@
+"""Where each call of the function goes: to a rule, below vmap, to what writes it with other ops, or as it is."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, _trees
+from psg._agreed import run_agreed
+from psg._carries import Call, part_of
+from psg._errors import Unsupported
+from psg._habits import Habits, Retry
+from psg._inside import Product
+from psg._lifted import Lifted, Watch, with_history
+from psg._operands import Operands
+from psg._ops import (
+    FACTORIES,
+    GRAD_FN,
+    IS_LEAF,
+    LIKE_ANOTHER,
+    LIKENESSES,
+    METADATA,
+    PREDICATES,
+    Node,
+    Place,
+    builder_at,
+    call_key,
+    derives,
+    name_of,
+    operands_of,
+    place_name,
+    places_of,
+    replace_at,
+    substitute,
+    target_of,
+)
+from psg.rules import _registry
+from psg.rules.leaks import OWN_GENERATOR, refuse_updates
+from psg.rules.rows import LOOKUPS
+
+
+class Router(Watch):
+    """Watches the calls of the function and routes those that meet a lifted value."""
+
+    def __init__(
+        self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], habits: Habits, look: Callable[[Any, Any], None]
+    ) -> None:
+        super().__init__(n, params, inputs)
+        self.look = look
+        self.habits = habits
+        self.hooks = _functorch.saved_tensor_hooks()
+        self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
+        self.constants: list[Tensor] = []  # computed from parameters, without a history
+        self.differentiates = False
+        self.failure: Exception | None = None
+
+    def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
+        """Learn vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
+        self.level = _functorch.current_level()
+        self.own = _functorch.Marks(self.level)
+        self.own.claim(samples)
+        for value, handle in zip(self.params, handles, strict=True):
+            if value.value is not None:
+                self.hold(value, handle)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            if func in METADATA:
+                return func(*args, **(kwargs or {}))
+            kwargs = kwargs or {}
+            tensors, others = operands_of(args, kwargs)
+            marked = self.own.owns(tensors) and func not in LIKENESSES
+            if any(isinstance(other, torch.Generator) for other in others):
+                raise Unsupported(OWN_GENERATOR)
+            output = self._route(func, args, kwargs, tensors)
+            if marked:
+                target = target_of(func, args, kwargs)
+                self.own.claim(output, target)
+                if target is None and self.constants and self.own.has_marked(tensors):
+                    self.own.mark(output)
+            return output
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run a call by a rule, below vmap, or as it is."""
+        self.look(func, tensors)
+        target = target_of(func, args, kwargs)
+        if target is not None:
+            self._protect(name_of(func), target)
+        refuse_updates(func, args, kwargs)
+        if func in PREDICATES:
+            answer = self._ask(func, args[0])
+            return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
+        here = _functorch.current_level() == self.level  # not inside a transform of the function's own
+        if here:
+            if func in _AUTOGRAD:
+                return self._run_autograd(func, args, kwargs, tensors)
+            if _functorch.saved_tensor_hooks() != self.hooks:
+                raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
+        output = self._run_known(func, args, kwargs, here)
+        if output is not NotImplemented:
+            return output
+        if not here:
+            return self._run_elsewhere(func, args, kwargs)
+        output = run_agreed(self, func, args, kwargs, tensors, constants=not self.habits.fills)
+        if output is not NotImplemented:
+            return output
+        met = self.met(tensors)
+        return self._run_lifted(func, met, args, kwargs) if met else self._run_unmet(func, args, kwargs)
+
+    # What the function asks of autograd
+
+    def _run_autograd(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """For every sample's own, or for a transform, to which the tensors of torch.func.vjp belong."""
+        if func != torch.autograd.grad:
+            return self._require_grad(func, *args, **kwargs)
+        return (_differentiate_elsewhere if any(map(self._is_elsewhere, tensors)) else self._differentiate)(*args, **kwargs)
+
+    def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
+        """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
+        if id(tensor) in self.by_handle:
+            if not flag:
+                raise Unsupported("requires_grad_(False) of a parameter")
+            return tensor
+        if not _functorch.is_batched(tensor, self.level):
+            if self.constants:
+                raise Retry("requires_grad_ of what may be computed from parameters", derives=False)
+            return func(tensor, flag)
+        with _functorch.below():
+            _functorch.value_of(tensor).requires_grad_(flag)
+        return tensor
+
+    def _is_elsewhere(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
+
+    def _differentiate(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad`, of all samples at once: since they do not meet, of the sum of their outputs."""
+        if not self.habits.recorded:
+            # Through those rules whose outputs have derivatives of every order.
+            raise Retry("fn calls torch.autograd.grad", recorded=True)
+        if self.habits.ruled and self.met(operands_of((inputs,), {})[0]):
+            # For parameters, through lifted values: one computed once for all samples stands apart from its parameter, and a rule's
+            # output is differentiated for the data alone.
+            raise Retry("fn calls torch.autograd.grad for parameters", ruled=False, derives=False)
+        self.differentiates = True
+        outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
+        if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
+            # What fn has made to differentiate for is one for all samples; the next pass makes it for each.
+            raise RuntimeError("torch.autograd.grad of or for a tensor that is the same for all samples")
+        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else [None] * len(outputs) if grad_outputs is None else grad_outputs
+        if any(own is None and output.numel() != 1 for own, output in zip(given, outputs, strict=True)):
+            raise Unsupported("torch.autograd.grad of an output that is no scalar")
+        cotangents = [torch.ones_like(output) if own is None else own for own, output in zip(given, outputs, strict=True)]
+        with _functorch.below():
+            sides = [[_functorch.physical(tensor, self.level, self.n) for tensor in group] for group in (outputs, cotangents)]
+            targets = [_functorch.value_of(tensor) for tensor in inputs]
+            options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize_grads}
+            found = torch.autograd.grad(sides[0], targets, sides[1], retain_graph=True, **options)
+        return tuple(None if own is None else _functorch.wrap_like(own, tensor) for own, tensor in zip(found, inputs, strict=True))
+
+    def _ask(self, func: Any, tensor: Tensor) -> Any:
+        """What autograd knows of a tensor: a wrapper of vmap does not tell what is differentiated beneath it."""
+        lifted = self.by_handle.get(id(tensor))
+        if lifted is not None:
+            return lifted.ask(func)
+        answers = [func(tensor)]
+        while _functorch.is_wrapped(tensor):
+            tensor = _functorch.value_of(tensor)
+            answers.append(lifted.ask(func) if (lifted := self.by_handle.get(id(tensor))) else func(tensor))
+        if func == IS_LEAF:
+            return all(answers)
+        return next((answer for answer in answers if answer), answers[0])
+
+    def _refuse(self, what: str) -> None:
+        self.failure = Unsupported(f"fn uses {what}")
+        raise self.failure
+
+    # What a pass must not meet
+
+    def _protect(self, op: str, target: Any) -> None:
+        """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
+        written = target if isinstance(target, (tuple, list)) else (target,)
+        memories = {_functorch.memory_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
+        if memories & self.owned:
+            raise Unsupported(f"{op} writes into a parameter, or a view of one")
+        # A list is written into by ops for lists, which vmap does not have: constants can stay what they are.
+        derived = [value.derived for value in self.values[len(self.params) :]] + ([] if isinstance(target, list) else self.constants)
+        if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
+            # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
+            raise Retry(f"{op} writes into a value computed from parameters", derives=False)
+        if memories & self.given:
+            # An activation in place on the sample itself, say: harmless to the caller on a copy.
+            raise Retry(f"{op} writes into an input, or a view of one", copied=True)
+
+    def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
+        reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)
+        if reason is not None:
+            raise Unsupported(reason)
+
+    # How a call goes
+
+    def _run_known(self, func: Any, args: Any, kwargs: Any, here: bool) -> Any:
+        """By the op's rule, as the embedding that it is, or written with other ops; NotImplemented if none of these fits."""
+        rule = _registry.find_rule(func) if self.habits.ruled else None
+        if rule is not None:
+            run = self._run_rule if here and not self.habits.recorded else self._run_inside
+            output = run(func, rule, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if func in LOOKUPS and here and args and id(args[0]) in self.by_handle and self.habits.ruled:
+            with self:
+                output = self._look_up(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if not here:
+            self._avoid_leak(func, args, kwargs, "inside")
+        # The gradient of a transform of the function's own is differentiated by this pass.
+        decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
+        if decompose is None:
+            return NotImplemented
+        with self:
+            return decompose(*args, **kwargs)
+
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Rows of a parameter at the places that each sample says, as an embedding; NotImplemented for other places."""
+        index = args[-1] if len(args) > 1 else None
+        batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
+        return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
+
+    def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+        """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
+        name = name_of(func)
+        if self._may_derive(func):
+            output = self._derive(func, name, met, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        self._avoid_leak(func, args, kwargs)
+        for value in met:
+            value.uses.append(f"{name}: lifted")
+        return self._run(func, args, kwargs)
+
+    def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The same inside a transform of the function's own, which knows how the op runs."""
+        if self._may_derive(func):
+            held, options = substitute((args, kwargs), self._held)
+            met = self.met(operands_of(held, options)[0])
+            output = self._derive(func, name_of(func), met, held, options) if met else NotImplemented
+            if output is not NotImplemented:
+                return output
+        for tensor in operands_of(args, kwargs)[0]:
+            value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
+            if value is not None:
+                value.uses.append(f"{name_of(func)}: lifted")
+        if func is torch.autograd.grad:
+            return _differentiate_elsewhere(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _run_unmet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op that meets no lifted value; if the function may write into what it makes, that is made for every sample."""
+        self._avoid_leak(func, args, kwargs)
+        output = self._run(func, args, kwargs)
+        if not self.habits.fills or not any(func in kind for kind in FACTORIES[: self.habits.fills]):
+            return output
+        if not isinstance(output, Tensor) or _functorch.is_wrapped(output):
+            return output
+        with _functorch.below():
+            output = output.expand(self.n, *output.shape).clone()
+        return _functorch.wrap(output, self.level)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op as it is."""
+        if _functorch.lacks_batching(func):
+            wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]
+            if wrapped and not any(map(self._is_elsewhere, wrapped)):
+                return self._one_by_one(func, args, kwargs, wrapped)
+        return func(*args, **kwargs)
+
+    def _one_by_one(self, func: Any, args: Any, kwargs: Any, wrapped: list[Tensor]) -> Any:
+        """What vmap runs sample by sample too, but selects each from the whole, whereupon each selection's backward writes a whole one."""
+        with _functorch.below():
+            sides = {id(leaf): _functorch.physical(leaf, self.level, self.n).unbind() for leaf in wrapped}
+            results = []
+            for i in range(self.n):
+                own, options = substitute((args, kwargs), lambda leaf: sides[id(leaf)][i] if id(leaf) in sides else leaf)  # noqa: B023
+                results.append(_trees.flatten(func(*own, **options)))
+            outputs = [torch.stack(parts) for parts in zip(*(parts for parts, _ in results), strict=True)]
+        return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
+
+    def _held(self, leaf: Any) -> Any:
+        """A parameter, or a constant, that a transform of the function's own has wrapped to no other effect, as it is known outside."""
+        if not isinstance(leaf, Tensor) or id(leaf) in self.by_handle:
+            return leaf
+        bare = _functorch.without_constant_wrappers(leaf, self.level)
+        return bare if id(bare) in self.by_handle or not _functorch.is_wrapped(bare) else leaf
+
+    def _may_derive(self, func: Any) -> bool:
+        return self.habits.derives and derives(func)
+
+    def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+        """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
+        others = [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
+        if any(map(_functorch.is_wrapped, others)):
+            return NotImplemented  # depends on the sample
+        if name in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
+            return NotImplemented  # of the parameters it takes shape, dtype and device alone
+        if target_of(func, args, kwargs) is not None:
+            return NotImplemented
+        # Inside a transform that differentiates, fn runs more than once. (Of other tensors nobody could say that they are what they were.)
+        given, records = call_key(args, kwargs), _functorch.records_below(self.level)
+        key = None if others or given is None else (func, given, records, _functorch.autocast_dtype(met[0].leaf))
+        if key in self.derivations:
+            return self.derivations[key][0]
+        given = args, kwargs
+        with _functorch.below(self.level):
+            args, kwargs = substitute((args, kwargs), self.history)
+            with torch.set_grad_enabled(records):
+                output = func(*args, **kwargs)
+            several = isinstance(output, (tuple, list))
+            parts = list(output) if several else [output]
+            if not all(isinstance(part, Tensor) for part in parts):
+                return NotImplemented
+            derivations = {i: Lifted.derivation(part, met, name, self.n) for i, part in enumerate(parts) if part.requires_grad}
+            for i, value in derivations.items():
+                value.carry_to(met, Call(part_of(func, i if several else None), args, kwargs, parts[i], name))
+        for value in met:
+            value.uses.append(f"{name}: derived")
+        shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)
+        for i, part in enumerate(parts):
+            if i not in derivations:
+                self.constants.append(part)
+                self.own.mark(part)
+                continue
+            derivations[i].shared = shared
+            self.values.append(derivations[i])
+            parts[i] = self.hold(derivations[i], _functorch.wrap(derivations[i].leaf, self.level))
+        if several:
+            output = type(output)(parts) if hasattr(output, "n_fields") or not hasattr(output, "_fields") else type(output)(*parts)
+        else:
+            output = parts[0]
+        if key is not None and len(derivations) == len(parts):  # what is no constant cannot be written into
+            self.derivations[key] = output, given  # whose identities are in the key
+        return output
+
+    def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
+        """Run the rule as what fn itself may differentiate, or batch, for the data; NotImplemented if it does not fit this call."""
+        arguments = rule.bind(*substitute((args, kwargs), self._held))
+        if arguments is None:
+            return NotImplemented
+        places = {place: self.by_handle[id(argument)] for place, argument in places_of(arguments) if id(argument) in self.by_handle}
+        if not places or any(place[0] not in rule.params or value.value is None for place, value in places.items()):
+            return NotImplemented
+        write = _registry.find_standard(func)
+        if write is not None:
+            with self:
+                output = write(**arguments, shared=set(map(place_name, places)))
+            if output is not NotImplemented:
+                return output
+        transpose = _registry.find_transpose(func)
+        if transpose is None:
+            return NotImplemented
+        own = {name: value for (name, _), value in places.items()}
+        data = arguments.get(transpose.data)
+        others = {name: argument for name, argument in arguments.items() if name not in own and name != transpose.data}
+        if not isinstance(data, Tensor) or transpose.data in own or not _functorch.is_wrapped(data):
+            return NotImplemented
+        if any(map(_functorch.is_wrapped, operands_of((), others)[0])):
+            return NotImplemented  # every sample has its own
+        product = Product(self, func, own, others, self.habits.recorded)
+        unfit = torch.is_autocast_enabled(data.device.type) or not _functorch.can_descend(self.level)
+        return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
+
+    def _run_rule(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
+        """Run the rule on the physical batch and tap its output; NotImplemented if it does not fit this call."""
+        op = name_of(func)
+        arguments = rule.bind(args, kwargs)
+        if arguments is None:
+            return NotImplemented
+        operands = Operands.of(self, rule, arguments)
+        if operands is None or not operands.are_worth(rule, self._may_derive(func)):
+            return NotImplemented
+        own, data, shared = operands.own, operands.data, operands.shared
+        arguments = replace_at(arguments, operands.numbers)
+
+        single: bool | None = None  # unknown while the rule has not accepted the call
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            nonlocal single
+            if own:
+                inputs = with_history(inputs)
+            values: dict[Place, Any] = dict(zip(data, inputs, strict=True))
+            values.update((place, value.value) for place, value in own.items())
+            placed = replace_at(arguments, values)
+            if rule.mixed:
+                placed["shared"] = {place_name(place) for place in (*own, *shared)}
+            result = rule.call(placed)
+            if result is NotImplemented:
+                return ()
+            outputs, builders = _registry.outputs_and_builders(op, result, self.n)
+            single = isinstance(result[0], Tensor)
+            if own and torch.is_grad_enabled():
+                targets = [(place_name(place), value, builder_at(op, builders, place)) for place, value in own.items()]
+                outputs = self.tap(op, outputs, single, targets, (*inputs, *shared.values()))
+            return outputs
+
+        outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
+        if single is None:
+            return NotImplemented
+        for value in own.values():
+            value.uses.append(f"{op}: rule")
+        for tensor in data.values():
+            if id(tensor) in self.by_handle:
+                self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
+        return outputs[0] if single else outputs
+
+
+_AUTOGRAD = {torch.autograd.grad, Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
+
+
+def _differentiate_elsewhere(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, allow_unused: bool = False, **kwargs: Any
+) -> Any:
+    """`torch.autograd.grad` for a transform of the function's own.
+
+    It asks which outputs have a history, and hears that what is derived from parameters has one; for its data that has none.
+    """
+    recorded = [output.requires_grad for output in outputs] if allow_unused else [True]
+    if not any(recorded):
+        return (None,) * len(inputs)
+    if not all(recorded):
+        outputs, grad_outputs = (part and tuple(itertools.compress(part, recorded)) for part in (outputs, grad_outputs))
+    return torch.autograd.grad(outputs, inputs, grad_outputs, *args, allow_unused=allow_unused, **kwargs)
