@@ -93,14 +93,14 @@ def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(fields))
 
 
-def _register(kind: type[Factor], static: tuple[str, ...]) -> None:
-    # The tensors are children; what is no tensor (rows, geometry, shape) is the node's metadata.
+def _register(kind: type[Factor]) -> None:
+    # What it is held as are children; its constants (rows, geometry, shape) are the node's metadata.
     def flatten(factor: Any) -> Any:
-        return [getattr(factor, name) for name in kind.fields], tuple(getattr(factor, name) for name in static)
+        return [getattr(factor, name) for name in kind.fields], tuple(getattr(factor, name) for name in kind.constants)
 
     def unflatten(metadata: Any, children: Any) -> Any:
         factor = kind.__new__(kind)
-        for name, value in (*zip(kind.fields, children, strict=True), *zip(static, metadata, strict=True)):
+        for name, value in (*zip(kind.fields, children, strict=True), *zip(kind.constants, metadata, strict=True)):
             setattr(factor, name, value)
         return factor
 
@@ -111,14 +111,8 @@ def _register(kind: type[Factor], static: tuple[str, ...]) -> None:
     torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
 
 
-_register(Dense, ())
-_register(Outer, ())
-_register(Rows, ("num_rows",))
-_register(Conv, ("geometry",))
-_register(Expanded, ("_shape",))
-_register(Scaled, ())
-_register(Sum, ("_shape",))
-_register(Views, ("places", "_shape"))
+for _kind in (Conv, Dense, Expanded, Outer, Rows, Scaled, Sum, Views):
+    _register(_kind)
 
 # What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
 torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Place, Rows, Scaled, Sum, Views])

@@ -5,9 +5,9 @@ i in, o out; g group; k kernel.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -126,9 +126,15 @@ class Factor(ABC):
 
     Every kind has the same operations; none but `materialize` holds the tensor, unless that is the cheapest way to the result.
     Reductions accumulate in float32 or better.
+
+    Attributes:
+        fields: The names of what it is held as: tensors with the samples in dim 0, factors, tuples of factors. A kind is made of these in
+            their order, and then of its constants.
+        constants: The names of what else it is made of, the same for all samples.
     """
 
     fields: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -158,12 +164,32 @@ class Factor(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it is held as."""
-        return sum(getattr(self, name).nbytes for name in self.fields)
+        return sum(held.nbytes for held in self._held())
 
     @property
     def is_differentiated(self) -> bool:
         """Whether a derivative of what is computed from it may be asked for."""
-        return _functorch.transform_active() or any(getattr(self, name).requires_grad for name in self.fields)
+        if _functorch.transform_active():
+            return True
+        return any(held.requires_grad if isinstance(held, Tensor) else held.is_differentiated for held in self._held())
+
+    def _held(self) -> "Iterator[Tensor | Factor]":
+        for name in self.fields:
+            held = getattr(self, name)
+            if isinstance(held, tuple):
+                yield from held
+            else:
+                yield held
+
+    def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
+        """The same kind, made of what two functions make of the tensors and the factors that it is held as."""
+
+        def each(held: Any) -> Any:
+            if isinstance(held, tuple):
+                return tuple(map(each, held))
+            return of_tensor(held) if isinstance(held, Tensor) else of_factor(held)
+
+        return type(self)(*(each(getattr(self, name)) for name in self.fields), *(getattr(self, name) for name in self.constants))
 
     @abstractmethod
     def materialize(self) -> Tensor:
@@ -232,11 +258,10 @@ class Factor(ABC):
     def dot(self, direction: Tensor) -> Tensor:
         """<gradient[n], direction> -> [n], for a direction of the parameter's shape."""
 
-    @abstractmethod
-    def map(self, function) -> Self:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same kind with `function` applied to every tensor that has the samples in dim 0."""
+        return self._each(function, lambda factor: factor.map(function))
 
-    @abstractmethod
     def regroup(self, table: Tensor) -> "Factor":
         """Sum the gradients of groups of samples.
 
@@ -246,6 +271,8 @@ class Factor(ABC):
         Returns:
             The factor of m samples.
         """
+        # What the positions of a sample add up to, those of a group do.
+        return self._each(lambda tensor: gather_groups(tensor, table), lambda factor: factor.regroup(table))
 
     def inner(self, other: "Factor") -> Tensor:
         """<gradient[n], other[n]> of the same sample -> [n]."""
@@ -261,15 +288,21 @@ class Factor(ABC):
 
     def take(self, index: Tensor | slice) -> Self:
         """The samples at `index` (a slice, integers [m] or a mask [n])."""
-        return self.map(lambda tensor: tensor[index])
+        return self._each(lambda tensor: tensor[index], lambda factor: factor.take(index))
 
     def zero(self, keep: Tensor) -> Self:
         """The same with exactly zero for the samples where keep[n] is False, whatever they held, inf and NaN included."""
-        return self.map(lambda tensor: zero_rows(tensor, keep) if tensor.is_floating_point() or tensor.is_complex() else tensor)
+        return self._each(
+            lambda tensor: zero_rows(tensor, keep) if tensor.is_floating_point() or tensor.is_complex() else tensor,
+            lambda factor: factor.zero(keep),
+        )
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same in another floating dtype."""
-        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.is_complex() else tensor)
+        return self._each(
+            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.is_complex() else tensor,
+            lambda factor: factor.to(dtype),
+        )
 
     def detach(self) -> Self:
         """The same without autograd history."""

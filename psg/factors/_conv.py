@@ -1,14 +1,14 @@
 """Conv: an Outer over unfolded patches, unfolded only where that is cheapest."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, expect_real, gather_groups, scale_rows, wide_bmm, widen
+from psg.factors._base import expect_real, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._planned import Planned
@@ -43,6 +43,7 @@ class Conv(Planned):
     """
 
     fields = ("cotangent", "input")
+    constants = ("geometry",)
 
     def __init__(self, cotangent: Tensor, input: Tensor, geometry: Geometry) -> None:
         self.cotangent = cotangent
@@ -227,12 +228,6 @@ class Conv(Planned):
         none = [0] * len(stride)
         forward = torch.convolution(input, direction.to(input.dtype), None, stride, padding, dilation, False, none, groups)
         return forward.unflatten(0, cotangent.shape[:2]) * cotangent
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.cotangent), function(self.input), self.geometry)
-
-    def regroup(self, table: Tensor) -> Factor:
-        return Conv(gather_groups(self.cotangent, table), gather_groups(self.input, table), self.geometry)
 
     def plan(self) -> str:
         plan = self._plan()

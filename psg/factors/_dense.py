@@ -1,8 +1,5 @@
 """Dense: the per-sample gradient itself."""
 
-from collections.abc import Callable
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -75,9 +72,6 @@ class Dense(Factor):
     @property
     def is_kept(self) -> bool:
         return True
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.values))
 
     def regroup(self, table: Tensor) -> Factor:
         return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from psg import _functorch, plans
-from psg.factors._base import Factor, expect_real, gather_groups, product, scale_rows, square, wide, wide_bmm, widen
+from psg.factors._base import expect_real, product, scale_rows, square, wide, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
 from psg.factors._sketch import Sketch
@@ -127,12 +126,6 @@ class Outer(Planned):
     def dot(self, direction: Tensor) -> Tensor:
         left, right = widen(self.left), widen(self.right)
         return ((left @ direction.to(left.dtype)) * right).sum((1, 2))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.left), function(self.right))
-
-    def regroup(self, table: Tensor) -> Factor:
-        return Outer(gather_groups(self.left, table), gather_groups(self.right, table))
 
     def transpose(self) -> "Outer":
         """The gradient of the transposed parameter: [n, b, a]."""

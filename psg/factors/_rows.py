@@ -1,13 +1,10 @@
 """Rows: rows scattered by index, as every lookup leaves it."""
 
-from collections.abc import Callable
-from typing import Self
-
 import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Factor, expect_real, gather_groups, square, wide, widen
+from psg.factors._base import Factor, expect_real, square, wide, widen
 from psg.factors._dense import Dense
 from psg.factors._sketch import Sketch
 
@@ -25,6 +22,7 @@ class Rows(Factor):
     """
 
     fields = ("index", "cotangent")
+    constants = ("num_rows",)
 
     def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
         self.index = index.long()
@@ -120,12 +118,6 @@ class Rows(Factor):
 
     def plan(self) -> str:
         return "materialised and kept" if self.is_kept else "sorted rows, one scatter"
-
-    def regroup(self, table: Tensor) -> Factor:
-        return Rows(gather_groups(self.index, table), gather_groups(self.cotangent, table), self.num_rows)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.index), function(self.cotangent), self.num_rows)
 
 
 def scatter_rows(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Expanded and Scaled: what reductions and entry-by-entry functions of a parameter leave of their results' gradients."""
 
-from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -23,6 +22,7 @@ class Expanded(Factor):
     """
 
     fields = ("values",)
+    constants = ("_shape",)
 
     def __init__(self, values: Tensor, shape: torch.Size) -> None:
         self.values = values
@@ -66,9 +66,6 @@ class Expanded(Factor):
     def dot(self, direction: Tensor) -> Tensor:
         return Dense(self.values).dot(widen(direction).sum_to_size(self.small))
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.values), self.shape)
-
     def regroup(self, table: Tensor) -> Factor:
         return Expanded(Dense(self.values).regroup(table).materialize(), self.shape)
 
@@ -102,10 +99,6 @@ class Scaled(Factor):
     @property
     def nbytes(self) -> int:
         return self.factor.nbytes + (self.entries.nbytes if self.shared is None else self.shared.nbytes)
-
-    @property
-    def is_differentiated(self) -> bool:
-        return self.factor.is_differentiated or self.entries.requires_grad
 
     @property
     def shared(self) -> Tensor | None:
@@ -169,9 +162,6 @@ class Scaled(Factor):
         if shared is None:
             return Dense(self.materialize()).dot(direction)
         return self.factor.dot(direction * shared)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(self.factor.map(function), function(self.entries))
 
     def take(self, index: Tensor | slice) -> Self:
         factor = self.factor.take(index)

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ class Sum(Factor):
         shape: The parameter's shape.
     """
 
-    fields = ("like", "terms")
+    fields = ("terms", "like")
+    constants = ("_shape",)
 
     def __init__(self, terms: Sequence[Factor], like: Tensor, shape: torch.Size) -> None:
         self.terms = tuple(terms)
@@ -40,14 +40,6 @@ class Sum(Factor):
     @property
     def _lead(self) -> Tensor:
         return self.like
-
-    @property
-    def nbytes(self) -> int:
-        return sum(term.nbytes for term in self.terms)
-
-    @property
-    def is_differentiated(self) -> bool:
-        return any(term.is_differentiated for term in self.terms)
 
     def materialize(self) -> Tensor:
         if not self.terms:
@@ -90,23 +82,6 @@ class Sum(Factor):
 
     def dot(self, direction: Tensor) -> Tensor:
         return self._reduce(lambda term: term.dot(direction), self._zeros(self.n))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)([term.map(function) for term in self.terms], function(self.like), self.shape)
-
-    # Each term's own: what the samples share stays shared.
-
-    def take(self, index: Tensor | slice) -> Self:
-        return type(self)([term.take(index) for term in self.terms], self.like[index], self.shape)
-
-    def zero(self, keep: Tensor) -> Self:
-        return type(self)([term.zero(keep) for term in self.terms], self.like, self.shape)
-
-    def to(self, dtype: torch.dtype) -> Self:
-        return type(self)([term.to(dtype) for term in self.terms], self.like.to(dtype), self.shape)
-
-    def regroup(self, table: Tensor) -> Factor:
-        return Sum([term.regroup(table) for term in self.terms], self.like.new_empty(table.shape[0], 0), self.shape)
 
     @property
     def is_mixed(self) -> bool:

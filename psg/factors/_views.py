@@ -1,7 +1,7 @@
 """Views: gradients of views of a parameter, which share no entry of it: slices, layers of a stack, another shape."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class Views(Factor):
     """
 
     fields = ("factors",)
+    constants = ("places", "_shape")
 
     def __init__(self, factors: Sequence[Factor], places: Sequence[Place], shape: torch.Size) -> None:
         self.factors = tuple(factors)
@@ -78,14 +79,6 @@ class Views(Factor):
     @property
     def _lead(self) -> Tensor:
         return self.factors[0]._lead
-
-    @property
-    def nbytes(self) -> int:
-        return sum(factor.nbytes for factor in self.factors)
-
-    @property
-    def is_differentiated(self) -> bool:
-        return any(factor.is_differentiated for factor in self.factors)
 
     def materialize(self) -> Tensor:
         part = self.factors[0].materialize()
@@ -127,23 +120,6 @@ class Views(Factor):
         direction = direction.contiguous()
         pairs = zip(self.factors, self.places, strict=True)
         return torch.stack([factor.dot(place.of(direction)) for factor, place in pairs]).sum(0)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)([factor.map(function) for factor in self.factors], self.places, self.shape)
-
-    # Each factor's own: what the samples share stays shared.
-
-    def take(self, index: Tensor | slice) -> "Views":
-        return self.with_factors([factor.take(index) for factor in self.factors])
-
-    def zero(self, keep: Tensor) -> "Views":
-        return self.with_factors([factor.zero(keep) for factor in self.factors])
-
-    def to(self, dtype: torch.dtype) -> "Views":
-        return self.with_factors([factor.to(dtype) for factor in self.factors])
-
-    def regroup(self, table: Tensor) -> Factor:
-        return self.with_factors([factor.regroup(table) for factor in self.factors])
 
     def settle(self) -> Factor:
         return self.with_factors([factor.settle() for factor in self.factors])
