@@ -183,6 +183,12 @@ def row_blocks(left: Tensor, right: Tensor) -> int:
     return threads if pays and rows % threads == 0 else 1
 
 
+def multiplies(device: torch.device) -> bool:
+    """Whether outer products of single vectors are formed by a multiplication for each entry, and not by products of matrices."""
+    # MKL's write the faster where it is tuned, but not into fresh pages: benchmarks/micro.py outer.
+    return device.type != "cpu" or not pages_are_kept() or _mkl_is_untuned()
+
+
 @functools.cache
 def _mkl_is_untuned() -> bool:
     return torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")

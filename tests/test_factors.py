@@ -490,9 +490,9 @@ def holds_all_operations(factor, tensor):
 
 
 @each_count
-@pytest.mark.parametrize("kept", [True, False])
-def test_products_of_one_position_into_pages_kept_or_fresh(kept, n, device, monkeypatch):
-    monkeypatch.setattr("psg.factors._outer.pages_are_kept", lambda: kept)
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_products_of_one_position_by_either_way(multiplies, n, device, monkeypatch):
+    monkeypatch.setattr("psg.plans.multiplies", lambda device: multiplies)
     left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
     holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
 

@@ -11,7 +11,6 @@ from psg.factors._base import expect_real, product, scale_rows, square, wide, wi
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
 from psg.factors._sketch import Sketch
-from psg.memory import pages_are_kept
 
 
 class Outer(Planned):
@@ -51,8 +50,7 @@ class Outer(Planned):
         return self.left
 
     def materialize(self) -> Tensor:
-        if self.positions == 1 and not pages_are_kept():
-            # One multiplication for each entry. Into pages in use bmm writes faster; into fresh ones it is the slower.
+        if self.positions == 1 and plans.multiplies(self.device):
             return self.left[:, 0, :, None] * self.right[:, 0, None, :]
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
