@@ -103,8 +103,8 @@ def carry_of(call: Call) -> Carry | None:
     def carry(factor: Factor) -> list[list[Factor]] | None:
         if any(tensor._version != version for tensor, version in read):
             return None  # written into since: autograd, which has to form the gradient, says so
-        if call.name in _COMPOSITES:
-            return _over_steps(call, factor)
+        if call.name in _COMPOSITES:  # whose steps add up rows
+            return None if factor.is_best_formed else _over_steps(call, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
         return carried if len(carried) == len(found) else None

@@ -309,6 +309,11 @@ class Factor(ABC):
         return self.map(Tensor.detach)
 
     @property
+    def is_best_formed(self) -> bool:
+        """Whether it is better materialised if each position is to meet a tensor of the parameter's shape, before and for the norm."""
+        return any(held.is_best_formed for held in self._held() if isinstance(held, Factor))
+
+    @property
     def is_kept(self) -> bool:
         """Whether a norm *and* a weighted sum come cheapest from the gradients themselves, materialised once and kept."""
         return False

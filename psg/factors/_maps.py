@@ -12,7 +12,6 @@ from psg.factors._base import Factor, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
-from psg.factors._planned import Planned
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sum import Sum
@@ -295,7 +294,7 @@ def _entries(scale: Scale, factor: Factor) -> Tensor | None:
 
 
 def _entry_by_entry(factor: Factor, entries: Tensor) -> Factor | None:
-    if isinstance(factor, Planned) and factor.is_best_formed:
+    if factor.is_best_formed:
         return None
     return Scaled(factor, entries.to(factor.dtype).expand(factor.n, *entries.shape))
 

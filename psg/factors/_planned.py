@@ -56,7 +56,6 @@ class Planned(Factor):
 
     @property
     def is_best_formed(self) -> bool:
-        """Whether it is better materialised if each position is to meet a tensor of the parameter's shape, before and for the norm."""
         return self._plan(2 * self._materialize_cost()) == "keep"
 
     @property
