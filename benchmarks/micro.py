@@ -98,7 +98,7 @@ def squared_norm() -> None:
 
 @question
 def weighted_sum() -> None:
-    """Weighted sums over n of [n, P]."""
+    """Weighted sums over n of [n, P]; and of its columns in blocks."""
     rows = []
     for n, p in ((128, 1_000_000), (8, 1_000_000), (64, 100_000), (32, 1000)):
         v, w = torch.randn(n, p), torch.rand(n)
@@ -107,6 +107,7 @@ def weighted_sum() -> None:
             "v.T @ w": lambda v=v, w=w: v.T @ w,
             "tensordot": lambda v=v, w=w: torch.tensordot(w, v, 1),
             "(v * w).sum(0)": lambda v=v, w=w: (v * w[:, None]).sum(0),
+            "4 blocks": lambda v=v, w=w: torch.bmm(w.expand(4, 1, -1), v.unflatten(1, (4, -1)).transpose(0, 1)).flatten(),
         }
         rows.append((f"({n}, {p})", candidates))
     report(rows, list(rows[0][1]))
@@ -223,6 +224,20 @@ def product() -> None:
             sides = left.T.unflatten(0, (blocks, -1)), right.expand(blocks, k, b)
             candidates[f"{blocks} blocks"] = lambda sides=sides: torch.bmm(*sides)
         rows.append((f"({k}, {a}, {b})", candidates))
+    report(rows, list(rows[0][1]))
+
+
+@question
+def gram() -> None:
+    """Inner products of all pairs of rows [n, P]; and those of blocks of their columns, added up."""
+    rows = []
+    for n, p in ((8, 1 << 20), (64, 98304), (32, 147456), (256, 65536)):
+        v = torch.randn(n, p)
+        candidates = {"mm": lambda v=v: v @ v.T}
+        for blocks in (2, 4, 16):
+            sides = v.unflatten(1, (blocks, -1)).transpose(0, 1)
+            candidates[f"{blocks} blocks"] = lambda x=sides: torch.bmm(x, x.mT).sum(0)
+        rows.append((f"({n}, {p})", candidates))
     report(rows, list(rows[0][1]))
 
 

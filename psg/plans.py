@@ -167,20 +167,37 @@ def _time(run: Callable[[str], Any], answer: str, device: torch.device) -> float
     return best
 
 
-# How a product of matrices is computed.
+# How a product of matrices is computed. MKL divides it among threads as it suits Intel's processors. On AMD's that takes up to twice as
+# long as a block for each thread, and for some shapes eight times: benchmarks/micro.py product, weighted_sum, gram.
 
 _LARGE_PRODUCT = 1 << 22  # multiplications
+_LARGE_SUM = 1 << 19
 
 
 def row_blocks(left: Tensor, right: Tensor) -> int:
     """Into how many blocks of rows left[a, t] @ right[t, b] is divided, each for one thread; 1 where the whole product is as fast."""
-    # MKL divides a product among four threads and more as it suits Intel's processors. On AMD's that takes up to twice as long as a block
-    # for each thread, and for some shapes eight times: benchmarks/micro.py product.
-    if left.device.type != "cpu" or not left.dtype == right.dtype == torch.float32 or not _mkl_is_untuned():
-        return 1
-    (rows, inner), columns, threads = left.shape, right.shape[1], torch.get_num_threads()
+    (rows, inner), columns, threads = left.shape, right.shape[1], _dividing_threads(left, right)
     pays = threads >= 4 and rows >= 48 * threads and 3 * rows >= columns and rows * inner * columns >= _LARGE_PRODUCT
     return threads if pays and rows % threads == 0 else 1
+
+
+def column_blocks(rows: Tensor) -> int:
+    """Into how many blocks of columns weights[n] @ rows[n, p] is divided."""
+    threads = _dividing_threads(rows)
+    return threads if rows.numel() >= _LARGE_SUM and rows.shape[1] % threads == 0 else 1
+
+
+def inner_blocks(left: Tensor, right: Tensor) -> int:
+    """Into how many blocks left[n, p] @ right[m, p]^T is divided along p, whose products add up."""
+    (rows, inner), columns, threads = left.shape, len(right), _dividing_threads(left, right)
+    pays = inner >= 64 * max(rows, columns) and rows * inner * columns >= _LARGE_PRODUCT
+    return threads if pays and inner % threads == 0 else 1
+
+
+def _dividing_threads(*sides: Tensor) -> int:
+    """How many threads to divide a product of these among; 1 for none."""
+    single = all(side.dtype == torch.float32 and side.device.type == "cpu" for side in sides)
+    return torch.get_num_threads() if single and _mkl_is_untuned() else 1
 
 
 def multiplies(device: torch.device) -> bool:

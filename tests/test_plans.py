@@ -209,10 +209,11 @@ def test_tables_looked_up_again_are_one_factor(device):
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Products in blocks of rows, whatever the processor and however small."""
+    """Products in blocks, whatever the processor and however small."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(plans, "_mkl_is_untuned", lambda: True)
     monkeypatch.setattr(plans, "_LARGE_PRODUCT", 1)
+    monkeypatch.setattr(plans, "_LARGE_SUM", 1)
     torch.set_num_threads(4)
     yield 4
     torch.set_num_threads(threads)
@@ -228,6 +229,24 @@ def test_products_in_blocks_of_rows(rows, inner, columns, blocks):
         assert plans.row_blocks(left, right) == (blocks if divided else 1)
         torch.testing.assert_close(product(left, right), left @ right)
         assert plans.row_blocks(left.double(), right.double()) == 1
+
+
+@pytest.mark.parametrize("n, columns", [(3, 8), (1, 4), (5, 6), (0, 4), (2, 0), (4, 1)])
+def test_weighted_sums_in_blocks_of_columns(n, columns, blocks):
+    rows, weights = torch.randn(n, columns).float(), torch.randn(n).float()
+    assert plans.column_blocks(rows) == (blocks if rows.numel() and columns % 4 == 0 else 1)
+    for values in (rows, rows.unflatten(1, (-1, 2)) if columns % 2 == 0 and columns else rows):
+        torch.testing.assert_close(Dense(values).weighted_sum(weights), torch.tensordot(weights, values, 1))
+    assert plans.column_blocks(rows.double()) == 1
+
+
+@pytest.mark.parametrize("n, m, inner", [(3, 2, 256), (1, 1, 64), (4, 5, 256), (4, 4, 258), (0, 2, 256), (2, 3, 0)])
+def test_inner_products_in_blocks(n, m, inner, blocks):
+    left, right = torch.randn(n, inner).float(), torch.randn(m, inner).float()
+    divided = n * m * inner > 0 and inner >= 64 * max(n, m) and inner % 4 == 0
+    assert plans.inner_blocks(left, right) == (blocks if divided else 1)
+    torch.testing.assert_close(Dense(left).gram(Dense(right)), left @ right.T)
+    assert plans.inner_blocks(left.double(), right.double()) == 1
 
 
 @pytest.mark.parametrize("bias", [True, False])

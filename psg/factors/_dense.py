@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, as_real, gather_groups, norm_of_norms, wide, widen
+from psg.factors._base import Factor, as_real, gather_groups, norm_of_norms, sum_rows, wide, widen
 
 _BLOCK = 4096
 
@@ -59,7 +59,7 @@ class Dense(Factor):
         values = widen(values)
         if weights.dtype != values.dtype:
             weights = weights.to(values.dtype)
-        total = torch.mv(rows_of(values).t(), weights)
+        total = sum_rows(rows_of(values), weights)
         if total.dtype != self.dtype:
             total = total.to(self.dtype)
         if values.ndim != 2:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, wide, wide_bmm, widen
+from psg.factors._base import Factor, pair_rows, wide, wide_bmm, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
 from psg.factors._maps import contracted
@@ -85,7 +85,7 @@ def _inner_dense_dense(x: Dense, y: Dense) -> Tensor:
 
 
 def _gram_dense_dense(x: Dense, y: Dense) -> Tensor:
-    return widen(real_rows(x.values)) @ widen(real_rows(y.values)).T
+    return pair_rows(widen(real_rows(x.values)), widen(real_rows(y.values)))
 
 
 @_pair(_inner, Outer, Dense)
