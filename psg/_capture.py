@@ -3,8 +3,8 @@
 1. `fn` runs once under `torch.func.vmap`, so samples cannot interact.
 2. Every parameter enters it *lifted*: a batched tensor over `param.expand(n, ...)` that is an autograd leaf. Whatever `fn` does with
    it, its gradient comes out per sample. This is the semantics; it needs no rule.
-3. A function mode watches the calls. An op that has a rule and gets a lifted parameter runs by the rule instead: once, on the physical
-   batch and the one unexpanded parameter, and its output is *tapped*.
+3. A function mode, the router, watches the calls. An op that has a rule and gets a lifted parameter runs by the rule instead: once, on
+   the physical batch and the one unexpanded parameter, and its output is *tapped*.
 4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn.
 5. One `torch.autograd.grad` of the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
 6. What arrives at a tap is a factor; at a leaf it is dense. What belongs to a derived value is pulled back to the parameters. A large

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import psg
 from psg import _backward
-from psg.testing import layouts, shapes, tensors
+from psg.testing import assert_trees_close, layouts, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
 
@@ -92,6 +92,16 @@ def blocks_of_rows(left, right):
 def test_products_in_blocks_of_rows(problem, device):
     with mock.patch.object(psg.plans, "row_blocks", blocks_of_rows):
         assert_agrees(on(problem, device))
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_products_in_blocks_of_rows_in_a_graph(n, device):
+    params = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, device=device)}
+    clipped = psg.clipped_grad(lambda p, x: score(F.linear(x, **p)), clip_norm=0.5)
+    x = torch.randn(n, 5, 3, device=device)
+    with mock.patch.object(psg.plans, "row_blocks", blocks_of_rows):
+        found = psg.jit(clipped, backend="eager")(params, x)
+    assert_trees_close(found.grads, clipped(params, x).grads, per_sample=False)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 4), (5, 4), (5, 1)])

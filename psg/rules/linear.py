@@ -43,7 +43,7 @@ def _flat(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[t, i] -> [t, o], or with the rows in blocks [k, t / k, o]."""
     blocks = plans.row_blocks(rows, weight.T)
     converted = _functorch.autocast_dtype(rows) is not None or bias is not None and bias.dtype != rows.dtype
-    if blocks == 1 or converted or _functorch.is_traced():  # a compiler adds the bias, and what follows, as it goes
+    if blocks == 1 or converted:
         return F.linear(rows, weight, bias)
     output = torch.bmm(rows.unflatten(0, (blocks, -1)), weight.T.expand(blocks, *weight.T.shape))
     return output if bias is None else output.add_(bias)
