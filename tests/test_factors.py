@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from unittest import mock
 
 import optree
 import pytest
@@ -495,6 +496,20 @@ def test_products_of_one_position_by_either_way(multiplies, n, device, monkeypat
     monkeypatch.setattr("psg.plans.multiplies", lambda device: multiplies)
     left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
     holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
+
+
+@given(n=st.integers(0, 5), m=st.integers(0, 4), width=st.integers(0, 12), blocks=st.sampled_from([2, 3]), seed=st.integers(0, 2**16))
+def test_sums_and_products_of_dense_gradients_in_blocks(n, m, width, blocks, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    x, y, weights = (randn(*shape, generator=generator).to(device) for shape in ((n, width, 2), (m, width, 2), (n,)))
+
+    def wherever_they_fit(rows, *_):
+        return blocks if rows.numel() and rows.shape[1] % blocks == 0 else 1
+
+    with mock.patch.multiple(psg.plans, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
+        assert_trees_close(Dense(x).weighted_sum(weights), reference_weighted_sum(x, weights), per_sample=False)
+        assert_trees_close(Dense(x).gram(Dense(y)), reference_gram(x, y))
+        assert_trees_close(Dense(x).gram(), reference_gram(x))
 
 
 # --- what is easy to get wrong --------------------------------------------------------------------------------

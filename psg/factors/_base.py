@@ -132,6 +132,11 @@ def _matrices(values: Tensor) -> Tensor:
     return values.reshape(len(values), rows, values.shape[2:].numel())
 
 
+def _but_indices(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function, which leaves integers as they are."""
+    return lambda tensor: function(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
 def expect_real(factor: "Factor") -> None:
     """Raise InputError for a factor made of complex tensors: sums of their products are not those of pairs of real numbers."""
     if factor.dtype.is_complex:
@@ -309,17 +314,11 @@ class Factor(ABC):
 
     def zero(self, keep: Tensor) -> Self:
         """The same with exactly zero for the samples where keep[n] is False, whatever they held, inf and NaN included."""
-        return self._each(
-            lambda tensor: zero_rows(tensor, keep) if tensor.is_floating_point() or tensor.is_complex() else tensor,
-            lambda factor: factor.zero(keep),
-        )
+        return self._each(_but_indices(lambda tensor: zero_rows(tensor, keep)), lambda factor: factor.zero(keep))
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same in another floating dtype."""
-        return self._each(
-            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() or tensor.is_complex() else tensor,
-            lambda factor: factor.to(dtype),
-        )
+        return self._each(_but_indices(lambda tensor: tensor.to(dtype)), lambda factor: factor.to(dtype))
 
     def detach(self) -> Self:
         """The same without autograd history."""
