@@ -177,6 +177,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "spectral_norm": network(spectral),
     "weight_norm": network(weight_norm),
     "positive": network(positive),
+    "probabilities": network(lambda layer: (8 * math.sqrt(layer.weight.shape[1]) * layer.weight).softmax(1)),
     "masked": masked,
     "standardised_filters": standardised,
     "squared_norm_in_the_loss": penalised,

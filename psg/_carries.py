@@ -455,6 +455,18 @@ def _normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, 
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
+def _softmax(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    logarithm = _log_softmax(input, *args, **kwargs)
+    return logarithm if logarithm is NotImplemented else logarithm.exp()
+
+
+def _log_softmax(input: Tensor, dim: int | None = None, *others: Any, dtype: torch.dtype | None = None, _stacklevel: int = 3) -> Tensor:
+    if dim is None or others:
+        return NotImplemented
+    input = input if dtype is None else input.to(dtype)
+    return input - input.logsumexp(dim, keepdim=True)
+
+
 def _batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -474,5 +486,11 @@ def _batch_norm(
     return output if bias is None else output + bias.reshape(shape)
 
 
-_COMPOSITES: dict[str, Callable[..., Any]] = {"_weight_norm": _weight_norm, "normalize": _normalize, "batch_norm": _batch_norm}
+_COMPOSITES: dict[str, Callable[..., Any]] = {
+    "_weight_norm": _weight_norm,
+    "normalize": _normalize,
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "batch_norm": _batch_norm,
+}
 """NotImplemented for calls that are something else."""

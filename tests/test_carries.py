@@ -1,5 +1,7 @@
 """Weights computed from parameters: factors of their gradients become factors of the parameters', unformed, and right."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from agreement import assert_agrees
 from cases import Problem, score
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import psg
 from psg.factors import Conv, Dense, Outer, Place, Rows, Scaled, Sum, Views
@@ -64,7 +67,13 @@ MATRICES = {
     "standardised": (lambda p: (p["w"] - p["w"].mean(1, keepdim=True)) / p["w"].std(1, keepdim=True), {"w": Sum}),
     "standardised, without the dimension": (lambda p: p["w"] / torch.var_mean(p["w"], 0)[0].sqrt(), {"w": Sum}),
     "standardised by batch norm": (lambda p: F.batch_norm(p["w"].T, None, None, training=True).T, {"w": Sum}),
-    "softmax": (lambda p: p["w"].softmax(1), {"w": Dense}),
+    "softmax": (lambda p: p["w"].softmax(1), {"w": Sum}),
+    "softmax of columns": (lambda p: nn.Softmax(dim=0)(p["w"] / p["s"]), {"w": Sum, "s": Dense}),
+    "softmax over all": (lambda p: F.softmax(p["w"].view(-1), 0, dtype=torch.float64).view(OUT, IN), {"w": Sum}),
+    "softmax of some": (lambda p: p["w"].masked_fill(torch.ones_like(p["w"]).triu(1) > 0, -math.inf).softmax(-1), {"w": Sum}),
+    "logarithms of probabilities": (lambda p: torch.log_softmax(p["w"], 1), {"w": Sum}),
+    "a softmax called in another way": (lambda p: torch.softmax(p["w"], 1, torch.float64), {"w": Dense}),
+    "matrix exponential": (lambda p: p["b"] @ torch.matrix_exp(p["a"][:, :RANK]) @ p["a"], {"a": Sum, "b": Outer}),
 }
 
 
@@ -235,6 +244,7 @@ STEPS = {
     "weight norm": lambda w, p: torch._weight_norm(3 + w, p["gain"], 0),
     "columns normalised": lambda w, p: F.normalize(3 + w, dim=0),
     "standardised": lambda w, p: (w - w.mean(1, keepdim=True)) / (1 + w.var(1, keepdim=True)).sqrt(),
+    "distributions": lambda w, p: w.softmax(1) + w.log_softmax(0),
     "its greatest": lambda w, p: w - w.amax(0) * w.logsumexp(1).tanh()[:, None],
     "in another shape, standardised": lambda w, p: F.batch_norm(w.reshape(1, OUT, -1), None, None, p["gain"].view(-1), training=True)[0],
     "of a product": lambda w, p: torch.addmm(w, p["b"], p["a"], alpha=0.3) * torch.outer(p["gain"][:, 0], p["columns"]),

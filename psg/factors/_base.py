@@ -325,6 +325,11 @@ class Factor(ABC):
         return self.map(Tensor.detach)
 
     @property
+    def is_made_anew(self) -> bool:
+        """Whether it is materialised into memory that nobody else has."""
+        return False
+
+    @property
     def is_best_formed(self) -> bool:
         """Whether it is better materialised if each position is to meet a tensor of the parameter's shape, before and for the norm."""
         return any(held.is_best_formed for held in self._held() if isinstance(held, Factor))

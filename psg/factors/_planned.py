@@ -55,6 +55,10 @@ class Planned(Factor):
         return self._norm_by(plan), self.weighted_sum(weights)
 
     @property
+    def is_made_anew(self) -> bool:
+        return True
+
+    @property
     def is_best_formed(self) -> bool:
         return self._plan(2 * self._materialize_cost()) == "keep"
 

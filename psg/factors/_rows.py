@@ -68,6 +68,10 @@ class Rows(Factor):
         return square(self.cotangent).sum((1, 2))
 
     @property
+    def is_made_anew(self) -> bool:
+        return True
+
+    @property
     def is_kept(self) -> bool:
         return self.num_rows <= self.index.shape[1]  # a sample's whole table takes no more than its cotangent
 

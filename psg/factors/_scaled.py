@@ -106,7 +106,9 @@ class Scaled(Factor):
         return self.entries[0] if self.n == 1 or (self.n > 1 and self.entries.stride(0) == 0) else None
 
     def materialize(self) -> Tensor:
-        return self.factor.materialize() * self.entries
+        values = self.factor.materialize()
+        alike = self.factor.is_made_anew and values.dtype == self.entries.dtype and not self.is_differentiated
+        return values.mul_(self.entries) if alike else values * self.entries
 
     def norm(self) -> Tensor:
         squared, unit = self._squared_in_units()
@@ -184,6 +186,10 @@ class Scaled(Factor):
             return Dense(self.materialize()).regroup(table)
         groups = Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
         return groups.zero((table < self.n).any(1))  # whatever the entries are
+
+    @property
+    def is_made_anew(self) -> bool:
+        return self.factor.is_made_anew
 
     @property
     def is_kept(self) -> bool:

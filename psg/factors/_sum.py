@@ -11,7 +11,6 @@ from psg import plans
 from psg.factors._base import Factor, wide
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
-from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
@@ -44,9 +43,9 @@ class Sum(Factor):
     def materialize(self) -> Tensor:
         if not self.terms:
             return self.like.new_zeros(self.n, *self.shape)
-        first, *rest = sorted(self.terms, key=lambda term: not isinstance(term, (Planned, Rows)))
+        first, *rest = sorted(self.terms, key=lambda term: not term.is_made_anew)
         total = first.materialize()
-        if not isinstance(first, (Planned, Rows)) or self.is_differentiated:
+        if not first.is_made_anew or self.is_differentiated:
             return reduce(torch.add, (term.materialize() for term in rest), total)
         for term in rest:  # into memory that nobody else has
             if isinstance(term, Scaled) and isinstance(term.factor, Expanded):
