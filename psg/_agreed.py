@@ -53,8 +53,11 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
         values = _functorch.physical(args[0], watch.level, watch.n).detach()
         if values[0].numel() != 1:
             return func(values[0], *args[1:], **kwargs)  # the function's own error
-        told = values != 0 if func == Tensor.__bool__ else values
-        distinct, labels = told.reshape(watch.n).unique(return_inverse=True)
+        told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, 1)
+        if told.is_floating_point() or told.is_complex():
+            # By their bits: of 0.0 and -0.0, which are equal, fn may make two things.
+            told = told.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        distinct, labels = told.unique(dim=0, return_inverse=True)
         if len(distinct) > 1:
             raise Diverged(name_of(func), labels)
         return func(values[0], *args[1:], **kwargs)

@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from psg import _functorch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -44,15 +46,20 @@ def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def off() -> contextlib.AbstractContextManager[Any]:
-    """A context: run the body without autocast and outside of inference mode, which leaves only that nobody differentiates the results."""
-    inference = torch.is_inference_mode_enabled()
+    """A context: run the body without autocast and outside of inference mode, which leaves only that nobody differentiates the results.
+
+    And unseen by a `torch.utils.checkpoint` around it, which counts what autograd saves, and drops what the body itself will need.
+    """
+    inference, checkpointed = torch.is_inference_mode_enabled(), _functorch.is_checkpointed()
     enabled = [device for device, _ in autocast()]
-    return _off(inference, enabled) if inference or enabled else contextlib.nullcontext()
+    return _off(inference, checkpointed, enabled) if inference or checkpointed or enabled else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _off(inference: bool, enabled: list[str]) -> Iterator[None]:
+def _off(inference: bool, checkpointed: bool, enabled: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        if checkpointed:
+            stack.enter_context(_functorch.unhooked())
         if inference:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())

@@ -54,8 +54,9 @@ from psg.rules.rows import ELEMENTWISE, EXPANSIONS, IN_PLACE, LOOKUPS, WRITTEN_O
 
 
 def capture_batch(
-    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]],
     tensors: Sequence[Tensor],
+    beside: Sequence[Tensor],
     params: dict[int, str],
     n: int,
     look: Callable[..., None],
@@ -63,8 +64,10 @@ def capture_batch(
     """Run the pass described at the top of this file.
 
     Args:
-        function: From the tensors of a batch to a tuple of tensors, the first of which are the losses, [n].
+        function: From the tensors of a batch, and whether to copy whatever else it is given, to a tuple of tensors, the first of which are
+            the losses, [n].
         tensors: The function's arguments.
+        beside: What else it is given.
         params: The positions among `tensors` of those to differentiate, and what messages call them.
         n: The number of samples, at least 1.
         look: Called with every op of the function and its arguments.
@@ -83,7 +86,8 @@ def capture_batch(
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [tensor.clone() if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
-            return _one_pass(function, given, params, n, [] if copied else given, look, choices)
+            inputs = [] if copied else [*given, *beside]
+            return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, look, choices)  # noqa: B023
         except _WritesInput:
             # An activation in place on the batch itself, say: harmless to the caller on a copy.
             copied = True
@@ -187,13 +191,13 @@ class _BatchMode(Watch):
         self.look = look
         self.choices = choices
         self.level = _functorch.current_level()
-        self.failure: PsgError | None = None
+        self.failure: PsgError | None = None  # one like it: the error itself holds all frames, and so what they hold
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return self._route(func, args, kwargs or {})
         except PsgError as error:
-            self.failure = error
+            self.failure = type(error)(*error.args)
             raise
 
     def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -257,8 +261,9 @@ class _BatchMode(Watch):
         )
 
     def _refuse(self, what: str) -> None:
-        self.failure = InputError(f'method="batch": fn uses {what} at {user_line()}, through which rules do not go. {_FOR_ONE_SAMPLE}')
-        raise self.failure
+        message = f'method="batch": fn uses {what} at {user_line()}, through which rules do not go. {_FOR_ONE_SAMPLE}'
+        self.failure = InputError(message)
+        raise InputError(message)
 
     def _protect(self, func: Any, target: Any) -> None:
         """Refuse to write into memory that the caller owns."""

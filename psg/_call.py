@@ -116,14 +116,22 @@ class Call:
         """The tree that is differentiated, or the tuple of them, with these leaves."""
         return _trees.unflatten(self.gradient_spec, leaves)
 
-    def evaluate(self, leaves: Sequence[Any], batch: bool = False) -> tuple[Tensor, Any]:
+    @cached_property
+    def keyword_tensors(self) -> list[Tensor]:
+        """The tensors among the keyword arguments."""
+        return [leaf for leaf in _trees.flatten(list(self.kwargs.values()))[0] if isinstance(leaf, Tensor)] if self.kwargs else []
+
+    def evaluate(self, leaves: Sequence[Any], batch: bool = False, copies: bool = False) -> tuple[Tensor, Any]:
         """Call fn on one sample's leaves -> (loss, aux); on those of the whole batch if that is what fn takes.
+
+        With `copies` it gets copies of the tensors among the keyword arguments, which it may write into.
 
         Raises:
             InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair.
         """
+        kwargs = {name: _copied(value) for name, value in self.kwargs.items()} if copies and self.keyword_tensors else self.kwargs
         with _ambient.uncompiled():
-            output = self.fn(*_trees.unflatten(self.spec, leaves), **self.kwargs)
+            output = self.fn(*_trees.unflatten(self.spec, leaves), **kwargs)
         aux = None
         if self.has_aux:
             if not isinstance(output, tuple) or len(output) != 2:
@@ -192,6 +200,14 @@ class Call:
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
         """The same call with other tensors in the places of `self.tensors`."""
         return replace(self, leaves=self.filled(tensors))
+
+
+def _copied(value: Any) -> Any:
+    """A tree of copies; what holds no tensor is left as it is."""
+    leaves, spec = _trees.flatten(value)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return value
+    return _trees.unflatten(spec, [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def _describe(value: Any) -> str:

@@ -47,8 +47,10 @@ class Task(NamedTuple):
     """What a pass is to run.
 
     Attributes:
-        function: From the tensors of one sample to a tuple of tensors, the first of which is the loss.
+        function: From the tensors of one sample, and whether to copy whatever else it is given, to a tuple of tensors, the first of which
+            is the loss.
         tensors: The function's arguments.
+        beside: What else it is given, the same for all samples.
         in_dims: For each tensor the dimension of the samples, or None.
         params: The positions among `tensors` of those to differentiate.
         n: The number of samples, at least 1.
@@ -58,8 +60,9 @@ class Task(NamedTuple):
         owner: The user's function, of which it is remembered what the pass that could follow it had to expect.
     """
 
-    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+    function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
     tensors: Sequence[Tensor]
+    beside: Sequence[Tensor]
     in_dims: Sequence[int | None]
     params: Sequence[int]
     n: int
@@ -109,7 +112,8 @@ def capture(task: Task) -> Captured:
 def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
     """What the pass gives, and whether the function called autograd."""
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
-    inputs = () if habits.copied else [tensor for position, tensor in enumerate(tensors) if position not in task.params]
+    inputs = [tensor for position, tensor in enumerate(tensors) if position not in task.params]
+    inputs = () if habits.copied else [*inputs, *task.beside]
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
     for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
@@ -120,14 +124,14 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
         mode.start(samples, [samples[position] for position in task.params])
         try:
             with mode:
-                outputs = task.function(samples)
+                outputs = task.function(samples, habits.copied)
         except RuntimeError as error:
             if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
             raise Retry("a constant computed from parameters may have been written into", derives=False) from error
         if mode.failure is not None:
             # The function has handled an error that may be vmap's or ours, and gone a way that no sample alone would go.
-            raise Unsupported(f"the function handles an error: {mode.failure}") from mode.failure
+            raise Unsupported(f"the function handles an error: {mode.failure}")
         return outputs
 
     with torch.enable_grad():

@@ -6,9 +6,10 @@ wraps. The light way, taken here, reads the wrapped value, pops vmap off the int
 Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
 """
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -268,6 +269,26 @@ def value_of(tensor: Tensor) -> Tensor:
 def saved_tensor_hooks() -> object:
     """The hooks through which autograd now saves tensors for the backward pass; None if there are none."""
     return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_checkpointed() -> bool:
+    """Whether what autograd saves now is dropped and computed again for the backward pass, by `torch.utils.checkpoint`."""
+    hooks: Any = saved_tensor_hooks()
+    return hooks is not None and any(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
+
+
+@contextlib.contextmanager
+def unhooked() -> Iterator[None]:
+    """A context in which autograd saves tensors as if there were no hooks."""
+    hooks: list[Any] = []
+    try:
+        while (top := saved_tensor_hooks()) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            hooks.append(top)
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def memory_of(tensor: Tensor) -> int:

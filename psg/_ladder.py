@@ -211,8 +211,8 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
 def _capture_together(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
-    def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        loss, extra = call.evaluate(call.filled(tensors))
+    def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
+        loss, extra = call.evaluate(call.filled(tensors), copies=copies)
         return (loss, *aux.split(extra)) if call.has_aux else (loss,)
 
     task = Task(
@@ -220,6 +220,7 @@ def _capture_together(call: Call) -> Result:
         tensors=[call.leaves[i] for i in order],
         in_dims=[call.dims[i] for i in order],
         params=[order.index(i) for i in call.params],
+        beside=call.keyword_tensors,
         n=call.n,
         randomness=call.randomness,
         look=call.outside.look,
@@ -248,9 +249,9 @@ def _vmap_together(call: Call) -> Result:
         with _Guard("vmap", call, differentiated=differentiated) as guard:
             if guard.own_pass is not None:
                 guard.own_pass.claim(tensors)
-            loss, extra = call.evaluate(call.filled(tensors))
+            loss, extra = call.evaluate(call.filled(tensors), copies=True)
         if guard.failure is not None:
-            raise PsgError(f"the function handles an error: {guard.failure}") from guard.failure
+            raise PsgError(f"the function handles an error: {guard.failure}")
         return loss, (loss, *aux.split(extra))
 
     gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
@@ -271,9 +272,10 @@ def _run_loop(call: Call) -> Result:
         if call.randomness == "same":
             _random.set_state(state)
         leaves = call.sample(i)
-        before = aux.leaves
+        before = aux.leaves, aux.spec
         gradients, loss, extra = gradient(call, leaves, aux)
-        _trees.expect_same(before, aux.leaves, "aux")
+        if i:
+            _trees.expect_same(before, (aux.leaves, aux.spec), "aux")
         rows.append((*gradients, loss, *extra))
         if call.randomness == "error" and not _random.same_state(state, _random.get_state(leaves[i] for i in call.tensors)):
             raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
@@ -295,7 +297,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
     own, called = [leaves[position] for position in call.params], _pass.Pass()
     with torch.enable_grad():
         with _pass.opened(called), _Guard("loop", call, leaves) as guard:
-            loss, extra = call.evaluate(leaves)
+            loss, extra = call.evaluate(leaves, copies=True)
         again = _Again(call, guard.met, called)
         with called.again():
             if not history:
@@ -327,7 +329,7 @@ def _nested_gradient(call: Call, leaves: list[Any], aux: _Aux) -> _OneSample:
         for position, leaf in zip(call.params, own, strict=True):
             leaves[position] = leaf
         with _Guard("loop", call):
-            loss, extra = call.evaluate(leaves)
+            loss, extra = call.evaluate(leaves, copies=True)
         return loss, (loss, *aux.split(extra))
 
     own = [leaves[position] for position in call.params]
@@ -345,8 +347,8 @@ def _run_batch(call: Call) -> Result:
 def _batch_together(call: Call) -> Result:
     aux, order = _Aux(), call.tensors
 
-    def function(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        losses, extra = call.evaluate(call.filled(tensors), batch=True)
+    def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
+        losses, extra = call.evaluate(call.filled(tensors), batch=True, copies=copies)
         return (losses, *aux.split(extra))
 
     for position in call.params:
@@ -356,7 +358,7 @@ def _batch_together(call: Call) -> Result:
                 "differentiated."
             )
     params = {order.index(position): call.paths[position] for position in call.params}
-    captured = capture_batch(function, [call.leaves[i] for i in order], params, call.n, call.outside.look)
+    captured = capture_batch(function, [call.leaves[i] for i in order], call.keyword_tensors, params, call.n, call.outside.look)
     values, *extra = captured.outputs
     return Result(values, aux.join(extra), captured.factors, "batch", (), captured.uses)
 
@@ -379,7 +381,7 @@ class _Guard(TorchFunctionMode):
         self.traced = _functorch.is_traced()
         self.outside = call.outside
         self.own = frozenset(map(id, own))
-        self.failure: Exception | None = None
+        self.failure: str | None = None  # the message alone: the error itself holds all frames, and so what they hold
         self.met: set[int] = set()  # what has met an op, by id
         self.recorded: set[int] = set()  # and what has met one that autograd records
         self.own_pass: _functorch.Marks | None = None
@@ -400,7 +402,7 @@ class _Guard(TorchFunctionMode):
                 self.own_pass.claim(output, target_of(func, args, kwargs))
             return output
         except Exception as error:
-            self.failure = error
+            self.failure = str(error)
             raise
 
     def _note(self, leaves: list[Any]) -> None:
@@ -470,7 +472,7 @@ def empty(call: Call) -> Result:
         ]
         # Copies: a function that writes into its arguments must not write into the caller's.
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        _, aux = call.evaluate(leaves)
+        _, aux = call.evaluate(leaves, copies=True)
         tensors, spec = _trees.flatten(aux)
         aux = _trees.unflatten(spec, [t.detach().new_zeros(0, *t.shape) if isinstance(t, Tensor) else t for t in tensors])
     return Result(torch.zeros(0, dtype=first.dtype.to_real(), device=first.device), aux, factors, "empty", (), [[] for _ in factors])

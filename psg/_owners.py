@@ -17,10 +17,11 @@ from psg._errors import StateError
 
 def loss_weights(losses: Tensor, seed: int) -> Tensor:
     """Distinct weights for a backward pass, [n]; those of two seeds have nothing to do with each other."""
-    n, generator = len(losses), torch.Generator().manual_seed(seed)
+    n, generator = len(losses), torch.Generator("cpu").manual_seed(seed)
     # In [1, 2], so that no sample's cotangent outweighs another's; shuffled and uneven, so that no pattern of fn's looks like one of ours
     # and no mean of two weights is a third.
-    steps = torch.randperm(n, generator=generator) + torch.rand(n, generator=generator, dtype=torch.float64) / 4
+    shuffled = torch.randperm(n, generator=generator, device="cpu")
+    steps = shuffled + torch.rand(n, generator=generator, dtype=torch.float64, device="cpu") / 4
     return (1 + steps / n).to(losses)
 
 

@@ -54,7 +54,7 @@ class Router(Watch):
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.differentiates = False
-        self.failure: Exception | None = None
+        self.failure: str | None = None  # the message alone: the error itself holds all frames, and so what they hold
 
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
         """Learn vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
@@ -82,7 +82,7 @@ class Router(Watch):
                     self.own.mark(output)
             return output
         except Exception as error:
-            self.failure = error
+            self.failure = str(error)
             raise
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -187,8 +187,8 @@ class Router(Watch):
         return next((answer for answer in answers if answer), answers[0])
 
     def _refuse(self, what: str) -> None:
-        self.failure = Unsupported(f"fn uses {what}")
-        raise self.failure
+        self.failure = f"fn uses {what}"
+        raise Unsupported(self.failure)
 
     # What a pass must not meet
 

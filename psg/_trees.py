@@ -25,12 +25,16 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     return flatten(tree, is_leaf) if adopted else (leaves, spec)
 
 
-@cache
 def _adopt(kind: type) -> bool:
     """Make a container that optree does not know a node of our namespace; False for what is no container.
 
     Dataclasses, what torch's own pytree knows (transformers' model outputs), and mappings that can be made from a dict (its batches).
     """
+    return _adopt_once(kind, kind in torch_pytree.SUPPORTED_NODES)  # which it may become later
+
+
+@cache
+def _adopt_once(kind: type, known: bool) -> bool:
     with _adopting:  # optree takes it but once, and two threads may meet it at once
         if kind not in _adopted and _register(kind):
             _adopted.add(kind)
@@ -138,11 +142,36 @@ def alike(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def expect_same(leaves: Sequence[Any], others: Sequence[Any], name: str) -> None:
-    """Raise InputError if what is no tensor differs: a batch has room for one such value, not for each sample's own."""
-    for leaf, other in zip(leaves, others, strict=False):
-        if not isinstance(leaf, torch.Tensor) and leaf is not other and repr(leaf) != repr(other):
-            raise InputError(f"{name} holds a Python value that is not the same for all samples, {leaf!r} and {other!r}: return a tensor.")
+def expect_same(tree: tuple[Sequence[Any], Any], other: tuple[Sequence[Any], Any], name: str, lead: int = 0) -> None:
+    """Refuse two samples' trees, each as leaves and structure, that cannot be one of a batch.
+
+    A batch has one structure, tensors of one shape after `lead` dimensions, and room for one value of what is no tensor.
+
+    Raises:
+        InputError: They cannot.
+    """
+    (leaves, spec), (others, other_spec) = tree, other
+    if spec != other_spec:
+        raise InputError(f"{name} has not the same structure for all samples, but {spec} and {other_spec}.")
+    for one, another in zip(leaves, others, strict=True):
+        if isinstance(one, torch.Tensor) and isinstance(another, torch.Tensor):
+            if one.shape[lead:] != another.shape[lead:]:
+                shapes = f"{list(one.shape[lead:])} and {list(another.shape[lead:])}"
+                raise InputError(f"{name} holds a tensor that has not the same shape for all samples, but {shapes}.")
+        elif not _is_same(one, another):
+            raise InputError(f"{name} holds a Python value that is not the same for all samples, {one!r} and {another!r}: return a tensor.")
+
+
+def _is_same(one: Any, another: Any) -> bool:
+    if one is another:
+        return True
+    if type(one) is not type(another):
+        return False
+    if hasattr(one, "tobytes") and hasattr(one, "dtype"):  # NumPy's
+        return (one.dtype, one.shape, one.tobytes()) == (another.dtype, another.shape, another.tobytes())
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(another)  # which NaN is, and -0.0 is not
+    return bool(one == another)
 
 
 def concat(parts: Sequence[Any], name: str) -> Any:
@@ -151,7 +180,8 @@ def concat(parts: Sequence[Any], name: str) -> Any:
     Raises:
         InputError: It is not.
     """
-    columns, specs = zip(*(flatten(part) for part in parts), strict=True)
-    for leaves in columns:
-        expect_same(columns[0], leaves, name)
+    trees = [flatten(part) for part in parts]
+    for tree in trees:
+        expect_same(trees[0], tree, name, lead=1)
+    columns, specs = zip(*trees, strict=True)
     return unflatten(specs[0], [torch.cat(c) if isinstance(c[0], torch.Tensor) else c[0] for c in zip(*columns, strict=True)])

@@ -25,7 +25,7 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _trees
+from psg import _functorch, _trees
 from psg._errors import InputError
 
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "clip", "normalize"]
@@ -49,8 +49,8 @@ def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         >>> clip(torch.tensor([0.0, 1.0, 4.0]), 2.0)
         tensor([1.0000, 1.0000, 0.5000])
     """
-    over = norms > clip_norm
-    return torch.where(over, clip_norm / torch.where(over, norms, 1), 1)
+    under = norms <= clip_norm  # which nothing is of a clip norm that is NaN: it must not leave gradients unclipped
+    return torch.where(under, 1, clip_norm / torch.where(under, 1, norms))
 
 
 def automatic(gamma: float = 0.01) -> Policy:
@@ -128,7 +128,7 @@ def adapt(
         generator: What draws z, on the norms' device; None for torch's default.
 
     Returns:
-        A scalar tensor in the dtype and on the device of `norms`.
+        A scalar tensor on the device of `norms`, in their dtype or that of a `clip_norm` of higher precision.
 
     Raises:
         InputError: `norms` or `mask` is not [n], or an option out of its range.
@@ -146,9 +146,9 @@ def adapt(
     if isinstance(clip_norm, (PerLeaf, PerGroup)):
         raise InputError(f"psg.clipping.adapt: got a {type(clip_norm).__name__}; adapt each of its clip norms by its own `group_norms`.")
     check_clip_norm(clip_norm)
-    if norms.ndim != 1 or mask is not None and mask.shape != norms.shape:
-        got = f"norms of shape {tuple(norms.shape)}" + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}")
-        raise InputError(f"psg.clipping.adapt: expected norms [n] and, if any, a mask [n], got {got}.")
+    if norms.ndim != 1 or mask is not None and (mask.shape != norms.shape or mask.dtype != torch.bool):
+        got = f"norms of shape {tuple(norms.shape)}" + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}, {mask.dtype}")
+        raise InputError(f"psg.clipping.adapt: expected norms [n] and, if any, a mask of booleans [n], got {got}.")
     for name, value, fits, expected in (
         ("expected_batch_size", expected_batch_size, 0 < expected_batch_size < math.inf, "greater than 0 and finite"),
         ("quantile", quantile, 0 <= quantile <= 1, "in [0, 1]"),
@@ -244,11 +244,11 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
         groups = [Group(tuple(indices), clip_norm)]
     for group in groups:
         check_clip_norm(group.clip_norm)
-    return groups
+    return [group if isinstance(group.clip_norm, Tensor) else group._replace(clip_norm=float(group.clip_norm)) for group in groups]
 
 
 def check_clip_norm(clip_norm: Any) -> None:
-    """Raise unless `clip_norm` is a number that is at least 0 (inf included), or a scalar tensor.
+    """Raise unless `clip_norm` is a number that is at least 0 (inf included), or a scalar tensor of one, where it may be asked.
 
     Raises:
         InputError: It is not.
@@ -256,7 +256,9 @@ def check_clip_norm(clip_norm: Any) -> None:
     if isinstance(clip_norm, Tensor):
         if clip_norm.ndim != 0:
             raise InputError(f"clip_norm: expected a number or a scalar tensor, got a tensor of shape {tuple(clip_norm.shape)}.")
-        return  # its value is not read: that would wait for the device
+        if not _functorch.may_ask(clip_norm):
+            return  # its value is not read: that would wait for the device
+        clip_norm = clip_norm.item()
     if not isinstance(clip_norm, numbers.Real) or isinstance(clip_norm, bool):
         raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.")
     if not float(clip_norm) >= 0:
@@ -306,7 +308,7 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
     Raises:
         InputError: It makes something else of them.
     """
-    coefs = policy(norms, clip_norm)
+    coefs = policy(norms if _is_bounded(policy) else norms.clone(), clip_norm)  # a user's may write into them
     if not isinstance(coefs, Tensor) or coefs.shape != norms.shape:
         got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
         raise InputError(f"the policy has to give a coefficient for each norm, {tuple(norms.shape)}; it gave {got}.")

@@ -174,6 +174,8 @@ class Jitted:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec, orders = _flatten((args, kwargs))
+        # Compilers take memory as it is, where a tensor may be marked as its negative or its conjugate.
+        leaves = [leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._fn(*args, **kwargs)
@@ -335,7 +337,8 @@ def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
 
 def _signature(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
+        return leaf.shape, strides, leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
     try:
         hash(leaf)
     except TypeError:

@@ -83,8 +83,8 @@ def using(
     for question, answer in answers.items():
         if answer is not None and not callable(answer) and answer not in _ANSWERS[question]:
             raise InputError(f"psg.plans.using({question}={answer!r}): expected one of {_ANSWERS[question]}, or a function.")
-    if keep_bytes is not None and keep_bytes < 0:
-        raise InputError(f"psg.plans.using(keep_bytes={keep_bytes}): expected a number of bytes that is at least 0.")
+    if keep_bytes is not None and not (isinstance(keep_bytes, int) and keep_bytes >= 0):
+        raise InputError(f"psg.plans.using(keep_bytes={keep_bytes!r}): expected a number of bytes that is at least 0.")
     before = _settings.get()
     token = _settings.set(
         _Settings(

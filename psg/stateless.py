@@ -117,10 +117,15 @@ def stateless(
         inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
+
+        def run() -> Any:
+            output = module(*positional, **{**keyword, **shared})
+            # With the same parameters in place: a criterion may have a penalty on them.
+            return _loss_of(output) if criterion is None else criterion(output, target)
+
         try:
             with turn, _functorch.uncached():
-                output = _call(module, params, positional, {**keyword, **shared}, turn, strays)
-            return _loss_of(output) if criterion is None else criterion(output, target)
+                return _call(module, params, run, turn, strays)
         except TypeError as error:
             last = "" if criterion is None else ", the last of them for criterion(output, target)"
             error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}.")
@@ -136,10 +141,8 @@ def stateless(
     return loss, params
 
 
-def _call(
-    module: nn.Module, params: dict[str, Tensor], positional: list[Any], keyword: dict[str, Any], turn: Any, strays: dict[int, str]
-) -> Any:
-    """Call the module with other parameters; raise if that has changed a buffer."""
+def _call(module: nn.Module, params: dict[str, Tensor], run: Callable[[], Any], turn: Any, strays: dict[int, str]) -> Any:
+    """Run what calls the module while it has other parameters; raise if that has changed a buffer."""
     # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
@@ -158,7 +161,7 @@ def _call(
 
     met = {key: name for key, name in strays.items() if name in params}
     with holding(), _Strays(met) if met else contextlib.nullcontext():
-        output = module(*positional, **keyword)
+        output = run()
         now = buffers if scripted is not None else _held(buffer_slots)
     # What runs again in the backward pass is to find the same.
     _pass.remember(module, params, holding)

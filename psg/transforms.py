@@ -41,7 +41,7 @@ torch.compile does not look into psg's functions: its graph breaks around them. 
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -486,13 +486,17 @@ def _over_batches(
     def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
         reduced, values, aux = collector(call.n), _Rows(call.n), _Rows(call.n)
         rest: Any = None
-        for start, result in _chunks(call, method, sizes):
+
+        def collect(start: int, result: Result) -> None:
+            nonlocal rest
             reduced.add(start, reduce(call, result, start))
             values.add(start, [result.values])
-            leaves, spec = _trees.flatten(result.aux)
-            rest = rest or (leaves, spec)
-            _trees.expect_same(rest[0], leaves, "aux")
-            aux.add(start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            tree = _trees.flatten(result.aux)
+            rest = rest or tree
+            _trees.expect_same(rest, tree, "aux", lead=1)
+            aux.add(start, [leaf for leaf in tree[0] if isinstance(leaf, Tensor)])
+
+        _run_chunks(call, method, sizes, collect)
         leaves, spec = rest
         return _Reduced(reduced.result(), values.result()[0], _trees.unflatten(spec, _trees.fill(leaves, aux.result())))
 
@@ -511,9 +515,10 @@ def _over_batches(
     return run
 
 
-def _chunks(call: Call, method: str, sizes: "_Sizes") -> Iterator[tuple[int, Result]]:
+def _run_chunks(call: Call, method: str, sizes: "_Sizes", collect: Callable[[int, Result], None]) -> None:
+    """Run a call chunk by chunk, and have each result collected with the position of its first sample."""
     if call.n == 0:
-        yield 0, _ladder.empty(call.single() if method == "batch" else call)
+        collect(0, _ladder.empty(call.single() if method == "batch" else call))
         return
     state, start = call.shared_draws(), 0
     while start < call.n:
@@ -521,7 +526,7 @@ def _chunks(call: Call, method: str, sizes: "_Sizes") -> Iterator[tuple[int, Res
         chunk = call.chunk(start, sizes.next(call))
         result = _ladder.run(chunk, method)
         sizes.learn(call, chunk.n, result)
-        yield start, result
+        collect(start, result)
         start += chunk.n
 
 
@@ -577,6 +582,7 @@ class _Rows:
         if not self.parts and rows and len(rows[0]) < self.n and not history:
             if start == 0:
                 self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
+            self.whole = [whole.to(torch.promote_types(whole.dtype, row.dtype)) for whole, row in zip(self.whole, rows, strict=True)]
             for whole, row in zip(self.whole, rows, strict=True):
                 whole[start : start + len(row)] = row
         else:

@@ -7,6 +7,7 @@ Complex leaves count as pairs of real numbers. Reductions accumulate in float32 
 import builtins
 import functools
 import math
+import numbers
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -355,14 +356,15 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
     if isinstance(std, Tensor):
         if std.ndim != 0:
             raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
-    elif not (isinstance(std, (int, float)) and 0 <= std < math.inf):
+    elif not (isinstance(std, numbers.Real) and 0 <= std < math.inf):
         raise InputError(f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor.")
+    scale = std if isinstance(std, Tensor) else float(std)
     parts = [as_real(leaf) for leaf in leaves]
     noisy: dict[int, Tensor] = {}
     for alike in _trees.alike(parts):
         first, shapes = parts[alike[0]], [parts[i].shape for i in alike]
         count = builtins.sum(map(torch.Size.numel, shapes))
-        drawn = torch.randn(count, dtype=wide(first.dtype), device=first.device, generator=generator) * std
+        drawn = torch.randn(count, dtype=wide(first.dtype), device=first.device, generator=generator) * scale
         pieces = [piece.view(shape) for piece, shape in zip(drawn.split([shape.numel() for shape in shapes]), shapes, strict=True)]
         sums = _add([widen(parts[i]) for i in alike], pieces)
         noisy |= zip(alike, sums, strict=True)
@@ -582,8 +584,13 @@ def take(tree: Any, index: Any) -> Any:
         tensor([[3.],
                 [1.]])
     """
-    if not isinstance(index, slice) and torch.as_tensor(index).ndim != 1:
-        raise InputError(f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {index!r}; of one sample k, slice(k, k + 1).")
+    if not isinstance(index, slice):
+        given, index = index, torch.as_tensor(index)
+        index = index.long() if index.numel() == 0 else index  # an empty list has no integers
+        if index.ndim != 1:
+            raise InputError(
+                f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {given!r}; of one sample k, slice(k, k + 1)."
+            )
     return _map(tree, lambda factor: factor.take(index), "take")
 
 

@@ -582,3 +582,11 @@ def test_a_rule_that_is_broken_says_so_for_a_batch_too(monkeypatch, device):
         psg.per_sample_grad(lambda p, x: F.linear(x, p).sum(1), method="batch")(
             torch.ones(2, 3, device=device), torch.ones(4, 3, device=device)
         )
+
+
+def test_another_default_device(device):
+    """What psg makes for itself stands where it needs it."""
+    p, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
+    expected = psg.per_sample_norm(lambda p, x: F.linear(x, p).sin().sum(1), method="batch")(p, x)
+    with torch.device("meta"):
+        assert_trees_close(psg.per_sample_norm(lambda p, x: F.linear(x, p).sin().sum(1), method="batch")(p, x), expected)

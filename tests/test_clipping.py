@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict, defaultdict
+from fractions import Fraction
 
 import pytest
 import torch
@@ -89,6 +90,25 @@ def test_clip_norm_infinite_gives_the_plain_sum(args):
 def test_clip_norm_negative_or_nan_is_an_error(clip_norm, args):
     with pytest.raises(psg.InputError, match=rf"clip_norm={clip_norm}.*at least 0"):
         psg.clipped_grad(loss, clip_norm)(*args)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, lambda value: PerLeaf(torch.tensor(value)), PerLeaf])
+@pytest.mark.parametrize("clip_norm", [-1.0, math.nan])
+def test_tensors_are_no_other_clip_norms(clip_norm, kind, args):
+    with pytest.raises(psg.InputError, match=rf"clip_norm={clip_norm}.*at least 0"):
+        psg.clipped_grad(loss, kind(clip_norm))(*args)
+
+
+@pytest.mark.parametrize("policy", [psg.clipping.clip, psg.clipping.normalize, psg.clipping.automatic()])
+def test_a_clip_norm_of_nan_clips_to_nan(policy, device):
+    """Where it cannot be asked first, on an accelerator: what it makes must not look like a sum that was clipped."""
+    assert policy(torch.tensor([0.5, 2.0], device=device), torch.tensor(math.nan, device=device)).isnan().all()
+
+
+def test_a_policy_that_writes_into_the_norms(args):
+    plain = psg.clipped_grad(loss, 1.0)(*args)
+    found = psg.clipped_grad(loss, 1.0, policy=lambda norms, clip_norm: norms.clamp_(min=1.0).reciprocal_())(*args)
+    assert_trees_close((found.norms, found.group_norms, found.clip_coef), (plain.norms, plain.group_norms, plain.clip_coef))
 
 
 @pytest.mark.parametrize("clip_norm, got", [("1", "str"), (None, "NoneType"), (True, "bool")])
@@ -370,6 +390,7 @@ def test_adapted_clip_norms_clip_their_share(args):
     [
         (lambda norms: psg.clipping.adapt(1.0, norms[None], 4), r"adapt: expected norms \[n\].*shape \(1, 4\)"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(3).bool()), r"adapt: .*mask of shape \(3,\)"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(4)), r"adapt: .*mask of booleans \[n\].*torch\.float"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 0), r"adapt: expected_batch_size=0: expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=1.5), r"adapt: quantile=1\.5: expected a number in \[0, 1\]"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, rate=-1), r"adapt: rate=-1"),
@@ -428,7 +449,7 @@ def test_clip_norms_that_are_integers_or_have_a_default(args):
     found = psg.clipped_grad(loss, PerLeaf({"a": torch.tensor(2), "b": 2, "c": 2.0}))(*args)
     assert_trees_close(found.grads, exact.grads, per_sample=False)
     assert_trees_close(found.sensitivity, torch.tensor(12.0).sqrt(), per_sample=False)
-    found = psg.clipped_grad(loss, PerGroup(lambda path: path[0], defaultdict(lambda: 2.0)))(*args)
+    found = psg.clipped_grad(loss, PerGroup(lambda path: path[0], defaultdict(lambda: Fraction(4, 2))))(*args)
     assert_trees_close(found.grads, exact.grads, per_sample=False)
 
 

@@ -629,6 +629,33 @@ def test_python_values_dtypes_strides_and_autocast_are_part_of_the_signature(dev
     assert fast.cache_info() == []
 
 
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_tensors_that_are_marked_as_their_negative_or_conjugate(backend, device):
+    """Compilers take memory as it is."""
+    w, z = torch.randn(4, 3, device=device), torch.randn(5, 3, dtype=torch.complex128, device=device)
+    norms = psg.per_sample_norm(lambda w, x: F.linear(x, w).exp().sum())
+    fast = psg.jit(norms, backend=backend)
+    for x in (z.imag, z.conj().imag, z.imag.clone()):
+        same(fast(w, x), norms(w, x))
+    assert [info.error for info in fast.cache_info()] == [None] * len(fast.cache_info())
+    if backend == "eager":  # inductor has no complex numbers
+        norms = psg.per_sample_norm(lambda w, z: (torch.view_as_real(z.resolve_conj()).sum(1) * w).exp().sum())
+        fast = psg.jit(norms, backend=backend)
+        for x in (z, z.conj()):
+            same(fast(w[0], x), norms(w[0], x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
+def test_compressed_sparse_arguments_run_eagerly(device):
+    norms = psg.per_sample_norm(lambda w, x, graph: (graph @ (x * w)[:, None]).square().sum())
+    graph = torch.eye(3, device=device).to_sparse_csr()
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    fast = psg.jit(norms, backend="eager")
+    with pytest.warns(psg.FallbackWarning):
+        found = fast(w, x, graph=graph)
+    same(found, norms(w, x, graph=graph))
+
+
 def test_zeros_have_signs_and_plans_are_part_of_the_signature(device):
     fast = psg.jit(psg.per_sample_grad(lambda w, x, sign: (w * x).sum() * math.copysign(1, sign)), backend="eager")
     w, x = torch.ones(3, device=device), torch.ones(2, 3, device=device)

@@ -1,13 +1,18 @@
 """capture -> vmap(grad) -> loop: which rung runs, what it says, and whose error it raises."""
 
+import contextlib
+import gc
+import math
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import psg
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
@@ -242,6 +247,58 @@ def test_a_function_s_own_error_is_raised_as_it_is(method, args):
             psg.per_sample_grad(raises_mine, method=method)(*args)
     assert caught.value.__cause__ is None
     assert caught.traceback[-1].name == "raises_mine"
+
+
+def test_an_error_that_ends_iterations_is_the_function_s_own_too(args):
+    with pytest.raises(StopIteration):
+        psg.per_sample_grad(lambda w, x: next(iter(())), chunk_size=1)(*args)
+
+
+def test_zeros_have_signs(args, device):
+    def fn(w, x):
+        return (w * x).sum() * math.atan2(x[0].item(), -1.0)
+
+    w, x = args
+    x[:, 0] = torch.tensor([0.0, -0.0, -0.0, 0.0, 0.0, -0.0, 0.0], device=device)[: len(x)]
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("fall", [lambda x: torch.linalg.norm(x.detach().cpu().numpy().sum()), lambda x: x[0].item() > 0])
+def test_what_a_pass_held_is_let_go_of_when_it_fails(fall, args):
+    held = []
+
+    def fn(w, x):
+        hidden = F.linear(x, w)
+        held.append(weakref.ref(hidden))
+        with contextlib.suppress(AttributeError, TypeError):
+            fall(x)
+        return score(hidden)
+
+    gc.disable()
+    try:
+        psg.per_sample_norm(fn)(*args)
+        assert len(held) > 1 and not any(hidden() is not None for hidden in held)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_inside_a_checkpointed_block(method, requires_grad, args):
+    w, x = args[0].clone().requires_grad_(requires_grad), args[1]
+    scale = torch.tensor(2.0, device=x.device, requires_grad=True)
+
+    def block(scale):
+        norms = psg.per_sample_norm(plain, method=method)(w, x)
+        return (norms * scale).sin().sum()
+
+    for call in (block, lambda scale: checkpoint(block, scale, use_reentrant=False)):
+        w.grad = scale.grad = None
+        call(scale).backward()
+        if call is block:
+            expected = scale.grad, w.grad
+    assert_trees_close([part for part in (scale.grad, w.grad) if part is not None], [part for part in expected if part is not None])
 
 
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])

@@ -169,6 +169,7 @@ def test_a_trace_is_not_measured(problem, monkeypatch):
         ({"norm": "grams"}, r"psg\.plans\.using\(norm='grams'\): expected one of \('keep', 'gram', 'chunks'\)"),
         ({"gram": "keep"}, r"psg\.plans\.using\(gram='keep'\): expected one of \('pixels', 'patches'\)"),
         ({"materialize": 3}, r"psg\.plans\.using\(materialize=3\)"),
+        ({"keep_bytes": "1 MiB"}, r"psg\.plans\.using\(keep_bytes='1 MiB'\): expected a number of bytes"),
         ({"keep_bytes": -1}, r"psg\.plans\.using\(keep_bytes=-1\): expected .* at least 0"),
     ],
 )

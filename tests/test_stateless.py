@@ -578,3 +578,23 @@ def test_part_of_a_recurrent_layer_s_parameters(kind, device):
 def test_a_class_is_no_module():
     with pytest.raises(psg.InputError, match="expected a module, got <class.*make an instance"):
         psg.stateless(nn.Linear)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4, bias=False))])
+def test_a_criterion_that_reads_the_module_s_parameters(make, device):
+    """A penalty there is a part of the loss, as for `backward()`."""
+    module, x, y = make().to(device), torch.randn(N, 3, device=device), torch.randint(4, (N,), device=device)
+
+    def criterion(out, target):
+        return F.cross_entropy(out, target) + 0.1 * sum(p.square().sum() for p in module.parameters())
+
+    loss, params = psg.stateless(module, criterion)
+    for method in ("auto", "vmap", "loop"):
+        found = psg.per_sample_grad(loss, method=method)(params, x, y)
+        for i in range(N):
+            module.zero_grad()
+            criterion(module(x[i : i + 1]), y[i : i + 1]).backward()
+            assert_trees_close(
+                {name: g[i] for name, g in found.items()}, {name: p.grad for name, p in module.named_parameters()}, per_sample=False
+            )
+    assert all(type(p) is nn.Parameter for p in module.parameters())

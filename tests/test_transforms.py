@@ -53,6 +53,67 @@ def test_aux_that_does_not_depend_on_the_sample(method, device):
     assert_trees_close(aux, constant.expand(N, 2))
 
 
+class Unequal:
+    """Two of them differ, though they look the same."""
+
+    def __repr__(self):
+        return "Unequal"
+
+
+AUX_OF_ONE_SHAPE_ONLY = {
+    "another key": (lambda x: {"positive": x} if x[0, 0] > 0 else {"negative": x}, "not the same structure"),
+    "more leaves": (lambda x: [x] * (1 + int(x[0, 0] > 0)), "not the same structure"),
+    "another shape": (lambda x: x[: 1 + int(x[0, 0] > 0), :1], r"a tensor that has not the same shape .* \[[12], 1\] and \[[12], 1\]"),
+    "another value": (lambda x: "positive" if x[0, 0] > 0 else "negative", "a Python value that is not the same"),
+    "another sign": (lambda x: 0.0 if x[0, 0] > 0 else -0.0, "a Python value that is not the same"),
+    "an object of its own": (lambda x: Unequal() if x[0, 0] > 0 else Unequal(), "a Python value that is not the same"),
+    "an array": (lambda x: np_array_of(float(x[0, 0])), "a Python value that is not the same"),
+}
+
+
+def np_array_of(value):
+    """So long that what is printed of it leaves the middle out."""
+    array = pytest.importorskip("numpy").zeros(5000)
+    array[2500] = value
+    return array
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("options", [{}, {"method": "loop"}, {"chunk_size": 1}, {"chunk_size": 1, "method": "loop"}])
+@pytest.mark.parametrize("name", AUX_OF_ONE_SHAPE_ONLY)
+def test_aux_that_is_no_batch_is_refused(name, options, device):
+    make, message = AUX_OF_ONE_SHAPE_ONLY[name]
+    params, x = linear_args(device)
+    x = x.abs() * torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0], device=device)[:N, None, None]
+    with pytest.raises(psg.InputError, match=f"aux .*{message}"):
+        psg.per_sample_norm(lambda p, x: (linear_loss(p, x), make(x)), has_aux=True, **options)(params, x)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 2, "method": "loop"}])
+def test_values_and_aux_have_the_widest_dtype_of_any_sample(options, device):
+    def fn(w, x):
+        found = (w * x).sum()
+        return found.float() if x[0] > 0 else found, found.half() if x[0] > 0 else 1e5 * found
+
+    w, x = torch.ones(2, device=device), torch.tensor([[1.0, 2.0], [-1.0, 3.0], [2.0, 2.0]], device=device)
+    (values, aux), _ = psg.per_sample_value_and_grad(fn, has_aux=True, **options)(w, x)
+    assert_trees_close((values, aux), (torch.tensor([3.0, 2.0, 4.0], device=device), torch.tensor([3.0, 2e5, 4.0], device=device)))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"method": "vmap"}, {"method": "loop"}, {"method": "batch"}])
+def test_every_sample_finds_keyword_tensors_as_they_were_given(options, device):
+    def fn(w, x, given):
+        given["scale"].mul_(2)
+        return (given["scale"] * x * w).square().sum(-1)
+
+    w, x, given = torch.ones(4, device=device), torch.rand(N, 4, device=device), {"scale": torch.ones(4, device=device), "what": "a scale"}
+    for _ in range(2):
+        assert_trees_close(psg.per_sample_grad(fn, **options)(w, x, given=given), 8 * x**2)
+        assert (given["scale"] == 1).all()
+
+
 def test_gradients_have_no_history_and_leave_the_arguments_alone(device):
     params = {name: nn.Parameter(p) for name, p in linear_args(device)[0].items()}
     x = linear_args(device)[1]

@@ -2,6 +2,7 @@
 
 import io
 from collections import OrderedDict
+from fractions import Fraction
 
 import pytest
 import torch
@@ -131,9 +132,17 @@ class TestReductions:
 
     def test_take(self, kind, n, device):
         tree = kind(factored_tree(n, device))
-        indices = [slice(0, 2), torch.arange(n, device=device) % 2 == 0, torch.zeros(3 if n else 0, dtype=torch.int64, device=device)]
+        zeros = [0] * (3 if n else 0)
+        indices = [
+            slice(0, 2),
+            torch.arange(n, device=device) % 2 == 0,
+            torch.tensor(zeros, dtype=torch.int64, device=device),
+            zeros,
+            tuple(zeros),
+        ]
         for index in indices:
-            expected = tree_map(lambda leaf: leaf[index], dense_tree(tree))  # noqa: B023
+            rows = list(index) if isinstance(index, tuple) else index
+            expected = tree_map(lambda leaf: leaf[rows], dense_tree(tree))  # noqa: B023
             assert_trees_close(psg.tree.materialize(psg.tree.take(tree, index)), expected)
 
     def test_concat(self, kind, n, device):
@@ -377,7 +386,8 @@ def test_noise_follows_its_generator_and_leaves_the_rest_alone(device):
     noisy = psg.tree.add_noise(sums, 0.5, generator=generator_of(device))
     assert_trees_close(sums, before)
     assert torch.equal(torch.get_rng_state(), state)
-    assert_trees_close(psg.tree.add_noise(sums, torch.tensor(0.5, device=device), generator=generator_of(device)), noisy)
+    for std in (torch.tensor(0.5, device=device), Fraction(1, 2)):
+        assert_trees_close(psg.tree.add_noise(sums, std, generator=generator_of(device)), noisy)
     assert not torch.equal(psg.tree.add_noise(sums, 0.5, generator=generator_of(device, seed=1))[1], noisy[1])
     assert_trees_close(psg.tree.add_noise(sums, 0), before)
     assert len({leaf.untyped_storage().data_ptr() for leaf in (*noisy, *sums)}) == 4  # nobody shares memory
@@ -446,6 +456,7 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.inner([VALUES], [VALUES, VALUES]), r"psg\.tree\.inner: .*differ in structure"),
         (lambda: psg.tree.gram([VALUES], (VALUES,)), r"psg\.tree\.gram: .*differ in structure"),
         (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: expected .*got 1; .*slice\(k, k \+ 1\)"),
+        (lambda: psg.tree.take(VALUES, [[0], [1]]), r"psg\.tree\.take: expected .*got \[\[0\], \[1\]\]"),
         (lambda: psg.tree.take(VALUES, torch.tensor(1)), r"psg\.tree\.take: expected .*got tensor\(1\)"),
         (lambda: psg.tree.inner(VALUES, VALUES[:, :1]), r"psg\.tree\.inner: leaves differ in shape: \(2,\) and \(1,\)"),
         (lambda: psg.tree.gram(Outer(VALUES[:, None], VALUES[:, None]), VALUES), r"psg\.tree\.gram: .*\(2, 2\) and \(2,\)"),

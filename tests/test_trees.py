@@ -169,3 +169,15 @@ def test_threads_meet_a_container_at_once():
         for thread in threads:
             thread.join()
         assert not failures
+
+
+def test_a_container_that_is_registered_after_it_was_met(device):
+    class Late:
+        def __init__(self, weight, bias):
+            self.weight, self.bias = weight, bias
+
+    late, x = Late(torch.randn(4, 3, device=device), torch.randn(4, device=device)), torch.randn(N, 3, device=device)
+    with pytest.raises(psg.InputError, match="is a Late; expected a tensor"):
+        psg.per_sample_grad(by_attributes)(late, x)
+    torch_pytree.register_pytree_node(Late, lambda node: ([node.weight, node.bias], None), lambda leaves, _: Late(*leaves))
+    assert psg.per_sample_grad(by_attributes)(late, x).weight.shape == (N, 4, 3)
