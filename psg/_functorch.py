@@ -23,6 +23,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
 
 
 class Stale(Exception):
@@ -289,6 +290,20 @@ def unhooked() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call an op that is made of others as these. vmap alone runs one that it does not know for sample after sample.
+
+    As a transform that differentiates does on its way to vmap; this one differentiates for nothing.
+    """
+    level = _C._grad_increment_nesting()
+    try:
+        with torch._C.DisableTorchFunction():
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _C._wrap_for_grad(tensor, level), (args, kwargs))
+            return tree_map_only(Tensor, lambda tensor: _C._unwrap_for_grad(tensor, level), op(*args, **kwargs))
+    finally:
+        _C._grad_decrement_nesting()
 
 
 def memory_of(tensor: Tensor) -> int:

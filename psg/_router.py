@@ -231,7 +231,12 @@ class Router(Watch):
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
-        if decompose is None:
+        if (
+            decompose is None
+            or _registry.is_of_data(func)
+            and self._may_derive(func)
+            and not any(map(_functorch.is_wrapped, self._others(args, kwargs)))
+        ):
             return NotImplemented
         with self:
             return decompose(*args, **kwargs)
@@ -311,9 +316,13 @@ class Router(Watch):
     def _may_derive(self, func: Any) -> bool:
         return self.habits.derives and derives(func)
 
+    def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors of a call beside lifted values; those that depend on the sample are wrapped."""
+        return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
+
     def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
-        others = [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
+        others = self._others(args, kwargs)
         if any(map(_functorch.is_wrapped, others)):
             return NotImplemented  # depends on the sample
         if name in LIKE_ANOTHER and id(args[0]) not in self.by_handle:

@@ -554,6 +554,50 @@ STAYS = {
         .sin()
         .sum()
     ),
+    **{
+        f"{kind}, {between}, {q}, dim {dim}": lambda w, x, kind=kind, between=between, q=q, dim=dim: (
+            (getattr(torch, kind)(w * x, q, dim, keepdim=q == 0.3, interpolation=between) * x[0]).sin().sum()
+        )
+        for kind in ("quantile", "nanquantile")
+        for between in ("linear", "lower", "higher", "nearest", "midpoint")
+        for q, dim in ((0.3, None), (0.5, 0), (1.0, -1))
+    },
+    "several quantiles": lambda w, x: (
+        torch.quantile(w * x, torch.tensor([0.0, 0.3, 1.0], device=x.device), dim=1, keepdim=True).sin().sum()
+        + (w * x).nanquantile(torch.tensor([0.6], device=x.device)).cos().sum()
+        + (w @ x).quantile(torch.tensor(0.2, device=x.device), 0, True).exp().sum()
+    ),
+    "quantiles among NaN": lambda w, x: (
+        torch.cat([w @ x, torch.where(x > 1, torch.nan, x)]).nanquantile(0.4)
+        + torch.where(x > 9, torch.nan, w @ x).quantile(0.7).sin()
+        + torch.where(torch.cat([x > 1, x > 9]), torch.nan, torch.cat([w @ x, x])).view(2, 4).quantile(0.0, 1).nansum()
+        + (w @ x)[0].quantile(0.2, dim=0)
+    ),
+    "short-time spectrum": lambda w, x: (
+        torch.stft((w * x).flatten(), 8, 4, window=torch.hann_window(8, device=x.device, dtype=x.dtype), return_complex=True)
+        .abs()
+        .square()
+        .sum()
+    ),
+    "diagonal matrices": lambda w, x: (torch.diagflat(w @ x, 1) @ x.repeat(2)[:5]).sin().sum(),
+    "tensorsolve": lambda w, x: torch.linalg.tensorsolve(
+        w.view(2, 2, 2, 2) * 0.1 + torch.eye(4, device=x.device).view(2, 2, 2, 2), x.view(2, 2)
+    ).sum(),
+    **{f"renorm {p}": lambda w, x, p=p: ((w * x).renorm(p, 0, 1.0) @ x).sin().sum() for p in (1, 2, 2.5)},
+    **{
+        f"affine_grid {corners}": lambda w, x, corners=corners: (
+            F.affine_grid((w * x)[:2, :3][None], (1, 1, 3, 2), align_corners=corners).sin().sum()
+            + F.affine_grid((w * x)[:3][None], (1, 2, 2, 3, 4), align_corners=corners).cos().sum()
+        )
+        for corners in (False, True)
+    },
+    "pairs of rows": lambda w, x: (
+        F.pdist(w * x).sin().sum() + F.pdist(torch.cat([w * x, w * x]), 1).sum() + F.pdist(torch.stack([x, x]) @ w).sum()
+    ),
+    "put": lambda w, x: torch.put(w * x, (3 * x[:3]).long() % 16, x[:3] * w[0, :3], accumulate=True).sin().sum(),
+    "a part from where the sample says": lambda w, x: (
+        (w @ x).narrow(0, x[0].abs().long() % 2, 2) * torch.narrow(w, 1, -3 + (x[1] > 0).long(), 2).sum()
+    ).sum(),
     "interpolation": lambda w, x: (F.interpolate(w[None, None], (4, 6), mode="bilinear")[0, 0, :, 1:5] @ x).sin().sum(),
 }
 CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
@@ -572,6 +616,27 @@ def assert_stays_on_the_first_rung(fn, device):
 def test_stays_on_the_first_rung(fn, device):
     assert_stays_on_the_first_rung(fn, device)
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+# One step of each vmap runs sample by sample, and says so.
+IN_PARTS = {
+    "half of a spectrum": lambda w, x: torch.fft.ihfft2(w * x).abs().square().sum() + torch.fft.hfft2(w * x).sin().sum(),
+    "to a spectrum and back": lambda w, x: (
+        torch.istft(
+            torch.stft((w * x).flatten(), 8, 2, window=torch.ones(8, device=x.device), return_complex=True) * (1 + 0.5j),
+            *(8, 2),
+            window=torch.ones(8, device=x.device),
+        )
+        .sin()
+        .sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("fn", IN_PARTS.values(), ids=IN_PARTS)
+def test_ops_that_are_taken_in_parts(fn, device):
+    w, x = torch.randn(4, 4, device=device), torch.randn(6, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
 
 
 def written_where(y, where, w):

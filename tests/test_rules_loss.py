@@ -181,6 +181,36 @@ def test_multi_margin_loss(data, device):
 
 
 @given(data=st.data())
+def test_ctc_loss(data, device):
+    draw = data.draw
+    n, t, b, classes, s = draw(st.integers(0, 4)), draw(st.integers(1, 5)), draw(st.sampled_from([None, 1, 2])), 4, draw(st.integers(1, 3))
+    options = {"reduction": draw(REDUCTIONS), "blank": draw(st.sampled_from([0, 2])), "zero_infinity": True}
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    rows = () if b is None else (b,)
+    x = torch.randn(n, t, *rows, classes, generator=generator)
+    targets = torch.randint(classes - 1, (n, *rows, s), generator=generator)
+    targets += targets >= options["blank"]
+    given = draw(st.sampled_from(["numbers", "shared", "own"]))
+
+    def lengths(least, most):
+        if given == "own":
+            return torch.randint(least, most + 1, (n, *rows), generator=generator)
+        fixed = torch.randint(least, most + 1, rows, generator=generator)
+        return tuple(fixed.reshape(-1).tolist()) if given == "numbers" else fixed
+
+    inputs, goals = lengths(1, t), lengths(s if b is None else 0, s)
+
+    def loss(w, x, y, *own):
+        each = own or (inputs, goals)
+        return F.ctc_loss(
+            (w * x).log_softmax(-1), y, *(side.to(w.device) if isinstance(side, torch.Tensor) else side for side in each), **options
+        )
+
+    own = (inputs, goals) if given == "own" else ()
+    assert_loss_agrees(loss, 2.0 ** torch.randint(-1, 2, (classes,)), x, targets, *own, device=device)
+
+
+@given(data=st.data())
 def test_multilabel_margin_loss(data, device):
     draw = data.draw
     n, classes, rows = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([(), (1,), (3,)]))
@@ -268,6 +298,7 @@ MARGINS = {
     "multi_margin_loss": lambda w, x: F.multi_margin_loss(w * x, x.argmin(-1)),
     "multilabel_margin_loss": lambda w, x: F.multilabel_margin_loss(w * x, x.argsort(-1)),
     "gaussian_nll_loss": lambda w, x: F.gaussian_nll_loss(w * x, x, x.square() * w.square()),
+    "ctc_loss": lambda w, x: F.ctc_loss((w * x).log_softmax(-1), x[0, :2].argsort(-1) + 1, torch.tensor(len(x)), torch.tensor(2)),
 }
 
 

@@ -102,6 +102,47 @@ def _by_sample(losses: Tensor, rows: torch.Size, reduction: str) -> Tensor:
     return losses.sum(1) if reduction == "sum" else losses.mean(1)
 
 
+@rule(F.ctc_loss, params=())
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    """All sequences of all samples in one call: ([n,t,b,classes], [n,b,s], [n,b], [n,b]) -> [n,b] or [n]; or each without b."""
+    single = log_probs.ndim == 3
+    if single:
+        log_probs, targets = log_probs.unsqueeze(2), targets.unsqueeze(1)
+    if log_probs.ndim != 4 or targets.ndim != 3 or targets.shape[1] != log_probs.shape[2] or reduction not in ("none", "sum", "mean"):
+        return NotImplemented
+    n, t, b, classes = log_probs.shape
+    inputs, goals = _lengths(input_lengths, n, b), _lengths(target_lengths, n, b)
+    if inputs is None or goals is None or log_probs.numel() == 0 or targets.numel() == 0:
+        return NotImplemented
+    if single and _functorch.may_ask(goals) and (goals != targets.shape[2]).any():
+        return NotImplemented  # one list of targets is as long as it says: torch says what it expects
+    flat = log_probs.movedim(1, 0).reshape(t, n * b, classes)
+    losses = F.ctc_loss(flat, targets.flatten(0, 1), inputs.flatten(), goals.flatten(), blank, "none", zero_infinity).reshape(n, b)
+    if reduction == "mean":
+        losses = (losses / goals.clamp(min=1)).mean(1)
+    elif reduction == "sum":
+        losses = losses.sum(1)
+    elif single:
+        losses = losses[:, 0]
+    return losses, {}
+
+
+def _lengths(given: Any, n: int, b: int) -> Tensor | None:
+    """Lengths of the sequences, [n,b]; None where they are not that."""
+    if not isinstance(given, Tensor):  # the same for all samples
+        given = torch.tensor(given)
+        return given.expand(n, b) if given.shape in ((), (b,)) else None
+    return given.reshape(n, -1).expand(n, b) if given.numel() in (n, n * b) else None
+
+
 @rule(F.multi_margin_loss, params=())
 def multi_margin_loss(
     input: Tensor,

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from psg import _functorch
 from psg.factors._base import widen
-from psg.rules._registry import decomposition
+from psg.rules._registry import decomposition, reshape, rule
 
 
 @decomposition(torch.equal)
@@ -32,10 +33,28 @@ def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
     return input.movedim(source, destination)
 
 
+@rule(torch.index_add, Tensor.index_add, params=())
+def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    """Where every sample has an index of its own (the edges of a graph), as rows of one table of all: ([n,*], [n,t], [n,*]) -> [n,*]."""
+    dims, (n, *shape), edges = input.ndim - 1, input.shape, index.shape[1:]
+    if not -dims <= dim < dims or input.ndim != source.ndim or source.dtype != input.dtype or len(edges) != 1 or index.stride(0) == 0:
+        return NotImplemented
+    dim %= dims
+    if [*source.shape[1 : 1 + dim], *source.shape[2 + dim :]] != shape[:dim] + shape[dim + 1 :] or source.shape[1 + dim] != edges[0]:
+        return NotImplemented  # torch says what it expects
+    # An index outside of the sample's own rows would be inside of another's.
+    if not _functorch.may_ask(index) or input.numel() == 0 or ((index < 0) | (index >= shape[dim])).any():
+        return NotImplemented
+    rows = index + shape[dim] * torch.arange(n, device=index.device)[:, None]
+    table, added = input.movedim(1 + dim, 1).flatten(0, 1), source.movedim(1 + dim, 1).flatten(0, 1)
+    output = table.index_add(0, rows.flatten(), added, alpha=alpha).unflatten(0, (n, shape[dim])).movedim(1, 1 + dim)
+    return reshape(output, output.shape), {}
+
+
 @decomposition(torch.index_add)
 @decomposition(Tensor.index_add)
 def _index_add(input: Tensor, dim: Any = None, index: Any = None, source: Any = None, *, alpha: float = 1, **others: Any) -> Any:
-    """Where every sample has an index of its own (the edges of a graph): vmap selects each from the whole."""
+    """The same where that does not run: vmap selects each from the whole."""
     if others or not isinstance(dim, int) or not isinstance(index, Tensor) or not isinstance(source, Tensor):
         return NotImplemented
     if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
@@ -52,8 +71,7 @@ def _index_add(input: Tensor, dim: Any = None, index: Any = None, source: Any = 
 
 @decomposition(Tensor.index_add_)
 def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    added = _index_add(input, *args, **kwargs)
-    return added if added is NotImplemented else input.copy_(added)
+    return input.copy_(Tensor.index_add(input, *args, **kwargs))
 
 
 @decomposition(torch._weight_norm)  # pyright: ignore[reportPrivateImportUsage]
@@ -139,6 +157,133 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
     if not (is_mask and is_number and _functorch.is_sampled(index)):
         return NotImplemented
     self.copy_(torch.where(index.reshape(*index.shape, *(1,) * (self.ndim - index.ndim)), value, self))
+
+
+def _in_parts(op: Any) -> None:
+    @decomposition(op, of_data=True)
+    def parts(*args: Any, **kwargs: Any) -> Any:
+        tensors = (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+        if "out" in kwargs or not any(map(_functorch.is_sampled, tensors)) or forward_ad._current_level >= 0:
+            return NotImplemented
+        return _functorch.in_parts(op, args, kwargs)
+
+
+for _op in (
+    *(torch.stft, Tensor.stft, torch.istft, Tensor.istft, torch.diagflat, Tensor.diagflat, torch.linalg.tensorsolve),
+    *(torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, torch.fft.ihfftn),
+):
+    _in_parts(_op)
+
+
+def _quantile(name: str) -> None:
+    @decomposition(getattr(Tensor, name), of_data=True)
+    @decomposition(getattr(torch, name), of_data=True)
+    def quantile(
+        input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear", out: Tensor | None = None
+    ) -> Any:
+        """Between the two entries next to rank q (count - 1), by sorting: torch's own steps, one of which vmap runs sample by sample.
+
+        Source: quantile_compute in aten/src/ATen/native/Sorting.cpp.
+        """
+        several = isinstance(q, Tensor) and q.ndim == 1
+        if out is not None or not _functorch.is_sampled(input) or input.numel() == 0:
+            return NotImplemented
+        if isinstance(q, Tensor) and (q.ndim > 1 or q.requires_grad or _functorch.is_wrapped(q) or q.dtype != input.dtype):
+            return NotImplemented
+        share = torch.as_tensor(q, dtype=input.dtype, device=input.device)
+        if _functorch.may_ask(share) and not ((share >= 0) & (share <= 1)).all():
+            return NotImplemented  # torch says what it expects
+        if input.dtype not in (torch.float32, torch.float64) or interpolation not in _BETWEEN:
+            return NotImplemented  # torch says what it expects
+        flat = input.reshape(-1) if dim is None else input.movedim(dim, -1) if input.ndim else input[None]
+        ordered = flat.sort().values  # NaN last
+        unknown = ordered.isnan().sum(-1, keepdim=True)
+        last = flat.shape[-1] - 1
+        if name == "nanquantile":
+            rank = share * (last - unknown).clamp(min=0)
+        else:
+            rank = torch.where(unknown > 0, last, share * last)  # that of a NaN, if there is one
+        below, above = rank.floor().long(), rank.ceil().long()
+        if interpolation == "nearest":
+            below = above = rank.round().long()
+        weight = _BETWEEN[interpolation](rank - below)
+        found = torch.lerp(ordered.gather(-1, below), ordered.gather(-1, above), weight.to(input.dtype))
+        # [*rest, several]: those of each share first, and then what is left of the input.
+        whole = found.movedim(-1, 0)
+        if keepdim:
+            rest = (
+                [1] * input.ndim
+                if dim is None or not input.ndim
+                else [*input.shape[: dim % input.ndim], 1, *input.shape[dim % input.ndim + 1 :]]
+            )
+            whole = whole.reshape(-1, *rest)
+        return whole if several else whole[0]
+
+
+_BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda fraction: fraction,
+    "lower": torch.zeros_like,
+    "higher": torch.ones_like,
+    "nearest": torch.zeros_like,
+    "midpoint": lambda fraction: torch.full_like(fraction, 0.5),
+}
+"""How far from the entry below to the one above a quantile lies."""
+
+_quantile("quantile")
+_quantile("nanquantile")
+
+
+@decomposition(torch.renorm, of_data=True)
+@decomposition(Tensor.renorm, of_data=True)
+def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Any:
+    """Slices along `dim` with a norm above `maxnorm` brought to it."""
+    if input.ndim < 2 or input.is_complex() or any(isinstance(number, Tensor) for number in (p, maxnorm)):
+        return NotImplemented
+    dims = [d for d in range(input.ndim) if d != dim % input.ndim]
+    norm = torch.linalg.vector_norm(input, p, dims, keepdim=True)
+    return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)
+
+
+@decomposition(F.affine_grid, of_data=True)
+def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Any:
+    """A product with the grid of the identity: ([b,d,d+1], [b,c,*shape]) -> [b,*shape,d]."""
+    dims = len(size) - 2
+    if dims not in (2, 3) or theta.ndim != 3 or theta.shape != (size[0], dims, dims + 1) or not _functorch.is_sampled(theta):
+        return NotImplemented
+    identity = torch.eye(dims, dims + 1, dtype=theta.dtype, device=theta.device)[None]
+    grid = F.affine_grid(identity, [1, *size[1:]], bool(align_corners))
+    points = F.pad(grid.reshape(-1, dims), (0, 1), value=1.0)
+    return (points @ theta.mT).reshape(size[0], *size[2:], dims)
+
+
+@decomposition(F.pdist, of_data=True)
+def _pdist(input: Tensor, p: float = 2.0) -> Any:
+    """The distances of all pairs of rows."""
+    if input.ndim != 2 or p not in (1, 2) or not input.is_floating_point():
+        return NotImplemented
+    first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return torch.linalg.vector_norm(input[first] - input[second], p, -1)
+
+
+@decomposition(torch.put, of_data=True)
+@decomposition(Tensor.put, of_data=True)
+def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    if index.numel() != source.numel() or not input.is_contiguous():
+        return NotImplemented
+    return input.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).reshape(input.shape)
+
+
+@decomposition(torch.narrow, of_data=True)
+@decomposition(Tensor.narrow, of_data=True)
+def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Any:
+    """From where a tensor says."""
+    if not isinstance(start, Tensor) or start.ndim or start.is_floating_point() or not _functorch.is_sampled(start):
+        return NotImplemented
+    size = input.shape[dim]
+    start = torch.where(start < 0, start + size, start)
+    if ((start < 0) | (start + length > size)).any():
+        return NotImplemented  # torch says what it expects
+    return input.index_select(dim, start + torch.arange(length, device=start.device))
 
 
 _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}

@@ -385,7 +385,7 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None, *,
     return _pair(("a", "b"), (a, b), f"{''.join(left)},{''.join(right)}->{free}", shared, stretch="".join(contracted))
 
 
-@rule(torch.bilinear, params=("weight", "bias"))
+@rule(torch.bilinear, params=("weight", "bias"), frozen=True)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y[o] = x1 W[o] x2 + b[o]: ([n,*,i], [n,*,j], [o,i,j], [o]) -> [n,*,o]."""
     lead = ascii_letters[: input1.ndim - 2].upper()
