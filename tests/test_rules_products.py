@@ -1,5 +1,7 @@
 """Matrix products over drawn shapes and options: the parameter on either side, in any number of dimensions."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -384,3 +386,37 @@ def test_what_is_added_to_a_product_of_parameters(device):
         return score(torch.addmm(x, p["w"], p["v"]) + torch.addmv(y, p["w"], p["v"][:, 0])[:, None])
 
     assert_agrees(Problem(fn, (params, torch.randn(6, 4, 5, device=device), torch.randn(6, 4, device=device))))
+
+
+LAYOUTS = {
+    "mm": lambda w, x: torch.mm(w, x),
+    "mm, the parameter second": lambda w, x: torch.mm(x.T, w.T),
+    "bmm": lambda w, x: torch.bmm(x.view(3, 1, 5).expand(3, 4, 5).mT, w.view(1, 4, 3).expand(3, 4, 3)),
+    "baddbmm": lambda w, x: torch.baddbmm(w[:, :1, None], x.T[None].expand(4, 5, 3), w[:, :, None].expand(4, 3, 2)),
+    "addbmm": lambda w, x: torch.addbmm(w[:1, :2], x.T[None].expand(4, 5, 3), w[:, :, None].expand(4, 3, 2)),
+    "tensordot": lambda w, x: torch.tensordot(x, w, ([0], [1])),
+    "inner": lambda w, x: torch.inner(x.T, w),
+    "matmul of a stack": lambda w, x: x.T[None].expand(2, 5, 3) @ w.T,
+    "linear of a transposed sample": lambda w, x: F.linear(x.T, w),
+    **{
+        f"einsum {equation}": lambda w, x, equation=equation: torch.einsum(equation, w, x)
+        for equation in ("oi,it->ot", "oi,it->to", "oi,it->oit", "oi,it->tio")
+    },
+    "einsum of heads": lambda w, x: torch.einsum(
+        "bhqk,bkhd->bqhd", x.view(1, 1, 3, 5), w.view(1, 1, 4, 3)[..., :1].expand(1, 5, 4, 1)[:, :, :1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_sample_s_output_has_the_layout_of_its_own(name, device):
+    """Of which fn may take a view, or by which it may go another way."""
+
+    def fn(w, x):
+        y = LAYOUTS[name](w, x)
+        return y.view(-1).sin().sum() if y.is_contiguous() else y.cos().sum()
+
+    problem = Problem(fn, (torch.randn(4, 3, device=device), torch.randn(5, 3, 5, device=device)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_agrees(problem)

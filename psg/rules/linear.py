@@ -30,22 +30,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x W^T + b: ([n,*,i], [o,i], [o]) -> [n,*,o]."""
     if weight.is_complex() or weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         return NotImplemented
-    # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
-    # frozen layers run here too.
-    output = reshape(_flat(input.flatten(0, -2), weight, bias), (*input.shape[:-1], weight.shape[0]))
+    shape = (*input.shape[:-1], weight.shape[0])
+    converted = _functorch.autocast_dtype(input) is not None or bias is not None and bias.dtype != input.dtype
+    if input.ndim > 2 and not converted and not input.is_contiguous() and input.mT.is_contiguous():
+        # Columns that are to be rows, those of an unfolded image say: a flat product would copy them first.
+        output = reshape(_in_blocks(input.flatten(0, -3), weight, bias), shape)
+    else:
+        # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
+        # frozen layers run here too.
+        rows = input.flatten(0, -2)
+        blocks = 1 if converted else plans.row_blocks(rows, weight.T)
+        output = F.linear(rows, weight, bias) if blocks == 1 else _in_blocks(rows.unflatten(0, (blocks, -1)), weight, bias)
+        output = reshape(output, shape)
     return output, {
         "weight": lambda cotangent: Outer(positions(cotangent), positions(input)),
         "bias": sum_positions,
     }
 
 
-def _flat(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[t, i] -> [t, o], or with the rows in blocks [k, t / k, o]."""
-    blocks = plans.row_blocks(rows, weight.T)
-    converted = _functorch.autocast_dtype(rows) is not None or bias is not None and bias.dtype != rows.dtype
-    if blocks == 1 or converted:
-        return F.linear(rows, weight, bias)
-    output = torch.bmm(rows.unflatten(0, (blocks, -1)), weight.T.expand(blocks, *weight.T.shape))
+def _in_blocks(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[k, t, i] -> [k, t, o], block by block."""
+    output = torch.bmm(input, weight.T.expand(len(input), *weight.T.shape))
     return output if bias is None else output.add_(bias)
 
 

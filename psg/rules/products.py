@@ -7,6 +7,7 @@ to others of the output that is an Outer over the labels that both have, and it 
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations
 from string import ascii_letters
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _functorch
 from psg.factors import Dense, Factor, Outer, Place, Views
 from psg.rules._registry import reshape, rule, standard, transpose
 from psg.rules.linear import positions
@@ -27,6 +29,7 @@ def contract(
     shared: Sequence[bool],
     stretch: str = ascii_letters,
     forward: Callable[..., Tensor] | None = None,
+    contiguous: bool = True,
 ) -> Any:
     """An einsum of data (samples in dim 0) and of shared operands (no samples).
 
@@ -37,6 +40,7 @@ def contract(
         shared: Which operands have no samples.
         stretch: Labels for which a dimension of size 1 stands for any size.
         forward: The op itself, of the physical operands, where that is not plainly the einsum.
+        contiguous: Whether the op's output is for one sample, of which fn may then take views.
 
     Returns:
         The output, and for each operand the builder of its factor, which is of use for the shared ones only. Or NotImplemented.
@@ -59,6 +63,8 @@ def contract(
         output = torch.einsum(f"{','.join(physical)}->{n}{out}", *operands)
     else:
         output = forward(*operands)
+    if contiguous:
+        output = output.contiguous()
 
     def builder(k: int) -> Callable[[Tensor], Factor]:
         def build(cotangent: Tensor) -> Factor:
@@ -333,11 +339,20 @@ def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> An
     written = einsum_labels(equation, [tensor.ndim - (not one) for tensor, one in zip(operands, alone, strict=True)])
     if written is None:
         return NotImplemented
-    result = contract(operands, *written, alone)
+    sides = zip(operands, alone, strict=True)
+    layouts = tuple((side.shape, side.stride()) if one else (side.shape[1:], side.stride()[1:]) for side, one in sides)
+    result = contract(operands, *written, alone, contiguous=_functorch.is_traced() or _is_contiguous(equation, layouts))
     if result is NotImplemented:
         return NotImplemented
     output, builders = result
     return output, {"operands": builders}
+
+
+@lru_cache(maxsize=1024)
+def _is_contiguous(equation: str, layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> bool:
+    """Whether the einsum of tensors of these shapes and strides is."""
+    operands = (torch.empty_strided(shape, strides, device="meta") for shape, strides in layouts)
+    return torch.einsum(equation, *operands).is_contiguous()
 
 
 def einsum_labels(equation: str, dims: Sequence[int]) -> tuple[list[str], str] | None:
