@@ -60,7 +60,8 @@ def stateless(
             module that shares submodules with it.
         criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
             `F.cross_entropy` with its default reduction gives; with `has_aux=True` of the transforms, to a pair of the loss and more.
-            None if the module's output is the loss, or has it as `.loss`. Several targets, or a weight for each sample, go in a tuple.
+            None if the module's output is the loss, or has it as `.loss`. Several targets, or a weight for each sample, go in a tuple. It
+            is called while the module has the parameters that the loss is given: a penalty on them counts.
         batch_dim: Where the batch dimension is added, 1 for sequences [t, *] that enter as [t, 1, *]. With None a sample enters as it is:
             for modules written for one sample, and for samples that are batches themselves (all of a user's, or augmentations of one).
             So does the whole batch of `method="batch"`, whose criterion gives one loss for each sample (`reduction="none"`).
