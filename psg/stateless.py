@@ -77,7 +77,7 @@ def stateless(
             is no dimension. At a call: the output has no loss, `params` is no mapping, or a name in it is not, or no longer, the first
             name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, the module has changed one of its buffers, or it has used a
-            parameter that it also holds outside of its registered ones, in a list say.
+            parameter that it also holds outside of its registered ones, in a list say, or the criterion one that it has kept.
 
     Example:
         >>> import torch, psg
@@ -119,10 +119,12 @@ def stateless(
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
 
-        def run() -> Any:
+        def run(own: dict[int, str]) -> Any:
             output = module(*positional, **{**keyword, **shared})
-            # With the same parameters in place: a criterion may have a penalty on them.
-            return _loss_of(output) if criterion is None else criterion(output, target)
+            if criterion is None:
+                return _loss_of(output)
+            with _Strays(own, _KEPT_BY_CRITERION):  # with the others in place: it may have a penalty on them
+                return criterion(output, target)
 
         try:
             with turn, _functorch.uncached():
@@ -142,13 +144,14 @@ def stateless(
     return loss, params
 
 
-def _call(module: nn.Module, params: dict[str, Tensor], run: Callable[[], Any], turn: Any, strays: dict[int, str]) -> Any:
-    """Run what calls the module while it has other parameters; raise if that has changed a buffer."""
+def _call(module: nn.Module, params: dict[str, Tensor], run: Callable[[dict[int, str]], Any], turn: Any, strays: dict[int, str]) -> Any:
+    """Run what calls the module, with the names of its own parameters by id, while it has others; raise if that has changed a buffer."""
     # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
     slots, buffer_slots = _slots(children, "_parameters"), _slots(children, "_buffers")
-    params = _under_all_names(module, params, _held(slots))
+    own = _held(slots)
+    params = _under_all_names(module, params, own)
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
     versions = {name: buffer._version for name, buffer in buffers.items()}
@@ -161,8 +164,8 @@ def _call(module: nn.Module, params: dict[str, Tensor], run: Callable[[], Any], 
                 yield
 
     met = {key: name for key, name in strays.items() if name in params}
-    with holding(), _Strays(met) if met else contextlib.nullcontext():
-        output = run()
+    with holding(), _Strays(met, _KEPT_BY_MODULE) if met else contextlib.nullcontext():
+        output = run({id(parameter): name for name, parameter in own.items() if name in params})
         now = buffers if scripted is not None else _held(buffer_slots)
     # What runs again in the backward pass is to find the same.
     _pass.remember(module, params, holding)
@@ -274,21 +277,29 @@ def _strays(module: nn.Module) -> dict[int, str]:
 _HARMLESS = UNDIFFERENTIATED | LIKENESSES
 
 
-class _Strays(TorchFunctionMode):
-    """Refuses them: what the module holds there is not what it was called with."""
+_KEPT_BY_MODULE = (
+    "stateless: the module uses its parameter {!r} from a list, dict or attribute that is no registered parameter, where no other can take "
+    "its place. Use it by its registered name."
+)
+_KEPT_BY_CRITERION = (
+    "stateless: the criterion uses the module's parameter {!r} as it has kept it, and not as the loss is given it: its gradient would be "
+    "lost. Read it from the module whenever the criterion is called, or detach it."
+)
 
-    def __init__(self, strays: dict[int, str]) -> None:
+
+class _Strays(TorchFunctionMode):
+    """Refuses them: what is kept there is not what the module is called with."""
+
+    def __init__(self, strays: dict[int, str], message: str) -> None:
         super().__init__()
         self._names = strays
+        self._message = message
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in _HARMLESS else ():
             shapes = name_of(func) in ("to", "type_as", "expand_as", "view_as", "reshape_as") and leaf is not args[0]
             if isinstance(leaf, nn.Parameter) and id(leaf) in self._names and leaf.requires_grad and not shapes:
-                raise StateError(
-                    f"stateless: the module uses its parameter {self._names[id(leaf)]!r} from a list, dict or attribute that is no "
-                    "registered parameter, where no other can take its place. Use it by its registered name."
-                )
+                raise StateError(self._message.format(self._names[id(leaf)]))
         return func(*args, **(kwargs or {}))
 
 

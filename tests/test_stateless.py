@@ -598,3 +598,22 @@ def test_a_criterion_that_reads_the_module_s_parameters(make, device):
                 {name: g[i] for name, g in found.items()}, {name: p.grad for name, p in module.named_parameters()}, per_sample=False
             )
     assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_a_criterion_that_has_kept_the_module_s_parameters_is_refused(device):
+    module, x, y = nn.Linear(3, 4).to(device), torch.randn(N, 3, device=device), torch.randint(4, (N,), device=device)
+    kept = list(module.parameters())
+
+    def criterion(out, target):
+        return F.cross_entropy(out, target) + 0.1 * kept[0].square().sum()
+
+    loss, params = psg.stateless(module, criterion)
+    with pytest.raises(psg.StateError, match="the criterion uses the module's parameter 'weight' as it has kept it"):
+        psg.per_sample_grad(loss)(params, x, y)
+    start = [p.detach().clone() for p in kept]
+
+    def near(out, target):
+        return F.cross_entropy(out, target) + sum((p - p0).square().sum() for p, p0 in zip(module.parameters(), start, strict=True))
+
+    loss, params = psg.stateless(module, near)
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
