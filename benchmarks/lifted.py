@@ -129,6 +129,46 @@ def inner_gradient(params, x):
     return F.linear(x.T, params[0] - 0.1 * step).square().mean()
 
 
+@function(params=((3, 3), (2, 3), (3,), (2,)), x=(256, 4, 2))
+def kalman_filter(params, x):
+    dynamics, observation, noise, error = params
+    mean, covariance, total = torch.zeros(3), torch.eye(3), 0
+    for step in x.unbind(0):
+        mean, covariance = dynamics @ mean, dynamics @ covariance @ dynamics.T + noise.exp().diag()
+        off, spread = step - observation @ mean, observation @ covariance @ observation.T + error.exp().diag()
+        gain = torch.linalg.solve(spread, observation @ covariance).T
+        total = total + (torch.logdet(spread) + off @ torch.linalg.solve(spread, off)) / 2
+        mean, covariance = mean + gain @ off, covariance - gain @ observation @ covariance
+    return total
+
+
+@function(params=((64, 32),), x=(64, 400, 32))
+def edges_of_its_own(params, x):
+    source, target = (x[:, :2].abs() * 100).long().remainder(100).unbind(1)
+    return torch.zeros_like(x[:100]).index_add(0, target, (x @ params[0].T @ params[0])[source]).relu().square().mean()
+
+
+@function(params=((64, 64),), x=(256, 64))
+def quantile_of_outputs(params, x):
+    return (params[0] @ x).quantile(0.3)
+
+
+@function(params=((512,),), x=(64, 512))
+def short_time_spectrum(params, x):
+    return torch.stft(params[0] * x, 64, 32, window=torch.ones(64), return_complex=True).abs().square().mean()
+
+
+@function(params=((16, 16),), x=(64, 40, 16))
+def connectionist_temporal_classification(params, x):
+    logits = (x @ params[0]).log_softmax(-1)
+    return F.ctc_loss(logits, torch.arange(1, 9), torch.tensor(40), torch.tensor(8))
+
+
+@function(params=((6, 32),), x=(64, 32))
+def affine_transformer(params, x):
+    return F.affine_grid((params[0] @ x).view(1, 2, 3), (1, 1, 16, 16), align_corners=False).sin().mean()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--functions", default=",".join(FUNCTIONS))
@@ -163,7 +203,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     medians = {method: statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
     base = medians["vmap_grad"]
     ratios = {method: round(seconds / base, 2) for method, seconds in medians.items()}
-    print(f"{name:<28} {base * 1e3:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "vmap_grad"), flush=True)
+    print(f"{name:<37} {base * 1e3:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "vmap_grad"), flush=True)
     return {"ms": round(base * 1e3, 3), "rung": psg.explain(fn)(params, x).rung, "ratios": ratios}
 
 

@@ -286,7 +286,8 @@ class _BatchMode(Watch):
         for i, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 value = Lifted.derivation(part, met, name_of(func), self.n)
-                value.carry_to(met, Call(part_of(func, i if several else None), args, kwargs, part, name_of(func)))
+                call = Call(part_of(func, i if several else None), args, kwargs, part, name_of(func))
+                value.made_by = call, met, call.versions
                 parts[i] = self.hold(value, part.detach().requires_grad_())
                 self.values.append(value)
         for value in met:

@@ -43,6 +43,11 @@ class Call(NamedTuple):
         return [item for items in lists for item in items if isinstance(item, Tensor)]
 
     @property
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """These, and how often each has been written into so far."""
+        return [(tensor, tensor._version) for tensor in self.tensors]
+
+    @property
     def sides(self) -> list[Tensor]:
         """Those among them that have gradients, each once."""
         return list({id(tensor): tensor for tensor in self.tensors if tensor.requires_grad and tensor.is_floating_point()}.values())
@@ -81,8 +86,8 @@ def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor
     return func if index is None else lambda *args, **kwargs: func(*args, **kwargs)[index]
 
 
-def carry_of(call: Call) -> Carry | None:
-    """How factors are carried over to the sides of a call; None for a result that has none."""
+def carry_of(call: Call, versions: Sequence[tuple[Tensor, int]]) -> Carry | None:
+    """How factors are carried over to the sides of a call, of which these are the versions it has read; None for a result that has none."""
     output, sides = call.output, call.sides
     if not output.is_floating_point():
         return None
@@ -90,7 +95,6 @@ def carry_of(call: Call) -> Carry | None:
         known = _CARRIES[call.name](output.detach(), *call.args, **call.kwargs) if call.name in _CARRIES else []
     except TypeError:
         known = []  # called in a form that is not known here
-    read = [(tensor, tensor._version) for tensor in call.tensors]
 
     def over_to(side: Tensor, factor: Factor) -> list[Factor] | None:
         if call.name in _SHAPED_AS and not call.is_first(side):
@@ -101,7 +105,7 @@ def carry_of(call: Call) -> Carry | None:
         return [part if part.dtype == side.dtype else part.to(side.dtype) for part in found if part is not None] or None
 
     def carry(factor: Factor) -> list[list[Factor]] | None:
-        if any(tensor._version != version for tensor, version in read):
+        if any(tensor._version != version for tensor, version in versions):
             return None  # written into since: autograd, which has to form the gradient, says so
         if call.name in _COMPOSITES:  # whose steps add up rows
             return None if factor.is_best_formed else _over_steps(call, factor)
@@ -140,7 +144,7 @@ def _over_steps(call: Call, factor: Factor) -> list[list[Factor]] | None:
         return None
     terms: dict[int, list[Factor]] = {id(output): [factor]}
     for step in reversed(steps.calls):
-        own, carry = terms.pop(id(step.output), None), carry_of(step)
+        own, carry = terms.pop(id(step.output), None), carry_of(step, step.versions)
         parts = terms_of(own) if own else ()
         if parts is None:
             return None

@@ -22,8 +22,7 @@ class Lifted:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         derived: For a derived value, the value with its history up to the roots.
-        carry: For a derived value, how factors are carried over to what it was computed from; None where they have to be formed.
-        sides: What that is, in order.
+        made_by: For a derived value, the call that has computed it, the values that this has met, and the versions of what it has read.
         handle: The wrapper that the function holds; kept, so that its id stays its own.
         shared: Whether it was computed from data too, which the samples share.
         name: What messages call it.
@@ -35,8 +34,7 @@ class Lifted:
         self.leaf = leaf
         self.value = value
         self.derived: Tensor | None = None
-        self.carry: Carry | None = None
-        self.sides: list[Lifted | None] = []
+        self.made_by: tuple[Call, list[Lifted], list[tuple[Tensor, int]]] | None = None
         self.shared = False
         self.handle: Tensor | None = None
         self.name = name
@@ -58,12 +56,15 @@ class Lifted:
         lifted.derived, lifted.uses = derived, met[0].uses
         return lifted
 
-    def carry_to(self, met: "list[Lifted]", call: Call) -> None:
-        """Learn how factors are carried over to what this value was computed from."""
+    def carry(self) -> "tuple[Carry | None, list[Lifted | None]]":
+        """How factors are carried over to what this value was computed from, and what that is; None where they have to be formed."""
+        if self.made_by is None:
+            return None, []
+        call, met, versions = self.made_by
         by_history = {id(value.history): value for value in met}
-        carry, sides = carry_of(call), [by_history.get(id(side)) for side in call.sides]
-        if set(map(id, met)) <= set(map(id, sides)):  # nobody is left out
-            self.carry, self.sides = carry, sides
+        sides = [by_history.get(id(side)) for side in call.sides]
+        all_in = set(map(id, met)) <= set(map(id, sides))  # nobody is left out
+        return carry_of(call, versions) if all_in else None, sides
 
     @cached_property
     def root(self) -> Tensor | None:
@@ -81,16 +82,19 @@ class Lifted:
 
     def carry_terms(self) -> None:
         """Hand the terms to what this value was computed from, where their kind allows it."""
-        terms = terms_of(self.terms) if self.carry is not None and self.terms else None
-        if self.carry is None or terms is None:
+        if not self.terms:
+            return
+        carry, sides = self.carry()
+        terms = None if carry is None else terms_of(self.terms)
+        if carry is None or terms is None:
             return
         self.terms = []
         for term in terms:
-            carried = self.carry(term)
+            carried = carry(term)
             if carried is None:
                 self.terms.append(term)
                 continue
-            for value, factors in zip(self.sides, carried, strict=True):
+            for value, factors in zip(sides, carried, strict=True):
                 if value is not None:
                     value.terms += factors
 
@@ -247,10 +251,16 @@ def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:
     return output, get_gradient_edge(output)
 
 
+_MANY = 16
+_LITTLE = 1 << 17  # bytes, of all samples
+
+
 def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
     """Turn the terms of derived values into terms of the parameters they were computed from."""
     derived = [value for value in values if value.derived is not None]
-    for value in reversed(derived):  # children stand after their parents
+    # Many steps of little things: autograd takes them all in less time than it takes to ask what each makes of its factor.
+    little = len(derived) >= _MANY and max(value.leaf.nbytes for value in (*derived, *params)) <= _LITTLE
+    for value in () if little else reversed(derived):  # children stand after their parents
         value.carry_terms()
     derived = [value for value in derived if value.terms]
     if not derived:

@@ -345,7 +345,8 @@ class Router(Watch):
                 return NotImplemented
             derivations = {i: Lifted.derivation(part, met, name, self.n) for i, part in enumerate(parts) if part.requires_grad}
             for i, value in derivations.items():
-                value.carry_to(met, Call(part_of(func, i if several else None), args, kwargs, parts[i], name))
+                call = Call(part_of(func, i if several else None), args, kwargs, parts[i], name)
+                value.made_by = call, met, call.versions
         for value in met:
             value.uses.append(f"{name}: derived")
         shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import psg
+from psg import _lifted
 from psg.factors import Conv, Dense, Outer, Place, Rows, Scaled, Sum, Views
 from psg.testing import assert_trees_close
 
@@ -476,11 +477,20 @@ LONG = {
 }
 
 
+@pytest.fixture(params=[True, False], ids=["little", "large"])
+def little(request, monkeypatch):
+    """Many steps of little things are taken all at once, those of larger ones carried over one by one."""
+    if not request.param:
+        monkeypatch.setattr(_lifted, "_LITTLE", -1)
+
+
+@pytest.mark.usefixtures("little")
 @pytest.mark.parametrize("name", LONG)
 def test_derivations_of_many_steps(name, device):
     assert_agrees(Problem(repeated(LONG[name], 30), (torch.randn(4, 3, device=device), torch.randn(3, 2, 3, device=device))))
 
 
+@pytest.mark.usefixtures("little")
 def test_power_iteration_that_is_differentiated(device):
     def fn(p, x):
         u = torch.ones(4, device=x.device)
