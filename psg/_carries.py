@@ -104,7 +104,12 @@ def carry_of(call: Call, versions: Sequence[tuple[Tensor, int]]) -> Carry | None
             found = [_of_entries(call, side, factor)]
         return [part if part.dtype == side.dtype else part.to(side.dtype) for part in found if part is not None] or None
 
+    # The sides of a product of 16 bits may leave the few exponents of that dtype, where the product, which autograd forms first, does not.
+    narrow = call.name not in _MOVING and any(tensor.dtype == torch.float16 for tensor in (output, *sides))
+
     def carry(factor: Factor) -> list[list[Factor]] | None:
+        if narrow and not isinstance(factor, Dense):
+            return carry(Dense(factor.materialize()))
         if any(tensor._version != version for tensor, version in versions):
             return None  # written into since: autograd, which has to form the gradient, says so
         if call.name in _COMPOSITES:  # whose steps add up rows
@@ -297,6 +302,38 @@ def _expand(output: Tensor, input: Any, *_: Any) -> _Carried:
     return _entrywise(output, [(input, 1)])
 
 
+# Probabilities, by what torch's own kernel made of them: written with exponentials they would be rounded as those of large logits are
+
+
+def _softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _Carried:
+    # y (G - sum_k y_k G_k)
+    y, small = output.detach(), _small_along(output, input, dim)
+    return [] if small is None else [(input, lambda factor: scaled(factor, y)), (input, _less(y, y, small))]
+
+
+def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _Carried:
+    # G - softmax(x) sum_k G_k
+    small = _small_along(output, input, dim)
+    return [] if small is None else [(input, lambda factor: factor), (input, _less(output.new_ones(()), output.detach().exp(), small))]
+
+
+def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | None:
+    """The shape of a sum along the dimension; None for what is better formed: terms that cancel are not to be rounded to 16 bits."""
+    if dim is None or output.ndim == 0 or input.dtype.itemsize < 4 or output.dtype.itemsize < 4:
+        return None
+    return torch.Size(1 if d == dim % output.ndim else size for d, size in enumerate(output.shape))
+
+
+def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _OverTo:
+    """Minus the sum of weights times the gradient, times a constant."""
+
+    def carry(factor: Factor) -> Factor | None:
+        total = contracted(factor, weights.expand(factor.shape), small)
+        return None if total is None else _multiple(-total.to(constant.dtype), constant)
+
+    return carry
+
+
 # Products
 
 
@@ -418,6 +455,8 @@ _CARRIES: dict[str, Callable[..., _Carried]] = {
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("outer", "ger"), _outer),
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshape),
     **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
     **dict.fromkeys(
@@ -426,6 +465,9 @@ _CARRIES: dict[str, Callable[..., _Carried]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
 }
+
+_MOVING = {name for name, carry in _CARRIES.items() if carry in (_reshape, _transpose, _part, _cat)}
+"""Ops that change where entries stand, and not what they are."""
 
 _POINTWISE = frozenset(
     """
@@ -459,18 +501,6 @@ def _normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, 
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
-def _softmax(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    logarithm = _log_softmax(input, *args, **kwargs)
-    return logarithm if logarithm is NotImplemented else logarithm.exp()
-
-
-def _log_softmax(input: Tensor, dim: int | None = None, *others: Any, dtype: torch.dtype | None = None, _stacklevel: int = 3) -> Tensor:
-    if dim is None or others:
-        return NotImplemented
-    input = input if dtype is None else input.to(dtype)
-    return input - input.logsumexp(dim, keepdim=True)
-
-
 def _batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -493,8 +523,6 @@ def _batch_norm(
 _COMPOSITES: dict[str, Callable[..., Any]] = {
     "_weight_norm": _weight_norm,
     "normalize": _normalize,
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
     "batch_norm": _batch_norm,
 }
 """NotImplemented for calls that are something else."""

@@ -64,7 +64,7 @@ class Expanded(Factor):
         return total, squares
 
     def dot(self, direction: Tensor) -> Tensor:
-        return Dense(self.values).dot(widen(direction).sum_to_size(self.small))
+        return Dense(self.values).dot(direction.to(wide(self.dtype)).sum_to_size(self.small))
 
     def regroup(self, table: Tensor) -> Factor:
         return Expanded(Dense(self.values).regroup(table).materialize(), self.shape)
@@ -163,7 +163,7 @@ class Scaled(Factor):
         shared = self.shared
         if shared is None:
             return Dense(self.materialize()).dot(direction)
-        return self.factor.dot(direction * shared)
+        return self.factor.dot(widen(direction) * widen(shared))
 
     def take(self, index: Tensor | slice) -> Self:
         factor = self.factor.take(index)

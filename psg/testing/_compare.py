@@ -119,12 +119,20 @@ def assert_trees_close(
 
 
 def _magnitude(leaf: Tensor) -> float:
-    finite = leaf.detach()[leaf.detach().isfinite()]
+    leaf = _number(leaf.detach())
+    finite = leaf[leaf.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
 def _error(got: Tensor, want: Tensor) -> Tensor:
     """Absolute error: 0 where both are NaN or the same infinity, infinite where only one is."""
     same = (got == want) | (got.isnan() & want.isnan())
-    error = (got - want).abs().nan_to_num(nan=torch.inf)
+    error = (_number(got) - _number(want)).abs().nan_to_num(nan=torch.inf)
+    if not (got.is_floating_point() or got.is_complex()):
+        error = error.clamp(min=1)  # of integers that have no number of their own in floating point
     return error.masked_fill(same, 0)
+
+
+def _number(leaf: Tensor) -> Tensor:
+    """Integers and booleans as floating-point numbers, whose differences do not wrap."""
+    return leaf if leaf.is_floating_point() or leaf.is_complex() else leaf.double()
