@@ -129,7 +129,7 @@ class Call:
         Raises:
             InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair.
         """
-        kwargs = {name: _copied(value) for name, value in self.kwargs.items()} if copies and self.keyword_tensors else self.kwargs
+        kwargs = _copied(self.kwargs) if copies and self.keyword_tensors else self.kwargs
         with _ambient.uncompiled():
             output = self.fn(*_trees.unflatten(self.spec, leaves), **kwargs)
         aux = None
@@ -202,12 +202,19 @@ class Call:
         return replace(self, leaves=self.filled(tensors))
 
 
-def _copied(value: Any) -> Any:
-    """A tree of copies; what holds no tensor is left as it is."""
-    leaves, spec = _trees.flatten(value)
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
-        return value
-    return _trees.unflatten(spec, [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with copies of their tensors, of one that stands in several places one; what holds none is left as it is."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.clone()
+        return copies[id(leaf)]
+
+    holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}
+    return {name: _trees.map_leaves(copied, value) if name in holding else value for name, value in kwargs.items()}
 
 
 def _describe(value: Any) -> str:

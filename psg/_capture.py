@@ -93,7 +93,10 @@ def capture(task: Task) -> Captured:
         forget = _functorch.attempt()
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
-            given = [tensor.clone() if habits.copied and i not in task.params else tensor.detach() for i, tensor in enumerate(tensors)]
+            given = [
+                _functorch.sample_by_sample(tensor, dim) if habits.copied and i not in task.params else tensor.detach()
+                for i, (tensor, dim) in enumerate(zip(tensors, task.in_dims, strict=True))
+            ]
             captured, differentiates = _one_pass(task._replace(tensors=given), habits)
             remember(task.owner, habits._replace(recorded=differentiates))
             return captured
@@ -114,11 +117,15 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
     inputs = [tensor for position, tensor in enumerate(tensors) if position not in task.params]
     inputs = () if habits.copied else [*inputs, *task.beside]
+    crooked = not habits.copied and any(
+        dim is not None and i not in task.params and not tensor.movedim(dim, 0).is_contiguous()
+        for i, (tensor, dim) in enumerate(zip(task.tensors, task.in_dims, strict=True))
+    )
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
     for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = Router(n, lifted, inputs, habits, task.look)
+    mode = Router(n, lifted, inputs, crooked, habits, task.look)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in task.params])

@@ -272,6 +272,16 @@ def saved_tensor_hooks() -> object:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
+def sample_by_sample(tensor: Tensor, dim: int | None) -> Tensor:
+    """A copy in which every sample is contiguous, as it is by itself.
+
+    Else a view of its entries may be a copy under vmap, and the other way round.
+    """
+    if dim is None:
+        return tensor.clone()
+    return tensor.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
+
+
 def is_checkpointed() -> bool:
     """Whether what autograd saves now is dropped and computed again for the backward pass, by `torch.utils.checkpoint`."""
     hooks: Any = saved_tensor_hooks()

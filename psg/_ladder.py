@@ -257,7 +257,7 @@ def _vmap_together(call: Call) -> Result:
     gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
     batched = torch.func.vmap(gradient, in_dims=tuple(call.dims[i] for i in order), randomness=call.randomness)
     # Clones: a function that writes into its arguments must not write into the caller's.
-    gradients, (values, *extra) = batched(*(call.leaves[i].clone() for i in order))
+    gradients, (values, *extra) = batched(*(_functorch.sample_by_sample(call.leaves[i], call.dims[i]) for i in order))
     if len(values) != call.n:
         raise _functorch.Stale(f"a batch of another size than {call.n}")
     return Result(values, aux.join(extra), [Dense(g) for g in gradients], "vmap", (), [[] for _ in gradients])

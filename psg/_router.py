@@ -45,9 +45,17 @@ class Router(Watch):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
     def __init__(
-        self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], habits: Habits, look: Callable[[Any, Any], None]
+        self,
+        n: int,
+        params: Sequence[Lifted],
+        inputs: Sequence[Tensor],
+        crooked: bool,
+        habits: Habits,
+        look: Callable[[Any, Any], None],
     ) -> None:
         super().__init__(n, params, inputs)
+        self.crooked = crooked  # samples are not contiguous, which each by itself is
+        self.selected: list[Tensor] = []  # copies that are views of a sample's own, and what they are copies of
         self.look = look
         self.habits = habits
         self.hooks = _functorch.saved_tensor_hooks()
@@ -75,6 +83,8 @@ class Router(Watch):
             if any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
             output = self._route(func, args, kwargs, tensors)
+            if func is Tensor.__getitem__ and _selects(args[1]):
+                self.selected += [args[0], output]
             if marked:
                 target = target_of(func, args, kwargs)
                 self.own.claim(output, target)
@@ -203,6 +213,12 @@ class Router(Watch):
         if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             raise Retry(f"{op} writes into a value computed from parameters", derives=False)
+        if any(_functorch.memory_of(tensor) in memories for tensor in self.selected):
+            raise Unsupported(
+                f"{op} writes into what an index that depends on the sample has selected, or is selected from: a view of its own"
+            )
+        if self.crooked:
+            raise Retry(f"{op} writes, and the samples are not contiguous as each is by itself", copied=True)
         if memories & self.given:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)
@@ -436,6 +452,19 @@ class Router(Watch):
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
+
+
+def _selects(index: Any) -> bool:
+    """Whether an index has a number of each sample's own: of a sample it gives a view, under vmap a copy."""
+    items = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(item, Tensor)
+        and item.ndim == 0
+        and item.dtype != torch.bool
+        and not item.is_floating_point()
+        and _functorch.is_sampled(item)
+        for item in items
+    )
 
 
 _AUTOGRAD = {torch.autograd.grad, Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}

@@ -30,12 +30,14 @@ class Trace(NamedTuple):
     Attributes:
         graph: From the tensors of the arguments, then those captured, to those of the result.
         captured: The tensors that the function closes over.
+        generators: The random generators that the function was seen to draw from beside torch's own, and their states before.
         leaves: Of the result; tensors stand for the graph's outputs.
         spec: Its structure.
     """
 
     graph: GraphModule
     captured: list[Tensor]
+    generators: list[tuple[torch.Generator, Tensor]]
     leaves: list[Any]
     spec: Any
 
@@ -56,10 +58,11 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
         Exception: What the tracer refuses, and the function's own errors.
     """
     result: list[Any] = []
+    generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling(), _Outside(tensors, name), _Reads():
+        with _ambient.compiling(), _Outside(tensors, name), _Reads(generators):
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
 
@@ -88,7 +91,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.graph.erase_node(node)
     graph.recompile()
-    return Trace(graph, captured, *result)
+    return Trace(graph, captured, list(generators.values()), *result)
 
 
 def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
@@ -166,9 +169,19 @@ def _counts(func: OpOverload, args: Any, kwargs: Any, literals: list[Tensor]) ->
 
 
 class _Reads(TorchFunctionMode):
-    """Lets the tracer refuse what reads memory and is no op: asked for one entry, it refuses those of all but constants."""
+    """Lets the tracer refuse what reads memory and is no op: asked for one entry, it refuses those of all but constants.
+
+    And notes the generators that ops draw from.
+    """
+
+    def __init__(self, generators: dict[int, tuple[torch.Generator, Tensor]]) -> None:
+        super().__init__()
+        self._generators = generators
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in (*args, *(kwargs or {}).values()):
+            if isinstance(leaf, torch.Generator) and id(leaf) not in self._generators:
+                self._generators[id(leaf)] = leaf, leaf.get_state()
         for tensor in read_by(func, args, kwargs or {}):
             if tensor.numel():
                 tensor.detach().flatten()[0].item()

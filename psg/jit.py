@@ -216,6 +216,12 @@ class Jitted:
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
         found, program, error, watched = None, None, None, []
+
+        def rewind() -> None:
+            _random.set_state(state)
+            for generator, before in found.generators if found is not None else ():
+                generator.set_state(before)
+
         try:
             with _tracing, watching() as watched:
                 found = trace(self._fn, leaves, spec, tensors, name)
@@ -223,12 +229,12 @@ class Jitted:
             if self._check:
 
                 def eager(tensors: Sequence[Tensor]) -> Any:
-                    _random.set_state(state)
+                    rewind()
                     own, options = _trees.unflatten(spec, _trees.fill(leaves, tensors))
                     return self._fn(*own, **options)
 
                 expected = eager(tensors)
-                _random.set_state(state)
+                rewind()
                 actual = program(tensors)
                 try:
                     _compare(actual, expected, "compiled result")
@@ -245,7 +251,7 @@ class Jitted:
             failed = f"compiled ({type(reason).__name__}" if found else f"traced ({type(reason).__name__} at {user_line(reason)}"
             program, error = None, f"it cannot be {failed}: {text})"
         finally:
-            _random.set_state(state)
+            rewind()
         seconds = time.perf_counter() - start
         if error is None:
             _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)

@@ -595,9 +595,25 @@ STAYS = {
         F.pdist(w * x).sin().sum() + F.pdist(torch.cat([w * x, w * x]), 1).sum() + F.pdist(torch.stack([x, x]) @ w).sum()
     ),
     "put": lambda w, x: torch.put(w * x, (3 * x[:3]).long() % 16, x[:3] * w[0, :3], accumulate=True).sin().sum(),
-    "a part from where the sample says": lambda w, x: (
-        (w @ x).narrow(0, x[0].abs().long() % 2, 2) * torch.narrow(w, 1, -3 + (x[1] > 0).long(), 2).sum()
-    ).sum(),
+    "put into columns": lambda w, x: (
+        (lambda y: y.view(-1) if y.is_contiguous() else y.exp())((w * x).T.put((3 * x[:3]).long() % 16, x[:3] * w[0, :3])).sin().sum()
+    ),
+    "quantiles of each sample's own": lambda w, x: (
+        torch.quantile(w @ x, x[:2].sigmoid()).sin().sum() + (w * x).nanquantile(w[0, 0].sigmoid(), 1).sum()
+    ),
+    "quantiles beside infinities": lambda w, x: (
+        torch.cat([w @ x, torch.full_like(x, torch.inf)]).quantile(0.3, interpolation="lower").sin()
+        + torch.cat([w @ x, torch.full_like(x, -torch.inf)]).quantile(0.6, interpolation="higher").sin()
+    ),
+    "a token in masked places": lambda w, x: (torch.masked_fill(w * x, x > 0, w[0, 0]) @ x).sin().sum(),
+    "entries that are taken": lambda w, x: ((w * x).take((3 * x[:3]).long() % 16) * x[:3]).sin().sum(),
+    "columns side by side": lambda w, x: (torch.column_stack([w @ x, w * x]) @ x.repeat(2)[:5]).sin().sum(),
+    "blocks along a diagonal": lambda w, x: (torch.block_diag(w * x, w @ x[:, None]).sin() * torch.arange(5.0, device=x.device)).sum(),
+    "pow_": lambda w, x: ((w @ x).exp() * 1.5).pow_(x).sin().sum(),
+    "renorm_": lambda w, x: (w * x).renorm_(2, 0, 1.0).sin().sum(),
+    "index_add, columns that are viewed": lambda w, x: (
+        torch.zeros_like(w * x).index_add(1, x[:3].abs().long() % 4, (w * x)[:, :3]).view(-1).square().sum()
+    ),
     "interpolation": lambda w, x: (F.interpolate(w[None, None], (4, 6), mode="bilinear")[0, 0, :, 1:5] @ x).sin().sum(),
 }
 CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)

@@ -14,7 +14,8 @@ from torch import nn
 import psg
 from psg import _lifted
 from psg.factors import Conv, Dense, Outer, Place, Rows, Scaled, Sum, Views
-from psg.testing import assert_trees_close
+from psg.testing import assert_trees_close, loop_grad
+from psg.testing._loop import tree_map
 
 OUT, IN, RANK = 4, 3, 2
 
@@ -73,7 +74,7 @@ MATRICES = {
     "softmax over all": (lambda p: F.softmax(p["w"].view(-1), 0, dtype=torch.float64).view(OUT, IN), {"w": Sum}),
     "softmax of some": (lambda p: p["w"].masked_fill(torch.ones_like(p["w"]).triu(1) > 0, -math.inf).softmax(-1), {"w": Sum}),
     "logarithms of probabilities": (lambda p: torch.log_softmax(p["w"], 1), {"w": Sum}),
-    "a softmax called in another way": (lambda p: torch.softmax(p["w"], 1, torch.float64), {"w": Dense}),
+    "a softmax called in another way": (lambda p: torch.softmax(p["w"], 1, torch.float64), {"w": Sum}),
     "matrix exponential": (lambda p: p["b"] @ torch.matrix_exp(p["a"][:, :RANK]) @ p["a"], {"a": Sum, "b": Outer}),
 }
 
@@ -508,3 +509,46 @@ def test_groups_of_no_sample_are_zero_whatever_the_weights(device):
     factor = psg.factored_grad(lambda w, x: F.linear(x, w * scale).sum())(w, x)
     groups = psg.tree.segment_sum(factor, torch.tensor([0, 0, 2, 2], device=device), 3)
     assert psg.tree.norm(groups)[1] == 0
+
+
+@pytest.mark.parametrize("op", [torch.softmax, torch.log_softmax])
+@pytest.mark.parametrize("scale, shift", [(1, 0), (30, 0), (1, 1e4), (1, 1e6), (100, 0)])
+def test_probabilities_of_large_logits_in_float32(op, scale, shift, device):
+    """As near to the gradient of double precision as the loop is: the terms of a row's gradient nearly cancel."""
+    w, x = (scale * torch.randn(6, 8, device=device) + shift).float(), torch.randn(5, 8, device=device).float()
+
+    def fn(w, x):
+        return F.linear(x, op(w, 1)).square().sum()
+
+    exact = loop_grad(fn)(w.double(), x.double())
+    near = (loop_grad(fn)(w, x) - exact).abs().max()
+    found = psg.per_sample_grad(fn)(w, x)
+    assert (found - exact).abs().max() <= 4 * near + 1e-6 * exact.abs().max()
+    norms, expected = psg.per_sample_norm(fn)(w, x), exact.flatten(1).norm(dim=1)
+    assert ((norms - expected).abs() <= 4 * near * w.numel() ** 0.5 + 1e-5 * expected).all()
+
+
+NARROW = {
+    "a number": lambda p: 16 * p["w"],
+    "row scales": lambda p: p["w"] * p["gain"].detach(),
+    "merged low rank": lambda p: p["w"] + 8 * (p["b"] @ p["a"]),
+    "normalised": lambda p: F.normalize(p["w"], dim=1),
+    "cast": lambda p: p["w"].float(),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("size, back", [(1e-2, 2.0**13), (1e3, 1e-4)])
+def test_products_of_float16_whose_sides_would_leave_it(name, size, back, device):
+    def fn(p, x):
+        weight = NARROW[name](p)
+        return (F.linear(x.to(weight.dtype), weight).float() * back).sum() / 8
+
+    shapes = {"w": (8, 6), "gain": (8, 1), "b": (8, 2), "a": (2, 6)}
+    p = {key: (0.5 + torch.rand(shape, device=device)).half() for key, shape in shapes.items()}
+    x = (size * (0.5 + torch.rand(4, 5, 6, device=device))).half()
+    expected = loop_grad(fn)(p, x)
+    found = psg.per_sample_norm(fn)(p, x)
+    exact = psg.tree.norm(tree_map(torch.Tensor.double, expected))
+    assert exact.isfinite().all()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=0)

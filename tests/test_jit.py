@@ -931,3 +931,27 @@ def test_literal_masks_are_compiled(device):
     fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
     assert_trees_close(fast(w, x), loop_grad(fn)(w, x))
     assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+def test_booleans_are_results_too(device):
+    p, x = linear_args(device)
+    far = lambda p, x: psg.tree.norm(psg.factored_grad(linear_loss)(p, x)) > 1  # noqa: E731
+    fast = psg.jit(far, backend="eager")
+    assert torch.equal(fast(p, x), far(p, x))
+    assert fast.cache_info()[0].error is None
+
+
+def test_a_generator_of_the_caller_s_is_left_where_an_eager_call_leaves_it(device):
+    generator = torch.Generator(device)
+    w, x = torch.ones(3, device=device), torch.randn(5, 3, device=device)
+
+    def noisy(w, x):
+        return psg.tree.add_noise(psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0)(w, x).grads, 1.0, generator=generator)
+
+    generator.manual_seed(0)
+    expected = [noisy(w, x) for _ in range(3)]
+    for check in (True, False):
+        fast = psg.jit(noisy, backend="eager", check=check)
+        generator.manual_seed(0)
+        assert_trees_close([fast(w, x) for _ in range(3)], expected, per_sample=False)
+        assert fast.cache_info()[0].error is None

@@ -1,11 +1,14 @@
 """The oracle is held to hand-written gradients, and the comparison must fail where it should."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, score
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import psg
 from psg import testing
@@ -274,3 +277,35 @@ def test_tensors_are_drawn_from_their_seed():
     for options in ({}, {"dtype": torch.float16}, {"high": 3}):
         one = find(testing.tensors((50,), **options), lambda tensor: True, settings=settings(database=None, max_examples=300))
         assert one.unique().numel() > 1
+
+
+@pytest.mark.parametrize(
+    "dtype, got, want, atol, passes",
+    [
+        (torch.int64, -(2**63), 0, 0, False),
+        (torch.int64, 2**62 + 1, 2**62, 0, False),
+        (torch.int8, -128, 0, 0, False),
+        (torch.int8, 127, -128, 2, False),
+        (torch.uint8, 1, 2, 1, True),
+        (torch.bool, True, True, 0, True),
+        (torch.bool, True, False, 0, False),
+    ],
+)
+def test_integers_and_booleans_do_not_wrap(dtype, got, want, atol, passes):
+    with contextlib.nullcontext() if passes else pytest.raises(Mismatch):
+        assert_trees_close(torch.tensor([got], dtype=dtype), torch.tensor([want], dtype=dtype), atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_check_of_models_in_sixteen_bits(dtype, device):
+    model = nn.Sequential(nn.Embedding(20, 6), nn.Conv1d(5, 4, 3), nn.Flatten(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)).to(
+        device, dtype
+    )
+    loss, params = psg.stateless(model, nn.functional.cross_entropy)
+    psg.check(loss)(params, torch.randint(20, (6, 5), device=device), torch.randint(3, (6,), device=device))
+
+
+def test_check_of_a_sample_that_is_infinite(device):
+    w, x = torch.randn(4, 3, device=device), torch.randn(5, 2, 3, device=device)
+    x[2, 0, 1] = torch.inf
+    psg.check(lambda w, x: (x @ w.T).square().sum())(w, x)

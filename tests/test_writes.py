@@ -171,3 +171,80 @@ def test_a_loop_gives_every_sample_the_shared_arguments_as_they_were(device):
         found = psg.per_sample_grad(fn, in_dims=(None, 0, None), method=method)(p, x, shared)
         assert_trees_close(found, 2 * x)
         assert torch.equal(shared, torch.ones_like(shared))
+
+
+# --- views of a sample's own that are copies under vmap, and the other way round --------------------------------
+
+
+def done(tensor, write):
+    write(tensor)
+    return tensor
+
+
+# y [4, 3], and d, a number of each sample's own.
+SELECTED = {
+    "a row": lambda y, d: done(y, lambda y: y[d].copy_(2 * y[0].detach() + 1)),
+    "a row, by a method": lambda y, d: done(y, lambda y: y[d].mul_(3)),
+    "a row, added to": lambda y, d: done(y, lambda y: done(y[d], lambda row: row.add_(1))),
+    "a part of a row": lambda y, d: done(y, lambda y: y[d, 1:3].mul_(2)),
+    "a column": lambda y, d: done(y, lambda y: y[..., d].zero_()),
+    "an entry": lambda y, d: done(y, lambda y: y[d, d].zero_()),
+    "what it is selected from": lambda y, d: (lambda row: done(y, lambda y: y.mul_(2)).sum() * row)(y[d]),
+    "rows from there": lambda y, d: done(y, lambda y: y.narrow(0, d, 2).mul_(2)),
+    "rows from there, zeros": lambda y, d: done(torch.zeros_like(y), lambda cache: cache.narrow(0, d, 1).copy_(y[:1])),
+    "a row that is only read": lambda y, d: y[d] * y[d, 1] + y[:, d].sum(),
+    "a row that is assigned": lambda y, d: put(y, d, 2.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("write", SELECTED)
+def test_what_a_number_of_the_sample_s_own_selects(write, device):
+    def fn(w, x, d):
+        return score(SELECTED[write](w * x, d))
+
+    args = torch.rand(4, 3, device=device) + 0.5, torch.randn(3, 4, 3, device=device), torch.tensor([2, 0, 1], device=device)
+    expected = loop_grad(fn)(*args)
+    assert_trees_close(psg.per_sample_grad(fn)(*args), expected)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    assert_trees_close(fast(*args), expected)
+
+
+THROUGH = {
+    "contiguous": lambda y: y.contiguous(),
+    "reshape": lambda y: y.reshape(2, -1),
+    "flatten": lambda y: y.flatten(),
+    "ravel": lambda y: y.ravel(),
+    "flatten of a function": lambda y: y.exp().flatten(),
+    "zeros": lambda y: torch.zeros_like(y).ravel(),
+    "a slice": lambda y: y[:, 1:3].reshape(-1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("in_dims, lay", [((None, 1), lambda x: x), (None, lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0))])
+def test_samples_that_are_not_contiguous_in_their_batch(in_dims, lay, through, method, device):
+    """Each by itself is: where it is seen in another shape, a write reaches it."""
+
+    def fn(w, x):
+        y = w * x
+        THROUGH[through](y).mul_(2).add_(x[0, 0])
+        return score(y)
+
+    w, x = torch.randn(4, 3, device=device), lay(torch.randn(4 if in_dims else 5, 5 if in_dims else 4, 3, device=device))
+    assert_trees_close(psg.per_sample_grad(fn, in_dims=in_dims, method=method)(w, x), loop_grad(fn, in_dims=in_dims)(w, x))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 6), (1, 24, 1, 1), (4, 6, 1, 1)])
+@pytest.mark.parametrize("convert", [lambda y, **f: y.to(**f), lambda y, **f: y.double(**f), lambda y, **f: y.contiguous(**f)])
+def test_a_tensor_in_both_layouts_at_once(convert, shape, device):
+    def fn(w, x):
+        y = w * x
+        other = convert(y, memory_format=torch.channels_last)
+        other.mul_(2)
+        return score(y) + score(other.clone())
+
+    args = torch.randn(shape, device=device), torch.randn(3, *shape, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))

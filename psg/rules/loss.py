@@ -119,7 +119,9 @@ def ctc_loss(
     if log_probs.ndim != 4 or targets.ndim != 3 or targets.shape[1] != log_probs.shape[2] or reduction not in ("none", "sum", "mean"):
         return NotImplemented
     n, t, b, classes = log_probs.shape
-    inputs, goals = _lengths(input_lengths, n, b), _lengths(target_lengths, n, b)
+    if isinstance(input_lengths, Tensor) != isinstance(target_lengths, Tensor):
+        return NotImplemented  # torch says what it expects
+    inputs, goals = _lengths(input_lengths, n, b, single), _lengths(target_lengths, n, b, single)
     if inputs is None or goals is None or log_probs.numel() == 0 or targets.numel() == 0:
         return NotImplemented
     if single and _functorch.may_ask(goals) and (goals != targets.shape[2]).any():
@@ -135,12 +137,11 @@ def ctc_loss(
     return losses, {}
 
 
-def _lengths(given: Any, n: int, b: int) -> Tensor | None:
+def _lengths(given: Any, n: int, b: int, single: bool) -> Tensor | None:
     """Lengths of the sequences, [n,b]; None where they are not that."""
-    if not isinstance(given, Tensor):  # the same for all samples
-        given = torch.tensor(given)
-        return given.expand(n, b) if given.shape in ((), (b,)) else None
-    return given.reshape(n, -1).expand(n, b) if given.numel() in (n, n * b) else None
+    if isinstance(given, Tensor):
+        return given.reshape(n, b) if given.shape == (n, b) or single and given.shape == (n,) else None
+    return torch.tensor(given).expand(n, b) if isinstance(given, (list, tuple)) and len(given) == b else None  # the same for all samples
 
 
 @rule(F.multi_margin_loss, params=())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from psg import _functorch
+from psg._ops import leaves_of
 from psg.factors._base import widen
 from psg.rules._registry import decomposition, reshape, rule
 
@@ -40,6 +41,8 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
     if not -dims <= dim < dims or input.ndim != source.ndim or source.dtype != input.dtype or len(edges) != 1 or index.stride(0) == 0:
         return NotImplemented
     dim %= dims
+    if index.dtype not in (torch.int32, torch.int64) or not input.is_contiguous() and input.stride(0) != 0:
+        return NotImplemented
     if [*source.shape[1 : 1 + dim], *source.shape[2 + dim :]] != shape[:dim] + shape[dim + 1 :] or source.shape[1 + dim] != edges[0]:
         return NotImplemented  # torch says what it expects
     # An index outside of the sample's own rows would be inside of another's.
@@ -47,7 +50,7 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
         return NotImplemented
     rows = index + shape[dim] * torch.arange(n, device=index.device)[:, None]
     table, added = input.movedim(1 + dim, 1).flatten(0, 1), source.movedim(1 + dim, 1).flatten(0, 1)
-    output = table.index_add(0, rows.flatten(), added, alpha=alpha).unflatten(0, (n, shape[dim])).movedim(1, 1 + dim)
+    output = table.index_add(0, rows.flatten(), added, alpha=alpha).unflatten(0, (n, shape[dim])).movedim(1, 1 + dim).contiguous()
     return reshape(output, output.shape), {}
 
 
@@ -93,7 +96,8 @@ def _written_back(op: Any) -> Callable[..., Any]:
 # In place, vmap runs these sample by sample.
 for _name in (
     *("addcdiv", "addcmul", "addmm", "addr", "clamp", "clip", "cumprod", "cumsum", "fmod", "heaviside", "hypot", "index_copy", "ldexp"),
-    *("lerp", "remainder", "scatter", "square", "tril", "triu", "xlogy"),
+    *("baddbmm", "index_reduce", "lerp", "nextafter", "polygamma", "pow", "put", "remainder", "renorm", "scatter", "square"),
+    *("tril", "triu", "xlogy"),
 ):
     for _holder in (Tensor, torch):
         if hasattr(_holder, f"{_name}_"):
@@ -162,7 +166,7 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
 def _in_parts(op: Any) -> None:
     @decomposition(op, of_data=True)
     def parts(*args: Any, **kwargs: Any) -> Any:
-        tensors = (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+        tensors = (leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
         if "out" in kwargs or not any(map(_functorch.is_sampled, tensors)) or forward_ad._current_level >= 0:
             return NotImplemented
         return _functorch.in_parts(op, args, kwargs)
@@ -170,7 +174,7 @@ def _in_parts(op: Any) -> None:
 
 for _op in (
     *(torch.stft, Tensor.stft, torch.istft, Tensor.istft, torch.diagflat, Tensor.diagflat, torch.linalg.tensorsolve),
-    *(torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, torch.fft.ihfftn),
+    *(torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, torch.fft.ihfftn, torch.column_stack, torch.block_diag),
 ):
     _in_parts(_op)
 
@@ -186,14 +190,14 @@ def _quantile(name: str) -> None:
         Source: quantile_compute in aten/src/ATen/native/Sorting.cpp.
         """
         several = isinstance(q, Tensor) and q.ndim == 1
-        if out is not None or not _functorch.is_sampled(input) or input.numel() == 0:
+        if out is not None or not _functorch.is_sampled(input) or input.numel() == 0 or not input.ndim and dim not in (None, 0, -1):
             return NotImplemented
-        if isinstance(q, Tensor) and (q.ndim > 1 or q.requires_grad or _functorch.is_wrapped(q) or q.dtype != input.dtype):
+        if isinstance(q, Tensor) and (q.ndim > 1 or q.dtype != input.dtype or q.device != input.device):
             return NotImplemented
-        share = torch.as_tensor(q, dtype=input.dtype, device=input.device)
-        if _functorch.may_ask(share) and not ((share >= 0) & (share <= 1)).all():
+        share = q if isinstance(q, Tensor) else torch.tensor(q, dtype=input.dtype, device=input.device)
+        if share.device.type == "cpu" and not ((share >= 0) & (share <= 1)).all():
             return NotImplemented  # torch says what it expects
-        if input.dtype not in (torch.float32, torch.float64) or interpolation not in _BETWEEN:
+        if input.dtype not in (torch.float32, torch.float64) or interpolation not in (*_WHOLE, "linear", "midpoint"):
             return NotImplemented  # torch says what it expects
         flat = input.reshape(-1) if dim is None else input.movedim(dim, -1) if input.ndim else input[None]
         ordered = flat.sort().values  # NaN last
@@ -203,11 +207,12 @@ def _quantile(name: str) -> None:
             rank = share * (last - unknown).clamp(min=0)
         else:
             rank = torch.where(unknown > 0, last, share * last)  # that of a NaN, if there is one
-        below, above = rank.floor().long(), rank.ceil().long()
-        if interpolation == "nearest":
-            below = above = rank.round().long()
-        weight = _BETWEEN[interpolation](rank - below)
-        found = torch.lerp(ordered.gather(-1, below), ordered.gather(-1, above), weight.to(input.dtype))
+        if interpolation in _WHOLE:
+            found = ordered.gather(-1, _WHOLE[interpolation](rank).long())
+        else:
+            below, above = rank.floor(), rank.ceil()
+            weight = torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - below
+            found = torch.lerp(ordered.gather(-1, below.long()), ordered.gather(-1, above.long()), weight)
         # [*rest, several]: those of each share first, and then what is left of the input.
         whole = found.movedim(-1, 0)
         if keepdim:
@@ -220,25 +225,38 @@ def _quantile(name: str) -> None:
         return whole if several else whole[0]
 
 
-_BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda fraction: fraction,
-    "lower": torch.zeros_like,
-    "higher": torch.ones_like,
-    "nearest": torch.zeros_like,
-    "midpoint": lambda fraction: torch.full_like(fraction, 0.5),
-}
-"""How far from the entry below to the one above a quantile lies."""
+_WHOLE = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}
+"""Where a quantile is one of the entries."""
 
 _quantile("quantile")
 _quantile("nanquantile")
 
 
+@decomposition(torch.masked_fill, of_data=True)
+@decomposition(Tensor.masked_fill, of_data=True)
+def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
+    """With a number that a tensor holds (a mask token)."""
+    if not isinstance(value, Tensor) or value.ndim or mask.dtype != torch.bool or value.is_complex() and not input.is_complex():
+        return NotImplemented
+    return torch.where(mask, value.to(input.dtype), input)
+
+
+@decomposition(torch.take, of_data=True)
+@decomposition(Tensor.take, of_data=True)
+def _take(input: Tensor, index: Tensor, **others: Any) -> Any:
+    if others or index.dtype != torch.int64 or input.numel() == 0:
+        return NotImplemented
+    return input.reshape(-1)[index]
+
+
 @decomposition(torch.renorm, of_data=True)
 @decomposition(Tensor.renorm, of_data=True)
-def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Any:
+def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) -> Any:
     """Slices along `dim` with a norm above `maxnorm` brought to it."""
-    if input.ndim < 2 or input.is_complex() or any(isinstance(number, Tensor) for number in (p, maxnorm)):
+    if input.ndim < 2 or input.is_complex() or not input.is_contiguous() or any(isinstance(number, Tensor) for number in (p, maxnorm)):
         return NotImplemented
+    if others or p <= 0 or maxnorm < 0 or not -input.ndim <= dim < input.ndim:
+        return NotImplemented  # torch says what it expects
     dims = [d for d in range(input.ndim) if d != dim % input.ndim]
     norm = torch.linalg.vector_norm(input, p, dims, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)
@@ -247,7 +265,7 @@ def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Any:
 @decomposition(F.affine_grid, of_data=True)
 def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Any:
     """A product with the grid of the identity: ([b,d,d+1], [b,c,*shape]) -> [b,*shape,d]."""
-    dims = len(size) - 2
+    dims = len(size) - 2 if isinstance(size, (list, tuple)) else 0
     if dims not in (2, 3) or theta.ndim != 3 or theta.shape != (size[0], dims, dims + 1) or not _functorch.is_sampled(theta):
         return NotImplemented
     identity = torch.eye(dims, dims + 1, dtype=theta.dtype, device=theta.device)[None]
@@ -259,7 +277,7 @@ def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) ->
 @decomposition(F.pdist, of_data=True)
 def _pdist(input: Tensor, p: float = 2.0) -> Any:
     """The distances of all pairs of rows."""
-    if input.ndim != 2 or p not in (1, 2) or not input.is_floating_point():
+    if input.ndim != 2 or p not in (1, 2) or input.dtype not in (torch.float32, torch.float64):
         return NotImplemented
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
     return torch.linalg.vector_norm(input[first] - input[second], p, -1)
@@ -268,22 +286,10 @@ def _pdist(input: Tensor, p: float = 2.0) -> Any:
 @decomposition(torch.put, of_data=True)
 @decomposition(Tensor.put, of_data=True)
 def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
-    if index.numel() != source.numel() or not input.is_contiguous():
+    if index.numel() != source.numel() or index.dtype != torch.int64:
         return NotImplemented
-    return input.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).reshape(input.shape)
-
-
-@decomposition(torch.narrow, of_data=True)
-@decomposition(Tensor.narrow, of_data=True)
-def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Any:
-    """From where a tensor says."""
-    if not isinstance(start, Tensor) or start.ndim or start.is_floating_point() or not _functorch.is_sampled(start):
-        return NotImplemented
-    size = input.shape[dim]
-    start = torch.where(start < 0, start + size, start)
-    if ((start < 0) | (start + length > size)).any():
-        return NotImplemented  # torch says what it expects
-    return input.index_select(dim, start + torch.arange(length, device=start.device))
+    flat = input.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).reshape(input.shape)
+    return flat if input.is_contiguous() else input.clone().copy_(flat)  # in the layout of the input
 
 
 _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -295,7 +301,12 @@ def _layout(conversion: Any) -> None:
         """The layout of a sample: vmap cannot ask for it by name, but by a permutation of a contiguous tensor."""
         if _CHANNELS_LAST.get(memory_format) != self.ndim:
             return NotImplemented
-        return conversion(self.movedim(1, -1), *args, **kwargs).contiguous().movedim(-1, 1)
+        moved = conversion(self.movedim(1, -1), *args, **kwargs).contiguous().movedim(-1, 1)
+        # A tensor that is in both layouts at once is in the other one to torch, and what comes out a copy.
+        both = conversion is not Tensor.contiguous and moved.dtype == self.dtype and self.is_contiguous()
+        with torch._C.DisableTorchFunction():
+            alias = both and _functorch.memory_of(moved) == _functorch.memory_of(self)
+        return moved.clone() if alias else moved
 
 
 for _conversion in (
