@@ -520,9 +520,5 @@ def _batch_norm(
     return output if bias is None else output + bias.reshape(shape)
 
 
-_COMPOSITES: dict[str, Callable[..., Any]] = {
-    "_weight_norm": _weight_norm,
-    "normalize": _normalize,
-    "batch_norm": _batch_norm,
-}
+_COMPOSITES: dict[str, Callable[..., Any]] = {"_weight_norm": _weight_norm, "normalize": _normalize, "batch_norm": _batch_norm}
 """NotImplemented for calls that are something else."""

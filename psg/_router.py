@@ -55,7 +55,9 @@ class Router(Watch):
     ) -> None:
         super().__init__(n, params, inputs)
         self.crooked = crooked  # samples are not contiguous, which each by itself is
-        self.selected: list[Tensor] = []  # copies that are views of a sample's own, and what they are copies of
+        # What may be a copy here and a view of a sample's own, or the other way round, and what it was made of.
+        self.selected: list[Tensor] = []
+        self.reshaped: list[Tensor] = []
         self.look = look
         self.habits = habits
         self.hooks = _functorch.saved_tensor_hooks()
@@ -85,6 +87,8 @@ class Router(Watch):
             output = self._route(func, args, kwargs, tensors)
             if func is Tensor.__getitem__ and _selects(args[1]):
                 self.selected += [args[0], output]
+            if self.crooked and func in _RESHAPING:
+                self.reshaped += [args[0], output]
             if marked:
                 target = target_of(func, args, kwargs)
                 self.own.claim(output, target)
@@ -217,8 +221,8 @@ class Router(Watch):
             raise Unsupported(
                 f"{op} writes into what an index that depends on the sample has selected, or is selected from: a view of its own"
             )
-        if self.crooked:
-            raise Retry(f"{op} writes, and the samples are not contiguous as each is by itself", copied=True)
+        if any(_functorch.memory_of(tensor) in memories for tensor in self.reshaped):
+            raise Retry(f"{op} writes into a tensor in another shape, of samples that are not contiguous as each is by itself", copied=True)
         if memories & self.given:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)
@@ -452,6 +456,13 @@ class Router(Watch):
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
+
+
+_RESHAPING = {
+    *(Tensor.contiguous, Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel),
+    *(torch.reshape, torch.flatten, torch.ravel),
+}
+"""Ops that copy where a view will not do."""
 
 
 def _selects(index: Any) -> bool:
