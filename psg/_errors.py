@@ -26,6 +26,10 @@ class Unsupported(PsgError):
     """A rung cannot run this function; the next one can."""
 
 
+class UnsupportedByVmap(Unsupported):
+    """Neither this rung nor `vmap(grad)` can; a loop can."""
+
+
 class FallbackWarning(UserWarning):
     """A call went down the ladder (capture, vmap, loop): the result is right and the call is slower. Says why."""
 

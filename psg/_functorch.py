@@ -22,6 +22,7 @@ from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[re
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
@@ -318,9 +319,18 @@ def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def memory_of(tensor: Tensor) -> int:
     """Where the values are stored, under whatever wrappers."""
+    return _bare(tensor).untyped_storage().data_ptr()
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """The same as what stays its own when the values are let go of, and does not hold them."""
+    return StorageWeakRef(_bare(tensor).untyped_storage())
+
+
+def _bare(tensor: Tensor) -> Tensor:
     while is_wrapped(tensor):
         tensor = value_of(tensor)
-    return tensor.untyped_storage().data_ptr()
+    return tensor
 
 
 def physical(tensor: Tensor, level: int, n: int) -> Tensor:

@@ -18,7 +18,7 @@ from psg._agreed import Diverged
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Task, capture
-from psg._errors import InputError, PsgError, StateError, warn_once
+from psg._errors import InputError, PsgError, StateError, UnsupportedByVmap, warn_once
 from psg._ops import LIKENESSES, leaves_of, target_of
 from psg.factors import Dense, Factor, Sum, concat
 from psg.rules._registry import are_disabled, find_decomposition, find_leak
@@ -71,7 +71,10 @@ def run(call: Call, method: str) -> Result:
         rungs = [method]
     reasons: list[tuple[str, str]] = []
     state = call.shared_draws()
+    by_vmap = True
     for rung in rungs[:-1]:
+        if rung == "vmap" and not by_vmap:
+            continue
         forget = _functorch.attempt()
         try:
             result = _run(rung, call)
@@ -85,6 +88,7 @@ def run(call: Call, method: str) -> Result:
         except Exception as error:
             _refuse_stale(call, error)
             reasons.append((rung, _reason(error)))
+            by_vmap = not isinstance(error, UnsupportedByVmap)
             forget()
             _random.set_state(state)
     else:

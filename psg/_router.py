@@ -10,7 +10,7 @@ from torch import Tensor
 from psg import _functorch, _trees
 from psg._agreed import run_agreed
 from psg._carries import Call, part_of
-from psg._errors import Unsupported
+from psg._errors import Unsupported, UnsupportedByVmap
 from psg._habits import Habits, Retry
 from psg._inside import Product
 from psg._lifted import Lifted, Watch, with_history
@@ -56,8 +56,9 @@ class Router(Watch):
         super().__init__(n, params, inputs)
         self.crooked = crooked  # samples are not contiguous, which each by itself is
         # What may be a copy here and a view of a sample's own, or the other way round, and what it was made of.
-        self.selected: list[Tensor] = []
-        self.reshaped: list[Tensor] = []
+        self.selected: set[Any] = set()
+        self.reshaped: set[Any] = set()
+        self.laid_out: set[Any] = set()  # whose layout is another than a sample's own may be
         self.look = look
         self.habits = habits
         self.hooks = _functorch.saved_tensor_hooks()
@@ -85,10 +86,7 @@ class Router(Watch):
             if any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
             output = self._route(func, args, kwargs, tensors)
-            if func is Tensor.__getitem__ and _selects(args[1]):
-                self.selected += [args[0], output]
-            if self.crooked and func in _RESHAPING:
-                self.reshaped += [args[0], output]
+            self._note(func, args, tensors, output)
             if marked:
                 target = target_of(func, args, kwargs)
                 self.own.claim(output, target)
@@ -206,6 +204,20 @@ class Router(Watch):
 
     # What a pass must not meet
 
+    def _note(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> None:
+        """Note what must not be written into: copies here that are views of a sample's own, or the other way round."""
+        if func is Tensor.__getitem__:
+            if _selects(args[1]):
+                self.selected.update(map(_functorch.storage_of, (args[0], output)))
+            elif _lays_out(args[1]):
+                self.laid_out.add(_functorch.storage_of(output))
+        elif func in _RESHAPING and (self.crooked or self.laid_out):
+            storages = {_functorch.storage_of(tensors[0]), _functorch.storage_of(output)}
+            if self.crooked:
+                self.reshaped |= storages
+            if storages & self.laid_out:
+                self.selected |= storages
+
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
         written = target if isinstance(target, (tuple, list)) else (target,)
@@ -217,11 +229,12 @@ class Router(Watch):
         if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             raise Retry(f"{op} writes into a value computed from parameters", derives=False)
-        if any(_functorch.memory_of(tensor) in memories for tensor in self.selected):
-            raise Unsupported(
-                f"{op} writes into what an index that depends on the sample has selected, or is selected from: a view of its own"
+        storages = {_functorch.storage_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
+        if storages & self.selected:
+            raise UnsupportedByVmap(
+                f"{op} writes into what an index has selected, or is selected from, which may be a view of a sample's own"
             )
-        if any(_functorch.memory_of(tensor) in memories for tensor in self.reshaped):
+        if storages & self.reshaped:
             raise Retry(f"{op} writes into a tensor in another shape, of samples that are not contiguous as each is by itself", copied=True)
         if memories & self.given:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
@@ -467,7 +480,7 @@ _RESHAPING = {
 
 def _selects(index: Any) -> bool:
     """Whether an index has a number of each sample's own: of a sample it gives a view, under vmap a copy."""
-    items = index if isinstance(index, tuple) else (index,)
+    items = index if isinstance(index, (tuple, list)) else (index,)
     return any(
         isinstance(item, Tensor)
         and item.ndim == 0
@@ -476,6 +489,11 @@ def _selects(index: Any) -> bool:
         and _functorch.is_sampled(item)
         for item in items
     )
+
+
+def _lays_out(index: Any) -> bool:
+    """Whether it has tensors among others: torch lays out what they select by the layout of what it is selected from, vmap does not."""
+    return isinstance(index, (tuple, list)) and len(index) > 1 and any(isinstance(item, Tensor) and item.ndim > 0 for item in index)
 
 
 _AUTOGRAD = {torch.autograd.grad, Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}

@@ -192,12 +192,21 @@ SELECTED = {
     "what it is selected from": lambda y, d: (lambda row: done(y, lambda y: y.mul_(2)).sum() * row)(y[d]),
     "rows from there": lambda y, d: done(y, lambda y: y.narrow(0, d, 2).mul_(2)),
     "rows from there, zeros": lambda y, d: done(torch.zeros_like(y), lambda cache: cache.narrow(0, d, 1).copy_(y[:1])),
+    "a row, by a list": lambda y, d: done(y, lambda y: y[[d]].mul_(3)),
+    "a part of a row, by a list": lambda y, d: done(y, lambda y: y[[d, slice(1, 3)]].mul_(3)),
+    "columns, in another shape": lambda y, d: (lambda chosen: done(chosen, lambda chosen: chosen.reshape(-1).mul_(3)))(
+        y[:, torch.stack([d, d, (d + 1) % 3])]
+    ),
+    "masked, in another shape": lambda y, d: (lambda t: done(t, lambda t: t.reshape(-1).mul_(3)))(y.T.masked_fill(y.T > 1, y[0, 0])),
+    "entries that are taken, in another shape": lambda y, d: (lambda t: done(t, lambda t: t.reshape(-1).mul_(3)))(
+        y.take(torch.stack([d, d + 1, d + 2, d]).view(2, 2).T)
+    ),
     "a row that is only read": lambda y, d: y[d] * y[d, 1] + y[:, d].sum(),
     "a row that is assigned": lambda y, d: put(y, d, 2.0),
 }
 
 
-@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning", "ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("write", SELECTED)
 def test_what_a_number_of_the_sample_s_own_selects(write, device):
     def fn(w, x, d):

@@ -238,7 +238,7 @@ def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
     """With a number that a tensor holds (a mask token)."""
     if not isinstance(value, Tensor) or value.ndim or mask.dtype != torch.bool or value.is_complex() and not input.is_complex():
         return NotImplemented
-    return torch.where(mask, value.to(input.dtype), input)
+    return torch.where(mask, value.to(input.dtype), input).contiguous()
 
 
 @decomposition(torch.take, of_data=True)
@@ -246,7 +246,7 @@ def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
 def _take(input: Tensor, index: Tensor, **others: Any) -> Any:
     if others or index.dtype != torch.int64 or input.numel() == 0:
         return NotImplemented
-    return input.reshape(-1)[index]
+    return input.reshape(-1)[index].contiguous()
 
 
 @decomposition(torch.renorm, of_data=True)

@@ -124,12 +124,17 @@ class Batch:
 
     def sample(self, i: int) -> list:
         """The arguments of sample i, every tensor of them a copy."""
-        parts = [leaf if dim is None else leaf.select(dim, i) for leaf, dim in self.pairs()]
-        # Contiguous: eager float64 convolutions give a wrong weight gradient for a batch of one that is a slice
-        # of a channels_last batch.
-        form = torch.contiguous_format
-        copies = [p.detach().clone(memory_format=form) if isinstance(p, Tensor) else p for p in parts]
-        return unflatten(self.spec, copies)
+
+        def own(leaf: Any, dim: int | None) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if dim is None:
+                return leaf.detach().clone()
+            # Contiguous: eager float64 convolutions give a wrong weight gradient for a batch of one that is a slice
+            # of a channels_last batch.
+            return leaf.detach().select(dim, i).clone(memory_format=torch.contiguous_format)
+
+        return unflatten(self.spec, [own(leaf, dim) for leaf, dim in self.pairs()])
 
     def empty(self) -> list:
         """The arguments with [0, *shape] in place of every tensor: what no samples stack to."""
