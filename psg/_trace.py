@@ -30,19 +30,21 @@ class Trace(NamedTuple):
     Attributes:
         graph: From the tensors of the arguments, then those captured, to those of the result.
         captured: The tensors that the function closes over.
-        generators: The random generators that the function was seen to draw from beside torch's own, and their states before.
         leaves: Of the result; tensors stand for the graph's outputs.
         spec: Its structure.
     """
 
     graph: GraphModule
     captured: list[Tensor]
-    generators: list[tuple[torch.Generator, Tensor]]
     leaves: list[Any]
     spec: Any
 
 
-def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Tensor], name: str) -> Trace:
+Generators = dict[int, tuple[torch.Generator, Tensor]]
+"""Random generators, by id, and their states when they were first seen."""
+
+
+def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Tensor], name: str, generators: Generators) -> Trace:
     """Trace a function.
 
     Args:
@@ -51,6 +53,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
         spec: Their structure.
         tensors: The tensors among the leaves, without history.
         name: What messages call the function.
+        generators: To be filled with those that the function draws from beside torch's own.
 
     Raises:
         StateError: It draws random numbers of Python or NumPy, or writes into an argument or what it closes over.
@@ -58,7 +61,6 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
         Exception: What the tracer refuses, and the function's own errors.
     """
     result: list[Any] = []
-    generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
@@ -91,7 +93,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.graph.erase_node(node)
     graph.recompile()
-    return Trace(graph, captured, list(generators.values()), *result)
+    return Trace(graph, captured, *result)
 
 
 def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
@@ -174,7 +176,7 @@ class _Reads(TorchFunctionMode):
     And notes the generators that ops draw from.
     """
 
-    def __init__(self, generators: dict[int, tuple[torch.Generator, Tensor]]) -> None:
+    def __init__(self, generators: Generators) -> None:
         super().__init__()
         self._generators = generators
 

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, StateError, user_line
-from psg._trace import Trace, trace
+from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
 from psg.stateless import state_of, watching
@@ -216,15 +216,16 @@ class Jitted:
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
         found, program, error, watched = None, None, None, []
+        generators: Generators = {}
 
         def rewind() -> None:
             _random.set_state(state)
-            for generator, before in found.generators if found is not None else ():
+            for generator, before in generators.values():
                 generator.set_state(before)
 
         try:
             with _tracing, watching() as watched:
-                found = trace(self._fn, leaves, spec, tensors, name)
+                found = trace(self._fn, leaves, spec, tensors, name, generators)
             program = _Program(found, tensors, self._compile)
             if self._check:
 
