@@ -264,12 +264,7 @@ class Router(Watch):
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
-        if (
-            decompose is None
-            or _registry.is_of_data(func)
-            and self._may_derive(func)
-            and not any(map(_functorch.is_wrapped, self._others(args, kwargs)))
-        ):
+        if decompose is None or _registry.is_of_data(func) and self._may_derive(func) and not self._data(args, kwargs):
             return NotImplemented
         with self:
             return decompose(*args, **kwargs)
@@ -350,8 +345,12 @@ class Router(Watch):
         return self.habits.derives and derives(func)
 
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors of a call beside lifted values; those that depend on the sample are wrapped."""
+        """The tensors of a call beside lifted values."""
         return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
+
+    def _data(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Those among them that depend on the sample."""
+        return list(filter(_functorch.is_wrapped, self._others(args, kwargs)))
 
     def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
