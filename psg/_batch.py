@@ -26,7 +26,6 @@ from torch.utils.checkpoint import CheckpointError
 
 from psg import _functorch, _pass
 from psg._capture import Captured
-from psg._carries import Call, part_of
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._ops import (
@@ -281,18 +280,7 @@ class _BatchMode(Watch):
         """An op on parameters alone, or with integers that say where, is computed once; what comes out is known by its history."""
         args, kwargs = substitute((args, kwargs), self.history)
         output = func(*args, **kwargs)
-        several = isinstance(output, (tuple, list))
-        parts = list(output) if several else [output]
-        for i, part in enumerate(parts):
-            if isinstance(part, Tensor) and part.requires_grad:
-                value = Lifted.derivation(part, met, name_of(func), self.n)
-                call = Call(part_of(func, i if several else None), args, kwargs, part, name_of(func))
-                value.made_by = call, met, call.versions
-                parts[i] = self.hold(value, part.detach().requires_grad_())
-                self.values.append(value)
-        for value in met:
-            value.uses.append(f"{name_of(func)}: derived")
-        return tuple(parts) if several else parts[0]
+        return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
 
     def _is_for_all(self, choice: _Choice) -> bool:
         """Whether what the op makes is for all samples; else its rows are their own."""
@@ -347,10 +335,8 @@ class _BatchMode(Watch):
             return NotImplemented
         values = {place: value.value for place, value in own.items()}
         bound = replace_at(bound | split.options, split.data | values)
-        if rule.mixed:
-            given = {place for place, _ in places_of(bound) if place[0] in rule.params}
-            bound["shared"] = {place_name(place) for place in given - set(split.data)}
-        result = rule.call(bound)
+        shared = [place for place, _ in places_of(bound) if place[0] in rule.params and place not in split.data]
+        result = rule.call(bound, map(place_name, shared))
         if result is NotImplemented:
             return NotImplemented
         outputs, builders = _registry.outputs_and_builders(name_of(func), result, len(next(iter(split.data.values()))))

@@ -117,7 +117,7 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
     inputs = [tensor for position, tensor in enumerate(tensors) if position not in task.params]
     inputs = () if habits.copied else [*inputs, *task.beside]
-    crooked = not habits.copied and any(
+    noncontiguous = not habits.copied and any(
         dim is not None and i not in task.params and not tensor.movedim(dim, 0).is_contiguous()
         for i, (tensor, dim) in enumerate(zip(task.tensors, task.in_dims, strict=True))
     )
@@ -125,7 +125,7 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
     for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = Router(n, lifted, inputs, crooked, habits, task.look)
+    mode = Router(n, lifted, inputs, noncontiguous, habits, task.look)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in task.params])

@@ -7,19 +7,19 @@ entries, to a number each gives multiples c_n E of one tensor E. So G is never f
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _trees
-from psg._ops import name_of
-from psg.factors import Dense, Expanded, Factor, Outer, Place, Scaled, Sum, Views, merge
+from psg._ops import LIKE_ANOTHER, name_of
+from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
 
-class Call(NamedTuple):
+class Step:
     """An op on parameters, and what came out.
 
     Attributes:
@@ -28,24 +28,19 @@ class Call(NamedTuple):
         kwargs: The others.
         output: One of the tensors that it gave.
         name: The op's.
+        tensors: The tensors among the arguments.
+        is_outdated: Whether one of them has been written into since.
     """
 
-    run: Callable[..., Tensor]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    output: Tensor
-    name: str
+    def __init__(self, run: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor, name: str) -> None:
+        self.run, self.args, self.kwargs, self.output, self.name = run, args, kwargs, output, name
+        lists = [given if isinstance(given, (list, tuple)) else (given,) for given in (*args, *kwargs.values())]
+        self.tensors = [item for items in lists for item in items if isinstance(item, Tensor)]
+        self._versions = [tensor._version for tensor in self.tensors]
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        lists = [given if isinstance(given, (list, tuple)) else (given,) for given in (*self.args, *self.kwargs.values())]
-        return [item for items in lists for item in items if isinstance(item, Tensor)]
-
-    @property
-    def versions(self) -> list[tuple[Tensor, int]]:
-        """These, and how often each has been written into so far."""
-        return [(tensor, tensor._version) for tensor in self.tensors]
+    def is_outdated(self) -> bool:
+        return [tensor._version for tensor in self.tensors] != self._versions
 
     @property
     def sides(self) -> list[Tensor]:
@@ -75,7 +70,7 @@ class Call(NamedTuple):
 
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
-"""From a factor of the result's gradient to those of each side's, which add up; None where the gradient has to be formed."""
+"""From a factor of the gradient for the output to factors of those for each side, which add up; None where it has to be formed."""
 
 _OverTo = Callable[[Factor], Factor | None]  # to one side
 _Carried = list[tuple[Any, _OverTo]]
@@ -86,34 +81,34 @@ def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor
     return func if index is None else lambda *args, **kwargs: func(*args, **kwargs)[index]
 
 
-def carry_of(call: Call, versions: Sequence[tuple[Tensor, int]]) -> Carry | None:
-    """How factors are carried over to the sides of a call, of which these are the versions it has read; None for a result that has none."""
-    output, sides = call.output, call.sides
+def carry_of(step: Step) -> Carry | None:
+    """How factors are carried over to the sides of a step; None for a result that has none."""
+    output, sides = step.output, step.sides
     if not output.is_floating_point():
         return None
     try:
-        known = _CARRIES[call.name](output.detach(), *call.args, **call.kwargs) if call.name in _CARRIES else []
+        known = _CARRIES[step.name](output.detach(), *step.args, **step.kwargs) if step.name in _CARRIES else []
     except TypeError:
         known = []  # called in a form that is not known here
 
     def over_to(side: Tensor, factor: Factor) -> list[Factor] | None:
-        if call.name in _SHAPED_AS and not call.is_first(side):
+        if step.name in LIKE_ANOTHER and not step.is_first(side):
             return []
         found = [carry(factor) for own, carry in known if own is side] or [None]
         if any(part is None for part in found):
-            found = [_of_entries(call, side, factor)]
+            found = [_of_entries(step, side, factor)]
         return [part if part.dtype == side.dtype else part.to(side.dtype) for part in found if part is not None] or None
 
     # The sides of a product of 16 bits may leave the few exponents of that dtype, where the product, which autograd forms first, does not.
-    narrow = call.name not in _MOVING and any(tensor.dtype == torch.float16 for tensor in (output, *sides))
+    narrow = step.name not in _MOVING and any(tensor.dtype == torch.float16 for tensor in (output, *sides))
 
     def carry(factor: Factor) -> list[list[Factor]] | None:
         if narrow and not isinstance(factor, Dense):
             return carry(Dense(factor.materialize()))
-        if any(tensor._version != version for tensor, version in versions):
+        if step.is_outdated:
             return None  # written into since: autograd, which has to form the gradient, says so
-        if call.name in _COMPOSITES:  # whose steps add up rows
-            return None if factor.is_best_formed else _over_steps(call, factor)
+        if step.name in _COMPOSITES:  # whose steps add up rows
+            return None if factor.is_best_formed else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
         return carried if len(carried) == len(found) else None
@@ -126,30 +121,30 @@ class _Steps(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.found: list[Step] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         parts = enumerate(output) if isinstance(output, (tuple, list)) else [(None, output)]
-        self.calls += [
-            Call(part_of(func, i), args, kwargs, part, name_of(func))
+        self.found += [
+            Step(part_of(func, i), args, kwargs, part, name_of(func))
             for i, part in parts
             if isinstance(part, Tensor) and part.requires_grad
         ]
         return output
 
 
-def _over_steps(call: Call, factor: Factor) -> list[list[Factor]] | None:
+def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
     """For an op that is a composite of others, as if these had run."""
-    leaves = {id(side): side.detach().requires_grad_() for side in call.sides}
+    leaves = {id(side): side.detach().requires_grad_() for side in whole.sides}
     with _Steps() as steps:
-        output = call.again(leaves, _COMPOSITES[call.name])
-    if output is NotImplemented or output.dtype != call.output.dtype:
+        output = whole.again(leaves, _COMPOSITES[whole.name])
+    if output is NotImplemented or output.dtype != whole.output.dtype:
         return None
     terms: dict[int, list[Factor]] = {id(output): [factor]}
-    for step in reversed(steps.calls):
-        own, carry = terms.pop(id(step.output), None), carry_of(step, step.versions)
+    for step in reversed(steps.found):
+        own, carry = terms.pop(id(step.output), None), carry_of(step)
         parts = terms_of(own) if own else ()
         if parts is None:
             return None
@@ -180,15 +175,15 @@ def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
     return terms if len(terms) <= _MOST else None
 
 
-def _of_entries(call: Call, side: Tensor, factor: Factor) -> Factor | None:
+def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
     """For ops that act entry by entry, or reduce to few numbers; and for multiples c[n] E of a constant, whatever the op."""
-    constant = torch.ones_like(call.output.detach())
+    constant = torch.ones_like(step.output.detach())
     numbers: Tensor | None = None
-    if call.name in _POINTWISE:
+    if step.name in _POINTWISE:
         if side.shape != constant.shape:
             return None
     elif isinstance(factor, Dense):
-        small = (1,) * side.ndim if constant.numel() == 1 else _kept(call, side)
+        small = (1,) * side.ndim if constant.numel() == 1 else _kept(step, side)
         if small is None:
             return None
         numbers = factor.values.reshape(factor.n, *small)
@@ -203,7 +198,7 @@ def _of_entries(call: Call, side: Tensor, factor: Factor) -> Factor | None:
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
     else:
         return None
-    entries = call.pulled(side, constant)
+    entries = step.pulled(side, constant)
     if not (_may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))):
         return None
     return scaled(factor, entries) if numbers is None else _multiple(numbers, entries)
@@ -227,16 +222,16 @@ def _multiple(numbers: Tensor, constant: Tensor) -> Factor:
     return Scaled(Expanded(numbers, constant.shape), constant.to(numbers.dtype).expand(len(numbers), *constant.shape))
 
 
-def _kept(call: Call, side: Tensor) -> tuple[int, ...] | None:
+def _kept(step: Step, side: Tensor) -> tuple[int, ...] | None:
     """For an op that reduces some dimensions, the shape of a result that keeps them; None if nothing says which these are."""
-    position = _REDUCING.get(call.name)
-    if position is None or not call.is_first(side):
+    position = _REDUCING.get(step.name)
+    if position is None or not step.is_first(side):
         return None
-    shape, reduced = side.shape, call.output.shape
+    shape, reduced = side.shape, step.output.shape
     if len(reduced) == len(shape):
         small = tuple(reduced)
     else:
-        dims = call.kwargs.get("dim", call.args[position] if len(call.args) > position else None)
+        dims = step.kwargs.get("dim", step.args[position] if len(step.args) > position else None)
         if isinstance(dims, bool) or not isinstance(dims, (int, list, tuple)):
             return None
         gone = {dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)}
@@ -277,8 +272,9 @@ def _sub(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _Carrie
     return _entrywise(output, [(input, 1), (other, -alpha)])
 
 
-def _rsub(output: Tensor, input: Any, other: Any) -> _Carried:
-    return _sub(output, other, input)
+def _swapped(carry: Callable[..., _Carried]) -> Callable[..., _Carried]:
+    """The same with its two arguments the other way round."""
+    return lambda output, input, other: carry(output, other, input)
 
 
 def _neg(output: Tensor, input: Any) -> _Carried:
@@ -292,10 +288,6 @@ def _mul(output: Tensor, input: Any, other: Any) -> _Carried:
 def _div(output: Tensor, input: Any, other: Any) -> _Carried:
     divisor = _value(other)
     return _entrywise(output, [(input, output.new_ones(()) / divisor), (other, -output / divisor)])
-
-
-def _rdiv(output: Tensor, input: Any, other: Any) -> _Carried:
-    return _div(output, other, input)
 
 
 def _expand(output: Tensor, input: Any, *_: Any) -> _Carried:
@@ -352,10 +344,6 @@ def _matmul(output: Tensor, input: Any, other: Any) -> _Carried:
             (other, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * x))),
         ]
     return []
-
-
-def _rmatmul(output: Tensor, input: Any, other: Any) -> _Carried:
-    return _matmul(output, other, input)
 
 
 def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _Carried:
@@ -422,8 +410,8 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input.detach())
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
-    place = Place(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
-    return [(input, lambda factor: None if isinstance(factor, Dense) else Views([factor], [place], input.shape))]
+    region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
+    return [(input, lambda factor: None if isinstance(factor, Dense) else Views([factor], [region], input.shape))]
 
 
 def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
@@ -444,14 +432,13 @@ def _cast(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
 _CARRIES: dict[str, Callable[..., _Carried]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),
     **dict.fromkeys(("sub", "__sub__"), _sub),
-    **dict.fromkeys(("rsub", "__rsub__"), _rsub),
-    **dict.fromkeys(("neg", "__neg__"), _neg),
+    **dict.fromkeys(("rsub", "__rsub__"), _swapped(_sub)),
+    "neg": _neg,
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _div),
-    "__rtruediv__": _rdiv,
+    "__rdiv__": _swapped(_div),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(("matmul", "mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
-    "__rmatmul__": _rmatmul,
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("outer", "ger"), _outer),
@@ -471,8 +458,8 @@ _MOVING = {name for name, carry in _CARRIES.items() if carry in (_reshape, _tran
 
 _POINTWISE = frozenset(
     """
-    pow __pow__ __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit
-    logsigmoid log_sigmoid tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign
+    pow __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit
+    log_sigmoid tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign
     tanhshrink softshrink hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu
     sin cos tan asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp
     logaddexp2 erf erfc special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine
@@ -482,12 +469,9 @@ _POINTWISE = frozenset(
 
 _REDUCING: dict[str, int] = {
     **dict.fromkeys("sum mean var std var_mean std_mean amax amin logsumexp prod nansum nanmean norm_except_dim".split(), 1),
-    **dict.fromkeys("norm linalg_norm vector_norm linalg_vector_norm".split(), 2),
+    **dict.fromkeys("norm linalg_norm linalg_vector_norm".split(), 2),
 }
 """Ops that reduce some dimensions, with the argument that says which: entries of the result have no entry of the input in common."""
-
-_SHAPED_AS = frozenset("reshape_as view_as expand_as type_as".split())
-"""Ops that take of their second argument no entries."""
 
 
 # Ops that are composites of others, which carry

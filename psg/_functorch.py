@@ -100,11 +100,7 @@ def is_batched(tensor: Tensor, level: int) -> bool:
 
 def is_batched_within(tensor: Tensor, level: int) -> bool:
     """Whether the vmap at this level has wrapped this tensor, under whatever other wrappers."""
-    while is_wrapped(tensor):
-        if is_batched(tensor, level):
-            return True
-        tensor = value_of(tensor)
-    return False
+    return any(is_batched(layer, level) for layer in layers(tensor))
 
 
 def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
@@ -251,11 +247,7 @@ def tangents_apart() -> bool:
 
 def vmaps(tensor: Tensor) -> int:
     """How many vmaps have wrapped this tensor, under whatever other wrappers."""
-    count = 0
-    while is_wrapped(tensor):
-        count += _C.is_batchedtensor(tensor)
-        tensor = value_of(tensor)
-    return count
+    return sum(map(_C.is_batchedtensor, layers(tensor)))
 
 
 def is_sampled(tensor: Tensor) -> bool:
@@ -266,6 +258,21 @@ def is_sampled(tensor: Tensor) -> bool:
 def value_of(tensor: Tensor) -> Tensor:
     """The tensor under one wrapper."""
     return _C.get_unwrapped(tensor)
+
+
+def layers(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, and what is under its wrappers, the outermost first."""
+    yield tensor
+    while is_wrapped(tensor):
+        tensor = value_of(tensor)
+        yield tensor
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """The tensor under all wrappers."""
+    while is_wrapped(tensor):
+        tensor = value_of(tensor)
+    return tensor
 
 
 def saved_tensor_hooks() -> object:
@@ -319,18 +326,12 @@ def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def memory_of(tensor: Tensor) -> int:
     """Where the values are stored, under whatever wrappers."""
-    return _bare(tensor).untyped_storage().data_ptr()
+    return bare(tensor).untyped_storage().data_ptr()
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
     """The same as what stays its own when the values are let go of, and does not hold them."""
-    return StorageWeakRef(_bare(tensor).untyped_storage())
-
-
-def _bare(tensor: Tensor) -> Tensor:
-    while is_wrapped(tensor):
-        tensor = value_of(tensor)
-    return tensor
+    return StorageWeakRef(bare(tensor).untyped_storage())
 
 
 def physical(tensor: Tensor, level: int, n: int) -> Tensor:
@@ -347,7 +348,7 @@ def wrap(value: Tensor, level: int) -> Tensor:
 
 
 def wrap_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap what lies in memory's terms as the value of a tensor under vmap does."""
+    """Wrap a value that is laid out as that of `tensor` is: with the batch dimension at the same place, at the same level."""
     return _C._add_batch_dim(value, _C.maybe_get_bdim(tensor), _C.maybe_get_level(tensor))
 
 

@@ -46,20 +46,20 @@ _known: weakref.WeakKeyDictionary[FunctionType, Habits] = weakref.WeakKeyDiction
 
 def habits_of(function: Any) -> Habits:
     """What is known of a function."""
-    code = _code_of(function)
-    return Habits() if code is None else _known.get(code, Habits())
+    own = _function_of(function)
+    return Habits() if own is None else _known.get(own, Habits())
 
 
 def remember(function: Any, habits: Habits) -> None:
     """Expect these of the function from now on."""
-    code = _code_of(function)
+    own = _function_of(function)
     # What slows every op down is found out anew: code may be shared by functions of which one alone needs it.
     kept = Habits(copied=habits.copied, fills=habits.fills, recorded=habits.recorded)
-    if code is not None and (code in _known or kept != Habits()):
-        _known[code] = kept
+    if own is not None and (own in _known or kept != Habits()):
+        _known[own] = kept
 
 
-def _code_of(function: Any) -> Any:
+def _function_of(function: Any) -> Any:
     """What a callable runs: the function under wrappers, bound arguments and methods; None if that is not written in Python."""
     while type(function) is not FunctionType or "__wrapped__" in function.__dict__:
         if isinstance(function, functools.partial):

@@ -92,9 +92,8 @@ class Product:
         """What its rule makes of physical data: the output, and how to build the factors."""
         rule = _registry.find_rule(self.op)
         arguments = {**self.others, **{name: value.value for name, value in self.own.items()}, self._transpose.data: data}
-        if rule is not None and rule.mixed:
-            arguments["shared"] = {name for name in rule.params if name in arguments and name != self._transpose.data}
-        result = NotImplemented if rule is None else rule.call(arguments)
+        shared = arguments.keys() - {self._transpose.data}
+        result = NotImplemented if rule is None else rule.call(arguments, shared & set(rule.params))
         if result is NotImplemented:
             raise PsgError(f"the rule of {name_of(self.op)} declines what its transpose takes")
         return result

@@ -10,8 +10,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
-from psg._carries import Call, Carry, carry_of, terms_of
+from psg._carries import Carry, Step, carry_of, part_of, terms_of
 from psg._errors import InputError
+from psg._ops import name_of
 from psg.factors import Dense, Factor, Sum, merge
 
 
@@ -22,7 +23,7 @@ class Lifted:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         derived: For a derived value, the value with its history up to the roots.
-        made_by: For a derived value, the call that has computed it, the values that this has met, and the versions of what it has read.
+        made_by: For a derived value, the step that has computed it, and the values that this has met.
         handle: The wrapper that the function holds; kept, so that its id stays its own.
         shared: Whether it was computed from data too, which the samples share.
         name: What messages call it.
@@ -34,7 +35,7 @@ class Lifted:
         self.leaf = leaf
         self.value = value
         self.derived: Tensor | None = None
-        self.made_by: tuple[Call, list[Lifted], list[tuple[Tensor, int]]] | None = None
+        self.made_by: tuple[Step, list[Lifted]] | None = None
         self.shared = False
         self.handle: Tensor | None = None
         self.name = name
@@ -49,22 +50,23 @@ class Lifted:
         return cls(value.expand(n, *value.shape).requires_grad_(), value, name)
 
     @classmethod
-    def derivation(cls, derived: Tensor, met: "list[Lifted]", op: str, n: int) -> "Lifted":
+    def derivation(cls, step: Step, met: "list[Lifted]", n: int) -> "Lifted":
         """Lift a value that an op has computed from lifted ones."""
-        value = derived.detach()
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{op} of {met[0].name}")
-        lifted.derived, lifted.uses = derived, met[0].uses
+        value = step.output.detach()
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{step.name} of {met[0].name}")
+        lifted.derived, lifted.uses = step.output, met[0].uses
+        lifted.made_by = step, met
         return lifted
 
     def carry(self) -> "tuple[Carry | None, list[Lifted | None]]":
         """How factors are carried over to what this value was computed from, and what that is; None where they have to be formed."""
         if self.made_by is None:
             return None, []
-        call, met, versions = self.made_by
+        step, met = self.made_by
         by_history = {id(value.history): value for value in met}
-        sides = [by_history.get(id(side)) for side in call.sides]
+        sides = [by_history.get(id(side)) for side in step.sides]
         all_in = set(map(id, met)) <= set(map(id, sides))  # nobody is left out
-        return carry_of(call, versions) if all_in else None, sides
+        return carry_of(step) if all_in else None, sides
 
     @cached_property
     def root(self) -> Tensor | None:
@@ -202,6 +204,29 @@ class Watch(TorchFunctionMode):
         """What an argument of a call stands for in the graph up to the roots."""
         value = self.by_handle.get(id(leaf))
         return leaf if value is None else value.history
+
+    def lift(
+        self, func: Any, met: list[Lifted], args: Any, kwargs: Any, output: Any, wrap: Callable[[Lifted, Tensor], Tensor]
+    ) -> tuple[Any, list[Lifted], list[Tensor]]:
+        """What the function gets for what an op has made of lifted values; of that the values derived, and what has no history."""
+        several = isinstance(output, (tuple, list))
+        parts = list(output) if several else [output]
+        values: list[Lifted] = []
+        constants: list[Tensor] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, Tensor) and part.requires_grad:
+                step = Step(part_of(func, i if several else None), args, kwargs, part, name_of(func))
+                values.append(Lifted.derivation(step, met, self.n))
+                parts[i] = self.hold(values[-1], wrap(values[-1], part))
+            elif isinstance(part, Tensor):
+                constants.append(part)
+        self.values += values
+        for value in met:
+            value.uses.append(f"{name_of(func)}: derived")
+        if several:
+            named = hasattr(output, "_fields") and not hasattr(output, "n_fields")
+            return type(output)(*parts) if named else type(output)(parts), values, constants
+        return parts[0], values, constants
 
     def tap(
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None

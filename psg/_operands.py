@@ -1,4 +1,4 @@
-"""The tensors of a call, by what they are to the rule that is to run it."""
+"""Sorts the tensors of a call for the rule that is to run it: parameters, data, what is frozen, numbers."""
 
 from typing import Any, NamedTuple
 

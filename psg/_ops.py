@@ -89,10 +89,10 @@ CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 # no derivative, such as a mask, is a constant.
 _DERIVING = frozenset(
     """
-    add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid logsigmoid tanh softplus softmax
-    log_softmax relu silu gelu elu clamp clamp_min clamp_max clip where maximum minimum sum mean var std norm vector_norm matrix_norm
+    add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid tanh softplus softmax
+    log_softmax relu silu gelu elu clamp clamp_min clamp_max clip where maximum minimum sum mean var std norm
     linalg_norm linalg_vector_norm var_mean std_mean batch_norm interpolate cumsum cumprod prod amax amin logsumexp normalize lerp
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ __rmatmul__
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rpow__ __matmul__
     __getitem__ matmul mm mv bmm addmm einsum linear outer dot kron tensordot
     t T mT transpose swapaxes swapdims permute movedim moveaxis reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand
     expand_as broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather

@@ -19,7 +19,7 @@ UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(to
 
 
 class Outside:
-    """Where nobody asks.
+    """Ignores them.
 
     Attributes:
         met: The tensors that were met, each once.
@@ -43,8 +43,8 @@ class Outside:
         return function(*args)
 
 
-class Watched(Outside):
-    """Notes them. What is computed meanwhile has no history."""
+class Recorded(Outside):
+    """Records them. What is computed meanwhile has no history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Watched(Outside):
 
 
 class Replaced(Outside):
-    """Puts others in their places."""
+    """Replaces them by others."""
 
     def __init__(self, met: list[Tensor], others: list[Tensor]) -> None:
         self.met = met

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from psg import _functorch, _trees
 from psg._agreed import run_agreed
-from psg._carries import Call, part_of
 from psg._errors import Unsupported, UnsupportedByVmap
 from psg._habits import Habits, Retry
 from psg._inside import Product
@@ -49,12 +48,12 @@ class Router(Watch):
         n: int,
         params: Sequence[Lifted],
         inputs: Sequence[Tensor],
-        crooked: bool,
+        noncontiguous: bool,
         habits: Habits,
         look: Callable[[Any, Any], None],
     ) -> None:
         super().__init__(n, params, inputs)
-        self.crooked = crooked  # samples are not contiguous, which each by itself is
+        self.noncontiguous = noncontiguous  # samples are not contiguous, which each by itself is
         # What may be a copy here and a view of a sample's own, or the other way round, and what it was made of.
         self.selected: set[Any] = set()
         self.reshaped: set[Any] = set()
@@ -187,13 +186,9 @@ class Router(Watch):
 
     def _ask(self, func: Any, tensor: Tensor) -> Any:
         """What autograd knows of a tensor: a wrapper of vmap does not tell what is differentiated beneath it."""
-        lifted = self.by_handle.get(id(tensor))
-        if lifted is not None:
-            return lifted.ask(func)
-        answers = [func(tensor)]
-        while _functorch.is_wrapped(tensor):
-            tensor = _functorch.value_of(tensor)
-            answers.append(lifted.ask(func) if (lifted := self.by_handle.get(id(tensor))) else func(tensor))
+        if id(tensor) in self.by_handle:
+            return self.by_handle[id(tensor)].ask(func)
+        answers = [self.by_handle[id(own)].ask(func) if id(own) in self.by_handle else func(own) for own in _functorch.layers(tensor)]
         if func == IS_LEAF:
             return all(answers)
         return next((answer for answer in answers if answer), answers[0])
@@ -211,9 +206,9 @@ class Router(Watch):
                 self.selected.update(map(_functorch.storage_of, (args[0], output)))
             elif _lays_out(args[1]):
                 self.laid_out.add(_functorch.storage_of(output))
-        elif func in _RESHAPING and (self.crooked or self.laid_out):
+        elif func in _RESHAPING and (self.noncontiguous or self.laid_out):
             storages = {_functorch.storage_of(tensors[0]), _functorch.storage_of(output)}
-            if self.crooked:
+            if self.noncontiguous:
                 self.reshaped |= storages
             if storages & self.laid_out:
                 self.selected |= storages
@@ -277,14 +272,12 @@ class Router(Watch):
 
     def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
-        name = name_of(func)
-        if self._may_derive(func):
-            output = self._derive(func, name, met, args, kwargs)
-            if output is not NotImplemented:
-                return output
+        output = self._derive(func, met, args, kwargs)
+        if output is not NotImplemented:
+            return output
         self._avoid_leak(func, args, kwargs)
         for value in met:
-            value.uses.append(f"{name}: lifted")
+            value.uses.append(f"{name_of(func)}: lifted")
         return self._run(func, args, kwargs)
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -292,7 +285,7 @@ class Router(Watch):
         if self._may_derive(func):
             held, options = substitute((args, kwargs), self._held)
             met = self.met(operands_of(held, options)[0])
-            output = self._derive(func, name_of(func), met, held, options) if met else NotImplemented
+            output = self._derive(func, met, held, options) if met else NotImplemented
             if output is not NotImplemented:
                 return output
         for tensor in operands_of(args, kwargs)[0]:
@@ -352,12 +345,14 @@ class Router(Watch):
         """Those among them that depend on the sample."""
         return list(filter(_functorch.is_wrapped, self._others(args, kwargs)))
 
-    def _derive(self, func: Any, name: str, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
+        if not self._may_derive(func):
+            return NotImplemented
         others = self._others(args, kwargs)
         if any(map(_functorch.is_wrapped, others)):
             return NotImplemented  # depends on the sample
-        if name in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
+        if name_of(func) in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
             return NotImplemented  # of the parameters it takes shape, dtype and device alone
         if target_of(func, args, kwargs) is not None:
             return NotImplemented
@@ -371,30 +366,15 @@ class Router(Watch):
             args, kwargs = substitute((args, kwargs), self.history)
             with torch.set_grad_enabled(records):
                 output = func(*args, **kwargs)
-            several = isinstance(output, (tuple, list))
-            parts = list(output) if several else [output]
-            if not all(isinstance(part, Tensor) for part in parts):
+            if not all(isinstance(part, Tensor) for part in (output if isinstance(output, (tuple, list)) else (output,))):
                 return NotImplemented
-            derivations = {i: Lifted.derivation(part, met, name, self.n) for i, part in enumerate(parts) if part.requires_grad}
-            for i, value in derivations.items():
-                call = Call(part_of(func, i if several else None), args, kwargs, parts[i], name)
-                value.made_by = call, met, call.versions
-        for value in met:
-            value.uses.append(f"{name}: derived")
+            output, values, constants = self.lift(func, met, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level))
         shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)
-        for i, part in enumerate(parts):
-            if i not in derivations:
-                self.constants.append(part)
-                self.own.mark(part)
-                continue
-            derivations[i].shared = shared
-            self.values.append(derivations[i])
-            parts[i] = self.hold(derivations[i], _functorch.wrap(derivations[i].leaf, self.level))
-        if several:
-            output = type(output)(parts) if hasattr(output, "n_fields") or not hasattr(output, "_fields") else type(output)(*parts)
-        else:
-            output = parts[0]
-        if key is not None and len(derivations) == len(parts):  # what is no constant cannot be written into
+        for value in values:
+            value.shared = shared
+        self.constants += constants
+        self.own.mark(constants)
+        if key is not None and not constants:  # what is no constant cannot be written into
             self.derivations[key] = output, given  # whose identities are in the key
         return output
 
@@ -446,10 +426,7 @@ class Router(Watch):
                 inputs = with_history(inputs)
             values: dict[Place, Any] = dict(zip(data, inputs, strict=True))
             values.update((place, value.value) for place, value in own.items())
-            placed = replace_at(arguments, values)
-            if rule.mixed:
-                placed["shared"] = {place_name(place) for place in (*own, *shared)}
-            result = rule.call(placed)
+            result = rule.call(replace_at(arguments, values), map(place_name, (*own, *shared)))
             if result is NotImplemented:
                 return ()
             outputs, builders = _registry.outputs_and_builders(op, result, self.n)

@@ -64,7 +64,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling(), _Outside(tensors, name), _Reads(generators):
+        with _ambient.compiling(), _ConstantsAsInputs(tensors, name), _Reads(generators):
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
 
@@ -103,7 +103,7 @@ def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphMo
         return make_fx(function)(*tensors)
 
 
-class _Outside(TorchDispatchMode):
+class _ConstantsAsInputs(TorchDispatchMode):
     """Makes what fn closes over as unknown to the tracer as its arguments: of a constant it would give a Python value, and keep that.
 
     And refuses what has as many entries as its values say: the number is a Python value too, on which all that follows may depend. And what

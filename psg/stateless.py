@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees
 from psg._errors import InputError, StateError
-from psg._ops import LIKENESSES, leaves_of, name_of
+from psg._ops import LIKE_ANOTHER, LIKENESSES, leaves_of, name_of
 from psg._outside import UNDIFFERENTIATED
 
 # While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
@@ -297,7 +297,7 @@ class _Strays(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in _HARMLESS else ():
-            shapes = name_of(func) in ("to", "type_as", "expand_as", "view_as", "reshape_as") and leaf is not args[0]
+            shapes = name_of(func) in LIKE_ANOTHER and leaf is not args[0]
             if isinstance(leaf, nn.Parameter) and id(leaf) in self._names and leaf.requires_grad and not shapes:
                 raise StateError(self._message.format(self._names[id(leaf)]))
         return func(*args, **(kwargs or {}))

@@ -47,7 +47,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _ambient, _functorch, _ladder, _primitive, _random, _trees, clipping, memory
+from psg import _ambient, _differentiable, _functorch, _ladder, _random, _trees, clipping, memory
 from psg._call import Call, Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg._ladder import Result
@@ -510,7 +510,7 @@ def _over_batches(
         with _ambient.off():
             call = prepare(label, kept, options, args, kwargs, settle)
             check(call)
-            return call, _primitive.differentiable(functools.partial(compute, reduce), call, options.method, attach=not factored)
+            return call, _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=not factored)
 
     return run
 

@@ -80,10 +80,7 @@ def _in_one_dtype(x: Factor, y: Factor) -> tuple[Factor, Factor]:
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor:
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    return functools.reduce(torch.add, terms)
 
 
 def _add(tensors: list[Tensor], others: list[Tensor]) -> Sequence[Tensor]:

@@ -590,3 +590,18 @@ def test_another_default_device(device):
     expected = psg.per_sample_norm(lambda p, x: F.linear(x, p).sin().sum(1), method="batch")(p, x)
     with torch.device("meta"):
         assert_trees_close(psg.per_sample_norm(lambda p, x: F.linear(x, p).sin().sum(1), method="batch")(p, x), expected)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: x @ w.max(0).values,
+        lambda w, x: (x @ torch.linalg.qr(w).R).square().sum(1),
+        lambda w, x: x @ w.split(2)[1].mean(0),
+    ],
+    ids=["max", "qr", "split"],
+)
+@pytest.mark.parametrize("n", [1, 4])
+def test_parameters_of_which_an_op_makes_several_tensors(fn, n, device):
+    w, x = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.float64), torch.randn(n, WIDTH, device=device, dtype=torch.float64)
+    psg.check(fn, method="batch")(w, x)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import psg
-from psg import _lifted
-from psg.factors import Conv, Dense, Outer, Place, Rows, Scaled, Sum, Views
+from psg import _carries, _lifted, _ops
+from psg.factors import Conv, Dense, Outer, Region, Rows, Scaled, Sum, Views
 from psg.testing import assert_trees_close, loop_grad
 from psg.testing._loop import tree_map
 
@@ -39,6 +39,10 @@ MATRICES = {
     "scaled, the number first": (lambda p: 0.3 * p["w"], {"w": Outer}),
     "divided": (lambda p: p["w"] / torch.tensor(3.0, device=p["w"].device), {"w": Outer}),
     "negative": (lambda p: -p["w"], {"w": Outer}),
+    "one over it": (lambda p: 1 / p["w"], {"w": Scaled}),
+    "two over it, of itself": (lambda p: p["w"] + 2 / p["s"], {"w": Outer, "s": Dense}),
+    "the number first": (lambda p: 1 - p["w"], {"w": Outer}),
+    "in the dtype of another": (lambda p: p["w"].to(p["s"]), {"w": Outer, "s": Sum}),
     "its own row scales": (lambda p: p["gain"] * p["w"], {"w": Outer, "gain": Dense}),
     "its own column scales": (lambda p: p["w"] * p["columns"], {"w": Outer, "columns": Dense}),
     "divided by a parameter": (lambda p: p["w"] / p["s"], {"w": Outer, "s": Dense}),
@@ -366,11 +370,11 @@ def test_places_that_are_apart_share_no_entry(shape, data):
         return part.squeeze() if data.draw(st.booleans()) else part.permute(*reversed(range(part.ndim)))
 
     views = [view(), view()]
-    places = [Place(tuple(part.shape), tuple(part.stride()), part.storage_offset()) for part in views]
-    assert all(torch.equal(place.of(entries), part) for place, part in zip(places, views, strict=True))
+    regions = [Region(tuple(part.shape), tuple(part.stride()), part.storage_offset()) for part in views]
+    assert all(torch.equal(region.of(entries), part) for region, part in zip(regions, views, strict=True))
     shared = set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())
-    assert not (places[0].is_apart(places[1], entries.shape) and shared)
-    assert places[0].is_apart(places[1], entries.shape) or shared or steps > 0  # a step over the other's entries is not looked into
+    assert not (regions[0].is_apart(regions[1], entries.shape) and shared)
+    assert regions[0].is_apart(regions[1], entries.shape) or shared or steps > 0  # a step over the other's entries is not looked into
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -552,3 +556,22 @@ def test_products_of_float16_whose_sides_would_leave_it(name, size, back, device
     exact = psg.tree.norm(tree_map(torch.Tensor.double, expected))
     assert exact.isfinite().all()
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=0)
+
+
+def test_ops_are_known_by_names_that_torch_has():
+    holders = (
+        torch,
+        torch.Tensor,
+        F,
+        torch.linalg,
+        torch.fft,
+        torch.special,
+        torch._C._linalg,
+        torch._C._fft,
+        torch._C._special,
+        torch._C._nn,
+    )
+    names = {_ops.name_of(value) for holder in holders for value in (getattr(holder, name) for name in dir(holder)) if callable(value)}
+    names |= {name for name, value in vars(torch._C.TensorBase).items() if hasattr(value, "__get__")}
+    known = {*_ops._DERIVING, *_ops.LIKE_ANOTHER, *_carries._CARRIES, *_carries._POINTWISE, *_carries._REDUCING, *_carries._COMPOSITES}
+    assert known <= names, known - names

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.factors import Conv, Dense, Expanded, Geometry, Outer, Place, Rows, Scaled, Sum, Views, merge
+from psg.factors import Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Sum, Views, merge
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -70,8 +70,8 @@ def views(n, size, generator):
     t, a, b = SIZES[size]
     left, right = randn(n, t, a // 2, generator=generator), randn(n, t, b, generator=generator)
     below = randn(n, b, a - a // 2, generator=generator)
-    places = [Place((a // 2, b), (b, 1), 0), Place((b, a - a // 2), (1, b), a // 2 * b)]
-    factor = Views([Outer(left, right), Dense(below)], places, torch.Size((a, b)))
+    regions = [Region((a // 2, b), (b, 1), 0), Region((b, a - a // 2), (1, b), a // 2 * b)]
+    factor = Views([Outer(left, right), Dense(below)], regions, torch.Size((a, b)))
     return factor, torch.cat([torch.einsum("nta,ntb->nab", left, right), below.mT], 1)
 
 
@@ -79,7 +79,7 @@ def reshaped(n, size, generator):
     """In another shape."""
     t, a, b = SIZES[size]
     left, right = randn(n, t, b, generator=generator), randn(n, t, a, generator=generator)
-    factor = Views([Outer(left, right)], [Place((b, a), (a, 1), 0)], torch.Size((a, b)))
+    factor = Views([Outer(left, right)], [Region((b, a), (a, 1), 0)], torch.Size((a, b)))
     return factor, torch.einsum("nta,ntb->nab", left, right).reshape(n, a, b)
 
 
@@ -405,7 +405,7 @@ def test_single_pixels_of_any_strides(dims, n, device):
 
 @pytest.mark.parametrize("n", [0, 2])
 def test_convs_of_other_geometry_meet(n, make):
-    # One kernel used at two places with other strides and paddings.
+    # One kernel used at two regions with other strides and paddings.
     first, first_tensor = make(conv, n, "2-D depthwise")
     generator = torch.Generator().manual_seed(1)
     input = torch.randn(n, 2, 3, 9, 9, generator=generator).to(first.device)
@@ -739,7 +739,7 @@ def test_what_is_one_tensor_for_all_samples_stays_one_when_they_are_joined(alike
 def test_what_the_samples_share_stays_shared_within_sums_and_views(make):
     def recipe(n, size, generator):
         (left, tensor), (right, other) = (scaled(outer)(n, size, generator) for _ in range(2))
-        whole = Place((4, 3), (3, 1), 0)
+        whole = Region((4, 3), (3, 1), 0)
         return Sum([left, Views([right], [whole], torch.Size((4, 3)))], torch.zeros(n, 0), torch.Size((4, 3))), tensor + other
 
     (left, right), keep = make(recipe, 5, "square"), torch.tensor([True, True, False, True, True])

@@ -17,7 +17,7 @@ from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled, merge_scaled
 from psg.factors._sum import Sum
-from psg.factors._views import Place, Views, merge_views
+from psg.factors._views import Region, Views, merge_views
 
 __all__ = [
     "Conv",
@@ -27,7 +27,7 @@ __all__ = [
     "Geometry",
     "Joint",
     "Outer",
-    "Place",
+    "Region",
     "Rows",
     "Scaled",
     "Sum",
@@ -115,4 +115,4 @@ for _kind in (Conv, Dense, Expanded, Outer, Rows, Scaled, Sum, Views):
     _register(_kind)
 
 # What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
-torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Place, Rows, Scaled, Sum, Views])
+torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Sum, Views])

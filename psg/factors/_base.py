@@ -223,7 +223,7 @@ class Factor(ABC):
 
     @abstractmethod
     def scale(self) -> Tensor:
-        """sum over the terms that it is made of of |term|^2 -> [n]: what sums of their inner products round in proportion to."""
+        """sum over the terms that it is made of, of |term|^2 -> [n]: what sums of their inner products round in proportion to."""
 
     def recover(self, squared: Tensor, scale: Tensor) -> Tensor:
         """Squared norms [n] that were added up from inner products of terms, where these cancel.
@@ -340,8 +340,13 @@ class Factor(ABC):
         return False
 
     def settle(self) -> "Factor":
-        """The form from which a norm and a weighted sum come cheapest: itself, or Dense."""
-        return self
+        """The form from which a norm and a weighted sum come cheapest: Dense if `is_kept`, else the same kind of settled factors."""
+        from psg.factors._dense import Dense  # which derives from this
+
+        if self.is_kept:
+            return Dense(self.materialize())
+        parts = any(isinstance(held, Factor) for held in self._held())
+        return self._each(lambda tensor: tensor, lambda factor: factor.settle()) if parts else self
 
     def plan(self) -> str:
         """How a norm and a weighted sum are computed from it, in a few words."""

@@ -15,7 +15,7 @@ from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sum import Sum
-from psg.factors._views import Place, Views
+from psg.factors._views import Region, Views
 
 Scale = Tensor | float
 
@@ -87,7 +87,7 @@ def _(factor: Views, scale: Scale) -> Factor | None:
         found = [scaled(factor.factors[0], _regrouped(entries, factor.shape, factor.factors[0].shape))]
     else:
         whole = entries.expand(factor.shape).contiguous()
-        found = [scaled(own, place.of(whole)) for own, place in zip(factor.factors, factor.places, strict=True)]
+        found = [scaled(own, region.of(whole)) for own, region in zip(factor.factors, factor.regions, strict=True)]
     own = [part for part in found if part is not None]
     return factor.with_factors(own) if len(own) == len(found) else None
 
@@ -252,8 +252,8 @@ def reshaped(factor: Factor, shape: torch.Size) -> Factor:
 def _viewed(factor: Factor, shape: torch.Size) -> Factor:
     if factor.shape == shape:
         return factor
-    place = Place(tuple(factor.shape), tuple(factor.shape[k + 1 :].numel() for k in range(len(factor.shape))), 0)
-    return Views([factor], [place], shape)
+    region = Region(tuple(factor.shape), tuple(factor.shape[k + 1 :].numel() for k in range(len(factor.shape))), 0)
+    return Views([factor], [region], shape)
 
 
 @reshaped.register
@@ -310,7 +310,7 @@ def _small(shape: torch.Size, factor: Factor) -> torch.Size:
 
 
 def _regrouped(entries: Tensor, shape: torch.Size, other: torch.Size) -> Tensor:
-    """Entries that broadcast to a shape, as those that do to the same tensor in another shape."""
+    """Reshape a tensor that broadcasts to `shape` into one that broadcasts to `other`."""
     whole = entries.expand(shape).reshape(other)
     for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
         if stride == 0 and size > 1:

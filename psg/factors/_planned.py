@@ -65,6 +65,3 @@ class Planned(Factor):
     @property
     def is_kept(self) -> bool:
         return self._plan() == "keep"
-
-    def settle(self) -> Factor:
-        return Dense(self.materialize()) if self.is_kept else self

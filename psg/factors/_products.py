@@ -162,17 +162,17 @@ for _kind in (Expanded, Scaled):
     _gram[_kind, Factor] = partial(_with_expanded, product=_gram_dense_dense)
 
 
-# Views x Views of the same places: place by place
+# Views x Views of the same regions: region by region
 
 
 @_pair(_inner, Views, Views)
 def _(x: Views, y: Views) -> Tensor | None:
-    return torch.stack([inner(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.places == y.places else None
+    return torch.stack([inner(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.regions == y.regions else None
 
 
 @_pair(_gram, Views, Views)
 def _(x: Views, y: Views) -> Tensor | None:
-    return torch.stack([gram(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.places == y.places else None
+    return torch.stack([gram(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.regions == y.regions else None
 
 
 # Rows x Rows: sum_{t,s} [index_t = index'_s] <c_t, c'_s>

@@ -117,9 +117,6 @@ class Rows(Factor):
         cotangent = widen(self.cotangent)
         return (direction.to(cotangent.dtype)[self.index] * cotangent).sum((1, 2))
 
-    def settle(self) -> Factor:
-        return Dense(self.materialize()) if self.is_kept else self
-
     def plan(self) -> str:
         return "materialised and kept" if self.is_kept else "sorted rows, one scatter"
 

@@ -128,7 +128,7 @@ class Scaled(Factor):
         return squared, torch.ones_like(squared)
 
     def _squares_of_terms(self, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """sum over the terms that it is made of of |term|^2, or what is no less, and the unit of |term|: no gradient is formed."""
+        """sum over the terms that it is made of, of |term|^2, or what is no less, and the unit of |term|: no gradient is formed."""
         entries, size = (part[0] for part in _in_units(shared[None]))
         squares = entries.square().expand(self.shape)
         if isinstance(self.factor, Expanded):
@@ -194,9 +194,6 @@ class Scaled(Factor):
     @property
     def is_kept(self) -> bool:
         return self.factor.is_kept
-
-    def settle(self) -> Factor:
-        return Dense(self.materialize()) if self.is_kept else Scaled(self.factor.settle(), self.entries)
 
     def plan(self) -> str:
         return f"scaled: {self.factor.plan()}"

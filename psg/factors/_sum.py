@@ -94,9 +94,6 @@ class Sum(Factor):
         mixed = self.is_mixed and plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize)
         return mixed or any(term.is_kept for term in self.terms)
 
-    def settle(self) -> Factor:
-        return Dense(self.materialize()) if self.is_kept else Sum([term.settle() for term in self.terms], self.like, self.shape)
-
     def plan(self) -> str:
         if not self.terms:
             return "zero: not used"

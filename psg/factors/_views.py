@@ -9,7 +9,7 @@ from torch import Tensor
 from psg.factors._base import Factor
 
 
-class Place(NamedTuple):
+class Region(NamedTuple):
     """Where a view's entries stand in its contiguous parameter; no two of them in one place."""
 
     size: tuple[int, ...]
@@ -26,7 +26,7 @@ class Place(NamedTuple):
         stride = torch.Size(shape).numel(), *self.stride
         return values.as_strided((n, *self.size), stride, values.storage_offset() + self.offset)
 
-    def is_apart(self, other: "Place", shape: torch.Size) -> bool:
+    def is_apart(self, other: "Region", shape: torch.Size) -> bool:
         """Whether the two are known to share no entry."""
         own, others = self._box(shape), other._box(shape)
         if own is None or others is None:
@@ -60,16 +60,16 @@ class Views(Factor):
 
     Args:
         factors: Of the same samples, at least one.
-        places: For each factor where its entries stand.
+        regions: For each factor where its entries stand.
         shape: The parameter's shape.
     """
 
     fields = ("factors",)
-    constants = ("places", "_shape")
+    constants = ("regions", "_shape")
 
-    def __init__(self, factors: Sequence[Factor], places: Sequence[Place], shape: torch.Size) -> None:
+    def __init__(self, factors: Sequence[Factor], regions: Sequence[Region], shape: torch.Size) -> None:
         self.factors = tuple(factors)
-        self.places = tuple(places)
+        self.regions = tuple(regions)
         self._shape = torch.Size(shape)
 
     @property
@@ -85,13 +85,13 @@ class Views(Factor):
         if self.is_reshaped:
             return part.reshape(self.n, *self.shape)
         values = self._room(part, self.n, *self.shape)
-        for k, place in enumerate(self.places):
-            place.of_each(values).copy_(self.factors[k].materialize() if k else part)
+        for k, region in enumerate(self.regions):
+            region.of_each(values).copy_(self.factors[k].materialize() if k else part)
         return values
 
     def _room(self, like: Tensor, *shape: int) -> Tensor:
         """Room for all entries of the parameter, zero where no view is."""
-        covered = sum(torch.Size(place.size).numel() for place in self.places) == self.shape.numel()
+        covered = sum(torch.Size(region.size).numel() for region in self.regions) == self.shape.numel()
         return like.new_empty(shape) if covered else like.new_zeros(shape)
 
     def squared_norm(self) -> Tensor:
@@ -112,45 +112,42 @@ class Views(Factor):
 
     def _placed(self, sums: Sequence[Tensor]) -> Tensor:
         total = self._room(sums[0], *self.shape)
-        for place, part in zip(self.places, sums, strict=True):
-            place.of(total).copy_(part)
+        for region, part in zip(self.regions, sums, strict=True):
+            region.of(total).copy_(part)
         return total
 
     def dot(self, direction: Tensor) -> Tensor:
         direction = direction.contiguous()
-        pairs = zip(self.factors, self.places, strict=True)
-        return torch.stack([factor.dot(place.of(direction)) for factor, place in pairs]).sum(0)
-
-    def settle(self) -> Factor:
-        return self.with_factors([factor.settle() for factor in self.factors])
+        pairs = zip(self.factors, self.regions, strict=True)
+        return torch.stack([factor.dot(region.of(direction)) for factor, region in pairs]).sum(0)
 
     @property
     def is_reshaped(self) -> bool:
         """Whether it is one view, of all entries in their order."""
-        place, size = self.places[0], torch.Size(self.places[0].size)
-        in_order = place.stride == tuple(size[k + 1 :].numel() for k in range(len(size)))
-        return len(self.places) == 1 and in_order and size.numel() == self.shape.numel()
+        region, size = self.regions[0], torch.Size(self.regions[0].size)
+        in_order = region.stride == tuple(size[k + 1 :].numel() for k in range(len(size)))
+        return len(self.regions) == 1 and in_order and size.numel() == self.shape.numel()
 
     def with_factors(self, factors: Sequence[Factor]) -> "Views":
-        """Others in the same places."""
-        return Views(factors, self.places, self.shape)
+        """Others in the same regions."""
+        return Views(factors, self.regions, self.shape)
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
 
 
 def merge_views(views: Sequence[Views], merge: Callable[[list[Factor]], Factor]) -> list[Views]:
-    """As few as there can be: factors of one place as one, and those in places that share no entry side by side."""
+    """As few as there can be: those of one region as one, and those of regions that share no entry side by side."""
     shape = views[0].shape
-    held: dict[Place, list[Factor]] = {}
+    held: dict[Region, list[Factor]] = {}
     for view in views:
-        for place, factor in zip(view.places, view.factors, strict=True):
-            held.setdefault(place, []).append(factor)
-    rows: list[list[Place]] = []
-    for place in held:
-        row = next((row for row in rows if all(place.is_apart(other, shape) for other in row)), None)
+        for region, factor in zip(view.regions, view.factors, strict=True):
+            held.setdefault(region, []).append(factor)
+    rows: list[list[Region]] = []
+    for region in held:
+        row = next((row for row in rows if all(region.is_apart(other, shape) for other in row)), None)
         if row is None:
-            rows.append([place])
+            rows.append([region])
         else:
-            row.append(place)
-    return [Views([merge(held[place]) for place in row], row, shape) for row in rows]
+            row.append(region)
+    return [Views([merge(held[region]) for region in row], row, shape) for row in rows]

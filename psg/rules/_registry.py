@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, get_args
 
@@ -82,8 +82,10 @@ class Rule(NamedTuple):
             arguments[name] = argument
         return arguments if self.required <= arguments.keys() else None
 
-    def call(self, arguments: dict[str, Any]) -> Any:
-        """Run on arguments by name."""
+    def call(self, arguments: dict[str, Any], shared: Iterable[str]) -> Any:
+        """Run on arguments by name, of which these are parameters."""
+        if self.mixed:
+            arguments = {**arguments, "shared": set(shared)}
         if self.star is None:
             return self.run(**arguments)
         rest = dict(arguments)
@@ -236,7 +238,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
     return op
 
 
-def decomposition(op: Any, differentiated: bool = False, of_data: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(*ops: Any, differentiated: bool = False, of_data: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register how to write an op with other ops, for which there are rules; NotImplemented from it declines the call.
 
     With `differentiated` only for passes in which what vmap makes of the op's backward is differentiated in turn; with `of_data` only for
@@ -244,9 +246,9 @@ def decomposition(op: Any, differentiated: bool = False, of_data: bool = False) 
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        (_derivable if differentiated else _decompositions)[op] = function
+        (_derivable if differentiated else _decompositions).update(dict.fromkeys(ops, function))
         if of_data:
-            _of_data.add(op)
+            _of_data.update(ops)
         return function
 
     return register

@@ -180,8 +180,7 @@ for _op in (
 
 
 def _quantile(name: str) -> None:
-    @decomposition(getattr(Tensor, name), of_data=True)
-    @decomposition(getattr(torch, name), of_data=True)
+    @decomposition(getattr(Tensor, name), getattr(torch, name), of_data=True)
     def quantile(
         input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear", out: Tensor | None = None
     ) -> Any:
@@ -232,8 +231,7 @@ _quantile("quantile")
 _quantile("nanquantile")
 
 
-@decomposition(torch.masked_fill, of_data=True)
-@decomposition(Tensor.masked_fill, of_data=True)
+@decomposition(torch.masked_fill, Tensor.masked_fill, of_data=True)
 def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
     """With a number that a tensor holds (a mask token)."""
     if not isinstance(value, Tensor) or value.ndim or mask.dtype != torch.bool or value.is_complex() and not input.is_complex():
@@ -241,16 +239,14 @@ def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
     return torch.where(mask, value.to(input.dtype), input).contiguous()
 
 
-@decomposition(torch.take, of_data=True)
-@decomposition(Tensor.take, of_data=True)
+@decomposition(torch.take, Tensor.take, of_data=True)
 def _take(input: Tensor, index: Tensor, **others: Any) -> Any:
     if others or index.dtype != torch.int64 or input.numel() == 0:
         return NotImplemented
     return input.reshape(-1)[index].contiguous()
 
 
-@decomposition(torch.renorm, of_data=True)
-@decomposition(Tensor.renorm, of_data=True)
+@decomposition(torch.renorm, Tensor.renorm, of_data=True)
 def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) -> Any:
     """Slices along `dim` with a norm above `maxnorm` brought to it."""
     if input.ndim < 2 or input.is_complex() or not input.is_contiguous() or any(isinstance(number, Tensor) for number in (p, maxnorm)):
@@ -283,8 +279,7 @@ def _pdist(input: Tensor, p: float = 2.0) -> Any:
     return torch.linalg.vector_norm(input[first] - input[second], p, -1)
 
 
-@decomposition(torch.put, of_data=True)
-@decomposition(Tensor.put, of_data=True)
+@decomposition(torch.put, Tensor.put, of_data=True)
 def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
     if index.numel() != source.numel() or index.dtype != torch.int64:
         return NotImplemented

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors import Dense, Factor, Outer, Place, Views
-from psg.rules._registry import reshape, rule, standard, transpose
+from psg.factors import Dense, Factor, Outer, Region, Views
+from psg.rules._registry import decomposition, reshape, rule, standard, transpose
 from psg.rules.linear import positions
 
 
@@ -101,8 +101,8 @@ def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, s
     order = contracted + produced if first is contracted else produced + contracted
     whole = torch.Size(found[name] for name in order)
     strides = {name: shape[k + 1 :].numel() for k, name in enumerate(labels)}
-    factor = Views([factor], [Place(tuple(factor.shape), (factor.shape[1], 1), 0)], whole)
-    return factor if order == labels else Views([factor], [Place(tuple(whole), tuple(strides[name] for name in order), 0)], shape)
+    factor = Views([factor], [Region(tuple(factor.shape), (factor.shape[1], 1), 0)], whole)
+    return factor if order == labels else Views([factor], [Region(tuple(whole), tuple(strides[name] for name in order), 0)], shape)
 
 
 def _dense(
@@ -209,15 +209,10 @@ def matmul_equation(dims: Sequence[int]) -> str:
     return f"{lead[0]}{rows}i,{lead[1]}i{columns}->{batch}{rows}{columns}"
 
 
-@rule(Tensor.__rmatmul__, params=("input", "other"))
-def rmatmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any:
+@decomposition(Tensor.__rmatmul__)
+def rmatmul(input: Tensor, other: Tensor) -> Any:
     """other @ input."""
-    swap = {"input": "other", "other": "input"}
-    result = matmul(other, input, shared={swap[name] for name in shared})
-    if result is NotImplemented:
-        return NotImplemented
-    output, builders = result
-    return output, {swap[name]: builder for name, builder in builders.items()}
+    return other @ input
 
 
 @rule(torch.mm, Tensor.mm, params=("input", "mat2"))
@@ -475,12 +470,6 @@ def standard_product(input: Tensor, other: Tensor, shared: Collection[str]) -> A
 def standard_matmul(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
     """x W or W x."""
     return _by_rows(input, other, "input" in shared) if len(shared) == 1 else NotImplemented
-
-
-@standard(Tensor.__rmatmul__)
-def standard_rmatmul(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
-    """other @ input."""
-    return _by_rows(other, input, "other" in shared) if len(shared) == 1 else NotImplemented
 
 
 @standard(torch.mm, Tensor.mm)

@@ -91,17 +91,12 @@ _aligned(torch.linalg.solve_ex)
 @decomposition(F.group_norm)
 def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Of a part of the channels: a sample of its own may be contiguous, where the batch, for which the kernel asks, is not."""
-    if not _functorch.is_wrapped(input) or _is_contiguous(input):
+    if not _functorch.is_wrapped(input) or _functorch.bare(input).is_contiguous():
         return NotImplemented
     copy = input.clone(memory_format=torch.contiguous_format)
-    return F.group_norm(copy, *args, **kwargs) if _is_contiguous(copy) else NotImplemented  # that of a parameter is one for all samples
-
-
-def _is_contiguous(tensor: Tensor) -> bool:
-    """Of the memory under all wrappers."""
-    while _functorch.is_wrapped(tensor):
-        tensor = _functorch.value_of(tensor)
-    return tensor.is_contiguous()
+    if not _functorch.bare(copy).is_contiguous():
+        return NotImplemented  # that of a parameter is one for all samples
+    return F.group_norm(copy, *args, **kwargs)
 
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__

@@ -184,12 +184,6 @@ def _matmul_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | N
     return None if 0 in dims else _product(matmul_equation(dims), "input", "other")(arguments, own)
 
 
-@_splits(Tensor.__rmatmul__)
-def _rmatmul_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
-    dims = arguments["other"].ndim, arguments["input"].ndim
-    return None if 0 in dims else _product(matmul_equation(dims), "other", "input")(arguments, own)
-
-
 @_splits(torch.einsum)
 def _einsum_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if not isinstance(arguments["equation"], str):

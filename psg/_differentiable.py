@@ -15,7 +15,7 @@ from torch import Tensor
 from psg import _functorch, _random, _trees
 from psg._call import Call
 from psg._errors import warn_once
-from psg._outside import Replaced, Watched
+from psg._outside import Recorded, Replaced
 
 Compute = Callable[[Call, str], Any]
 
@@ -39,7 +39,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     needed = call.needs_derivative
     if needed and not attach:
         return compute(call, reference)
-    outside = Watched()
+    outside = Recorded()
     before = _random.get_state(call.leaves[i] for i in call.tensors)
     with torch.no_grad():
         result = compute(replace(call, outside=outside), method)
