@@ -14,8 +14,11 @@ from psg import _functorch
 from psg._errors import warn_once
 from psg._ops import METADATA, PREDICATES, leaves_of, substitute
 
-# Ops through which nothing is differentiated.
+REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
+"""Ops that make a leaf of a tensor."""
+
 UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
+"""Ops through which nothing is differentiated."""
 
 
 class Outside:
@@ -49,9 +52,12 @@ class Recorded(Outside):
     def __init__(self) -> None:
         super().__init__()
         self._start = _functorch.now()
+        self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
         """Note those among them that autograd would record."""
+        if func in REQUIRING and not leaves[0].requires_grad:
+            self._made[id(leaves[0])] = leaves[0]
         if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
             return
         for leaf in leaves:
@@ -81,7 +87,8 @@ class Recorded(Outside):
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
         if tensor.grad_fn is not None:
             return _functorch.made_before(tensor.grad_fn, self._start)
-        return id(tensor._base if tensor._is_view() else tensor) not in own
+        base = id(tensor._base if tensor._is_view() else tensor)
+        return base not in own and base not in self._made
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call it and note them; what has no history depends on none."""

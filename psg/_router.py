@@ -35,6 +35,7 @@ from psg._ops import (
     substitute,
     target_of,
 )
+from psg._outside import REQUIRING
 from psg.rules import _registry
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 from psg.rules.rows import LOOKUPS
@@ -140,7 +141,7 @@ class Router(Watch):
         if not _functorch.is_batched(tensor, self.level):
             if self.constants:
                 raise Retry("requires_grad_ of what may be computed from parameters", derives=False)
-            return func(tensor, flag)
+            return tensor if flag and tensor.requires_grad else func(tensor, flag)
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(flag)
         return tensor
@@ -472,7 +473,7 @@ def _lays_out(index: Any) -> bool:
     return isinstance(index, (tuple, list)) and len(index) > 1 and any(isinstance(item, Tensor) and item.ndim > 0 for item in index)
 
 
-_AUTOGRAD = {torch.autograd.grad, Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
+_AUTOGRAD = {torch.autograd.grad, *REQUIRING}
 
 
 def _differentiate_elsewhere(

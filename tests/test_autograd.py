@@ -344,3 +344,16 @@ def test_a_squared_norm_is_smooth_at_zero(size, device):
     factor = psg.factors.Outer(torch.zeros(1, 1, size, device=device), torch.ones(1, 1, 2, device=device))
     curve = hessian(lambda s: psg.tree.squared_norm(psg.factors.Outer(factor.left + s, factor.right)).sum())(torch.zeros((), device=device))
     assert curve.item() == 4 * size
+
+
+@pytest.mark.parametrize("method", ["capture", "loop", "batch"])
+def test_data_that_the_function_itself_makes_a_leaf_gives_no_history(method, device):
+    def fn(w, x):
+        return (w * x.detach().clone().requires_grad_(True)).sum(-1) ** 2
+
+    w, x = torch.ones(3, device=device), torch.randn(4, 3, device=device)
+    out = psg.clipped_grad(fn, 1.0, method=method)(w, x)
+    assert not out.grads.requires_grad and not out.values.requires_grad
+    closed = torch.ones(3, device=device, requires_grad=True)  # unlike what it is not the first to make one
+    outer = psg.per_sample_norm(lambda w, x: fn(w, closed.requires_grad_(True) * x), method=method)(w, x)
+    assert outer.requires_grad
