@@ -66,6 +66,8 @@ class Step:
         """What autograd makes of one cotangent for one argument: of this op alone, and not of what led to the others."""
         leaf = side.detach().requires_grad_()
         output = self.again({id(side): leaf}, self.run)
+        if not output.requires_grad:
+            return torch.zeros_like(side)  # of several outputs one that is computed from another side
         return torch.autograd.grad(output, leaf, cotangent.to(output.dtype))[0]
 
 

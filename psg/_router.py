@@ -139,9 +139,11 @@ class Router(Watch):
                 raise Unsupported("requires_grad_(False) of a parameter")
             return tensor
         if not _functorch.is_batched(tensor, self.level):
+            if tensor.requires_grad == flag:
+                return tensor  # torch.func forbids it even where it changes nothing
             if self.constants:
                 raise Retry("requires_grad_ of what may be computed from parameters", derives=False)
-            return tensor if flag and tensor.requires_grad else func(tensor, flag)
+            return func(tensor, flag)
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(flag)
         return tensor

@@ -1,7 +1,9 @@
 """From an nn.Module to a function of one sample and the parameters it is differentiated for."""
 
 import contextlib
+import inspect
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees
-from psg._errors import InputError, StateError
+from psg._errors import InputError, StateError, warn_once
 from psg._ops import LIKE_ANOTHER, LIKENESSES, leaves_of, name_of
 from psg._outside import UNDIFFERENTIATED
 
@@ -59,25 +61,31 @@ def stateless(
             Threads that call functions of one module take turns; let none use the module itself meanwhile, nor functions of another
             module that shares submodules with it.
         criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
-            `F.cross_entropy` with its default reduction gives; with `has_aux=True` of the transforms, to a pair of the loss and more.
-            None if the module's output is the loss, or has it as `.loss`. Several targets, or a weight for each sample, go in a tuple. It
-            is called while the module has the parameters that the loss is given: a penalty on them counts.
+            `F.cross_entropy` with its default reduction gives; with `has_aux=True` of the transforms, to a pair of the loss and more, which
+            keeps its batch dimension of 1. A function of one positional argument is given the output alone, and there is no target. None if
+            the module's output is the loss, or has it as `.loss`. Several targets, or a weight for each sample, go in a tuple. It is called
+            while the module has the parameters that the loss is given: a penalty on them counts.
         batch_dim: Where the batch dimension is added, 1 for sequences [t, *] that enter as [t, 1, *]. With None a sample enters as it is:
             for modules written for one sample, and for samples that are batches themselves (all of a user's, or augmentations of one).
             So does the whole batch of `method="batch"`, whose criterion gives one loss for each sample (`reduction="none"`).
 
     Returns:
-        `(loss, params)`. `loss(params, *inputs, target, **shared)`, without a target if criterion is None, passes the inputs on to the
-        module; a mapping among them is spread as keyword arguments, as in `module(**batch)`. What is given by keyword is the same for all
-        samples (masks, flags) and reaches the module as it is. `params` maps names to the parameters that require grad, detached: they
-        share their memory with the module's.
+        `(loss, params)`. `loss(params, *inputs, target, **shared)`, without a target if the criterion takes none, passes the inputs on to
+        the module; a mapping among them is spread as keyword arguments, as in `module(**batch)`. What is given by keyword is the same for
+        all samples (masks, flags) and reaches the module as it is. `params` maps names to the parameters that require grad, detached: they
+        share their memory with the module's until that is moved, cast or assigned anew, after which stateless is to be called again. A part
+        of them is differentiated at the price of that part, the rest being as it is in the module. Neither can be pickled.
 
     Raises:
-        InputError: It is no module, no parameter requires grad, a lazy one has no shape yet, the module is a DataParallel, or `batch_dim`
-            is no dimension. At a call: the output has no loss, `params` is no mapping, or a name in it is not, or no longer, the first
-            name of a parameter.
+        InputError: It is no module, no parameter requires grad, a lazy one has no shape yet, the module is wrapped (DataParallel, FSDP,
+            Opacus), or `batch_dim` is no dimension. At a call: the output has no loss, `params` is no mapping, or a name in it is not, or
+            no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode, the module has changed one of its buffers, or it has used a
             parameter that it also holds outside of its registered ones, in a list say, or the criterion one that it has kept.
+
+    Warns:
+        UserWarning: A parameter has a hook, which is not called. At a call: the module's parameters have other memory than those of
+            `params`, which stateless gave and which therefore no longer change with them.
 
     Example:
         >>> import torch, psg
@@ -92,16 +100,29 @@ def stateless(
         raise InputError(f"stateless: expected a module, got {module!r}. Of a class make an instance first.")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
-    if isinstance(module, nn.DataParallel):
-        raise InputError("stateless(DataParallel): it copies its module at every call. Give that module itself.")
+    wrappers = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & _WRAPPERS]
+    if wrappers:
+        raise InputError(
+            f"stateless({_kind(wrappers[0])}): it copies, shards or hooks the parameters of the module that it wraps. Give that module "
+            "itself, before it is wrapped."
+        )
     if batch_dim is not None and (isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0):
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     turn = _turns.setdefault(module, threading.RLock())
     with turn:
         strays = _strays(module)
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+        hooked = [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter._backward_hooks]
+        memory = {name: parameter.data_ptr() for name, parameter in params.items()}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
+    if hooked:
+        warnings.warn(
+            f"stateless: the parameter {hooked[0]!r} has a hook, which psg does not call: a sample's gradient is that of its loss.",
+            UserWarning,
+            stacklevel=2,
+        )
+    takes_target = criterion is not None and _takes_two(criterion)
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
         met = _met.get()
@@ -112,10 +133,10 @@ def stateless(
                 f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "
                 "returned, or `dict(module.named_parameters())`."
             )
-        if criterion is not None and not sample:
+        if takes_target and not sample:
             raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
         batch = [_add_batch_dim(argument, batch_dim) for argument in sample]
-        inputs, target = (batch, None) if criterion is None else (batch[:-1], batch[-1])
+        inputs, target = (batch[:-1], batch[-1:]) if takes_target else (batch, [])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}
 
@@ -124,14 +145,15 @@ def stateless(
             if criterion is None:
                 return _loss_of(output)
             with _Strays(own, _KEPT_BY_CRITERION):  # with the others in place: it may have a penalty on them
-                return criterion(output, target)
+                return criterion(output, *target)
 
         try:
             with turn, _functorch.uncached():
-                return _call(module, params, run, turn, strays)
+                return _call(module, params, run, turn, strays, memory)
         except TypeError as error:
-            last = "" if criterion is None else ", the last of them for criterion(output, target)"
-            error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}.")
+            last = ", the last of them for criterion(output, target)" if takes_target else ""
+            named = f", and by keyword, for the module, {', '.join(shared)}" if shared else ""
+            error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}{named}.")
             raise
 
     def cache_key() -> Hashable:
@@ -144,13 +166,35 @@ def stateless(
     return loss, params
 
 
-def _call(module: nn.Module, params: dict[str, Tensor], run: Callable[[dict[int, str]], Any], turn: Any, strays: dict[int, str]) -> Any:
+_WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "FSDPModule", "GradSampleModule"}
+"""Modules around modules, by the names of their classes, that do with parameters what no function can."""
+
+
+def _takes_two(criterion: Callable[..., Any]) -> bool:
+    """Whether a criterion takes a target beside the output."""
+    try:
+        parameters = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion).parameters.values()
+    except (TypeError, ValueError):
+        return True  # one of torch's own, say
+    positional = [own for own in parameters if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)]
+    return len(positional) != 1 or any(own.kind == own.VAR_POSITIONAL for own in parameters)
+
+
+def _call(
+    module: nn.Module,
+    params: dict[str, Tensor],
+    run: Callable[[dict[int, str]], Any],
+    turn: Any,
+    strays: dict[int, str],
+    memory: dict[str, int],
+) -> Any:
     """Run what calls the module, with the names of its own parameters by id, while it has others; raise if that has changed a buffer."""
     # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
     slots, buffer_slots = _slots(children, "_parameters"), _slots(children, "_buffers")
     own = _held(slots)
+    _warn_of_those_left_behind(module, params, own, memory)
     params = _under_all_names(module, params, own)
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
@@ -164,21 +208,57 @@ def _call(module: nn.Module, params: dict[str, Tensor], run: Callable[[dict[int,
                 yield
 
     met = {key: name for key, name in strays.items() if name in params}
-    with holding(), _Strays(met, _KEPT_BY_MODULE) if met else contextlib.nullcontext():
-        output = run({id(parameter): name for name, parameter in own.items() if name in params})
+    refuse = _refuses_writes(children, buffers)
+    with holding(), _pass.refusing(refuse) if buffers else contextlib.nullcontext():
+        with _Strays(met, _KEPT_BY_MODULE) if met else contextlib.nullcontext():
+            output = run({id(parameter): name for name, parameter in own.items() if name in params})
         now = buffers if scripted is not None else _held(buffer_slots)
     # What runs again in the backward pass is to find the same.
     _pass.remember(module, params, holding)
     # A buffer that was assigned anew is another tensor; one that was written into has a new version.
     changed = [name for name, buffer in buffers.items() if now.get(name) is not buffer or buffer._version != versions[name]]
     if changed:
-        owner = changed[0].rpartition(".")[0]
-        kind = _kind(children[owner])
-        raise StateError(
-            f"stateless: the forward pass of {owner or 'the module'} ({kind}) changes its buffer {changed[0]!r}, so that one sample's "
-            "gradient would depend on the samples before it. Put the module in eval mode, or take the update out of forward."
-        )
+        raise StateError(_changing(children, changed[0]))
     return output
+
+
+def _warn_of_those_left_behind(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor], memory: dict[str, int]) -> None:
+    """Warn of what stateless gave, as `memory` tells, where the module has something else by now."""
+    with torch._C.DisableTorchFunction():
+        moved = [name for name in params if name in memory and name in own and own[name].data_ptr() != memory[name]]
+        stale = [name for name in moved if _functorch.memory_of(params[name]) == memory[name]]
+    if stale:
+        warn_once(
+            (type(module), "stale"),
+            f"stateless: the module's parameter {stale[0]!r} has been moved, cast or assigned anew since stateless was called, and is no "
+            "longer the one in params, which no optimizer of the module reaches. Call stateless again.",
+            UserWarning,
+        )
+
+
+def _refuses_writes(children: dict[str, nn.Module], buffers: dict[str, Tensor]) -> Callable[[Any], None]:
+    """What raises for one of the buffers that is about to be written into: by `.data` no version would tell."""
+    names: dict[int, str] = {}
+
+    def refuse(target: Any) -> None:
+        if not names:
+            names.update((_functorch.memory_of(buffer), name) for name, buffer in buffers.items() if buffer.numel())
+        for tensor in target if isinstance(target, (tuple, list)) else (target,):
+            if isinstance(tensor, Tensor) and (name := names.get(_functorch.memory_of(tensor))) is not None:
+                raise StateError(_changing(children, name))
+
+    return refuse
+
+
+def _changing(children: dict[str, nn.Module], name: str) -> str:
+    owner = name.rpartition(".")[0]
+    way_out = "Put the module in eval mode, or take the update out of forward."
+    if not children[owner].training:
+        way_out = "Take the update out of forward; if it fills a cache, run the module on the longest input once before."
+    return (
+        f"stateless: the forward pass of {owner or 'the module'} ({_kind(children[owner])}) changes its buffer {name!r}, so that one "
+        f"sample's gradient would depend on the samples before it. {way_out}"
+    )
 
 
 _Slots = dict[str, tuple[dict[str, Tensor | None], str]]

@@ -558,6 +558,15 @@ def test_products_of_float16_whose_sides_would_leave_it(name, size, back, device
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=0)
 
 
+def test_outputs_of_which_each_is_computed_from_one_parameter(device):
+    def fn(p, x):
+        first, second = torch.broadcast_tensors(p["a"], p["b"])
+        return (first * x).sum() + x[0] * second
+
+    params = {name: torch.randn((), device=device, dtype=torch.float64) for name in "ab"}
+    psg.check(fn, method="capture")(params, torch.randn(5, 3, device=device, dtype=torch.float64))
+
+
 def test_ops_are_known_by_names_that_torch_has():
     holders = (
         torch,

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import warnings
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from cases import N, Tied, convnet
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import vector_to_parameters
 
 import psg
 from psg.testing import assert_trees_close, loop_grad
@@ -617,3 +619,69 @@ def test_a_criterion_that_has_kept_the_module_s_parameters_is_refused(device):
 
     loss, params = psg.stateless(module, near)
     assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
+
+
+class Counter(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.w, self.write = nn.Parameter(torch.ones(3)), write
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.write(self.seen, x)
+        return self.w * x * self.seen
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda seen, x: seen.data.add_(1),
+        lambda seen, x: seen.data.lerp_(x.detach().sum(), 0.5),
+        lambda seen, x: torch.add(seen, 1, out=seen.data),
+    ],
+    ids=["add_", "lerp_", "out"],
+)
+def test_a_buffer_written_into_through_data_is_an_error(write, method, device):
+    loss, params = psg.stateless(Counter(write).to(device), lambda output: output.sum())
+    with pytest.raises(psg.StateError, match=r"changes its buffer 'seen'.*eval mode"):
+        psg.per_sample_grad(loss, method=method)(params, torch.randn(4, 3, device=device))
+    loss, params = psg.stateless(Counter(write).to(device).eval(), lambda output: output.sum())
+    with pytest.raises(psg.StateError, match="run the module on the longest input once before"):
+        psg.per_sample_grad(loss, method=method)(params, torch.randn(4, 3, device=device))
+
+
+@pytest.mark.parametrize("criterion", [lambda output: output.square().sum(), nn.Flatten(0), None], ids=["function", "module", "none"])
+def test_a_criterion_of_the_output_alone(criterion, device):
+    loss, params = psg.stateless(nn.Linear(3, 1).to(device), criterion)
+    psg.check(lambda p, x: loss(p, x).sum())(params, torch.randn(4, 3, device=device))
+
+
+@pytest.mark.parametrize("change", [nn.Module.float, lambda module: vector_to_parameters(torch.ones(8), module.parameters())])
+def test_parameters_that_the_module_has_left_behind(change):
+    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    loss, params = psg.stateless(module, lambda output: output.sum())
+    norms = psg.per_sample_norm(loss)
+    stepped = {name: 2 * tensor for name, tensor in params.items()}
+    change(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norms(stepped, x)  # not what stateless gave: whoever steps by functions of their own needs no module
+        norms(dict(module.named_parameters()), x.to(module.weight.dtype))
+    with pytest.warns(UserWarning, match=r"'weight' has been moved, cast or assigned anew.*Call stateless again"):
+        norms(params, x)
+
+
+def test_hooks_of_parameters_are_not_called():
+    module = nn.Linear(3, 2)
+    module.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.warns(UserWarning, match="the parameter 'bias' has a hook"):
+        loss, params = psg.stateless(module, lambda output: output.sum())
+    assert psg.per_sample_grad(loss)(params, torch.randn(4, 3))["bias"].eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["FSDPModule", "GradSampleModule", "FullyShardedDataParallel"])
+def test_wrapped_modules_are_refused(name):
+    wrapper = type(name, (nn.Sequential,), {})(nn.Linear(3, 2))
+    with pytest.raises(psg.InputError, match=r"Give that module itself, before it is wrapped"):
+        psg.stateless(wrapper, F.cross_entropy)

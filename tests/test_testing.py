@@ -309,3 +309,14 @@ def test_check_of_a_sample_that_is_infinite(device):
     w, x = torch.randn(4, 3, device=device), torch.randn(5, 2, 3, device=device)
     x[2, 0, 1] = torch.inf
     psg.check(lambda w, x: (x @ w.T).square().sum())(w, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_check_under_autocast(dtype):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8 * 16, 4)).float()
+    loss, params = psg.stateless(model, F.cross_entropy)
+    x, y = torch.randn(5, 3, 6, 6, dtype=torch.float32), torch.randint(4, (5,))
+    with torch.autocast("cpu", dtype):
+        assert psg.check(loss)(params, x, y).samples == 5
+        with pytest.raises(psg.testing.Mismatch):
+            psg.check(loss, rtol=1e-7)(params, x, y)

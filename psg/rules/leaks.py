@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg import _functorch, _pass
 from psg._errors import StateError
+from psg._ops import target_of
 from psg.rules._registry import leak
 
 leak(
@@ -76,11 +77,14 @@ _UPDATING: dict[Any, tuple[int, str, int, str]] = {
 
 
 def refuse_updates(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise if the call updates running statistics, in whatever memory they are.
+    """Raise if the call writes into a buffer of the module, or updates running statistics, in whatever memory they are.
 
     Raises:
         StateError: It does.
     """
+    refuse = _pass.refusal()
+    if refuse is not None and (target := target_of(func, args, kwargs)) is not None:
+        refuse(target)
     if func not in _UPDATING:
         return
 

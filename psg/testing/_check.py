@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import transforms, tree
+from psg import _ambient, _functorch, transforms, tree
 from psg._call import Method, Options, prepare
 from psg._errors import InputError
 from psg._trees import Tree, flatten
@@ -54,7 +54,7 @@ def check(
         chunk_size: as in `psg.per_sample_grad`.
         method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says
             that the samples do not interact.
-        rtol: as in `assert_trees_close`.
+        rtol: as in `assert_trees_close`; under autocast None is the tolerance of the dtype that it computes in.
         atol: as in `assert_trees_close`.
 
     Returns:
@@ -73,9 +73,12 @@ def check(
         loop = loop_value_and_grad(single, argnums, in_dims=in_dims)
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
         (values, grads), (found_values, found) = loop(*args, **shared), both(*args, **shared)
+        allowed = rtol
+        if rtol is None and (narrow := _functorch.autocast_dtype(values)) is not None:
+            allowed = max(default_rtol(leaf.dtype) for leaf in [values.new_empty(0, dtype=narrow), *flatten(grads)[0]])
         try:
-            assert_trees_close(found_values, values, rtol, atol, name="values")
-            error = assert_trees_close(found, grads, rtol, atol, name="grads")
+            assert_trees_close(found_values, values, allowed, atol, name="values")
+            error = assert_trees_close(found, grads, allowed, atol, name="grads")
         except Mismatch as mismatch:
             if not _repeatable(loop(*args, **shared), (values, grads)):
                 raise InputError(
@@ -86,7 +89,8 @@ def check(
             verdict = "" if i is None else _arbitrate(single, argnums, in_dims, args, shared, found, grads, i)
             raise Mismatch(f"{mismatch}{verdict}", mismatch.path, i, mismatch.error) from None
         factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
-        assert_reductions_close(factored, grads, rtol, atol)
+        with _ambient.off():
+            assert_reductions_close(factored, grads, allowed, atol)
         return Checked(len(values), len(flatten(grads)[0]), error)
 
     return checked
