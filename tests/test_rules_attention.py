@@ -281,3 +281,18 @@ def test_transformer_layers(build, training, masked, device):
         ruled = {use for use in leaf.uses if use.endswith(": rule")}
         # A decoder projects queries and memory by parts of one matrix.
         assert ruled and set(leaf.uses) <= ruled | {"split: derived", "unflatten: derived", "transpose: derived"}, leaf
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4), (1, 1, 3, 4), (2, 1, 3, 4)], ids=str)
+@pytest.mark.parametrize("place", ["query", "key", "value"])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite(shape, place, broken, device):
+    def fn(w, q, k, v):
+        return F.linear(F.scaled_dot_product_attention(q, k, v), w).sin().sum()
+
+    w, sides = torch.randn(4, 4, device=device), {name: torch.randn(3, *shape, device=device) for name in ("query", "key", "value")}
+    sides[place][1].flatten()[0] = broken
+    # Broadcast against each other torch takes its plain mathematics too.
+    sides["key"], sides["value"] = (sides[name][:, :1] if len(shape) == 4 else sides[name] for name in ("key", "value"))
+    expected = psg.per_sample_value_and_grad(fn, method="loop")(w, *sides.values())
+    assert_trees_close(psg.per_sample_value_and_grad(fn, method="capture")(w, *sides.values()), expected)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _functorch
 from psg.rules._registry import decomposition, rule
 
 
@@ -24,7 +25,8 @@ def scaled_dot_product_attention(
     """softmax(scale q k^T + mask) v: ([n,*,h,t,e], [n,*,h,s,e], [n,*,h,s,f]) -> [n,*,h,t,f], dimensions before t broadcast.
 
     A mask that is differentiated (a learned bias) runs by torch's plain mathematics, which torch itself chooses then; under vmap it would
-    not see that. Declines a dropout, whose draws follow vmap's `randomness`.
+    not see that. Declines a dropout, whose draws follow vmap's `randomness`, and what is not finite where only the fused kernel would run:
+    it takes a row of scores that are NaN for one without entries.
     """
     dims = max(tensor.ndim - 1 for tensor in (query, key, value))
     alone = dims == 2  # fn has no dimension for heads
@@ -32,7 +34,11 @@ def scaled_dot_product_attention(
         return NotImplemented
     q, k, v = (_with_dims(tensor, max(dims, 3)) for tensor in (query, key, value))
     shared = -2 if not enable_gqa else -3  # the dimensions before these are the same for all three
-    if not q.shape[:shared] == k.shape[:shared] == v.shape[:shared]:
+    alike = q.shape[:shared] == k.shape[:shared] == v.shape[:shared]
+    is_fused_alone = dims == 4 and alike
+    if not is_fused_alone and _functorch.may_ask(q) and not (q.sum() + k.sum()).isfinite():
+        return NotImplemented
+    if not alike:
         try:
             batch = torch.broadcast_shapes(*(tensor.shape[:shared] for tensor in (q, k, v)))
         except RuntimeError:
