@@ -69,8 +69,13 @@ def _off(inference: bool, checkpointed: bool, enabled: list[str]) -> Iterator[No
 
 
 def usable(leaf: Any) -> Any:
-    """A tensor made under inference mode as one that autograd can use; everything else as it is. Call it outside of that mode."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
+    """A tensor made under inference mode, or marked as negative, as one of which autograd is right; everything else as it is.
+
+    Call it outside of that mode. (Of a marked tensor torch's det has the gradient of the transposed one.)
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.clone() if leaf.is_inference() else leaf.resolve_neg()
 
 
 def _may_compile() -> bool:

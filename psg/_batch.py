@@ -84,7 +84,7 @@ def capture_batch(
     while True:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
-            given = [tensor.clone() if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
+            given = [_functorch.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
             inputs = [] if copied else [*given, *beside]
             return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, look, choices)  # noqa: B023
         except _WritesInput:

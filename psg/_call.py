@@ -160,7 +160,7 @@ class Call:
         def own(leaf: Any, dim: int | None) -> Any:
             if dim is not None:
                 return leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+            return _functorch.copy_of(leaf) if isinstance(leaf, Tensor) else leaf
 
         return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
 
@@ -210,7 +210,7 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.clone()
+            copies[id(leaf)] = _functorch.copy_of(leaf)
         return copies[id(leaf)]
 
     holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}

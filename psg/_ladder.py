@@ -475,7 +475,7 @@ def empty(call: Call) -> Result:
             for leaf, dim in zip(call.leaves, call.dims, strict=True)
         ]
         # Copies: a function that writes into its arguments must not write into the caller's.
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = [_functorch.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         _, aux = call.evaluate(leaves, copies=True)
         tensors, spec = _trees.flatten(aux)
         aux = _trees.unflatten(spec, [t.detach().new_zeros(0, *t.shape) if isinstance(t, Tensor) else t for t in tensors])

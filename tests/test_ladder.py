@@ -819,3 +819,42 @@ def test_layers_that_run_again_where_a_derivative_may_be_asked_for(way, device):
         warnings.simplefilter("ignore")
         found = psg.tree.materialize(psg.factored_grad(lambda p, x, y: loss(p, x, y) * closed)(params, x, y))
     assert_trees_close(tree_map(torch.Tensor.detach, found), loop_grad(loss)(params, x, y))
+
+
+LAYOUTS = {
+    "columns": lambda: torch.randn(4, 6)[:, ::2],
+    "rows of more": lambda: torch.randn(4, 6)[:, 1:4],
+    "transposed": lambda: torch.randn(3, 4).T,
+    "expanded": lambda: torch.randn(3).expand(4, 3),
+    "one of many": lambda: torch.randn(4, 3, 1000)[..., 7],
+}
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_tensors_keep_their_layout(layout, method, device):
+    w, shared, x = LAYOUTS[layout]().to(device), LAYOUTS[layout]().to(device), torch.randn(5, 3, device=device)
+    strides = []
+
+    def fn(w, x, shared):
+        strides.append((w.stride(), shared.stride()))
+        return (w @ x + shared @ x).square().sum()
+
+    psg.per_sample_grad(fn, in_dims=(None, 0, None), method=method)(w, x, shared)
+    if layout != "one of many" or method == "capture":
+        assert set(strides) == {(w.stride(), shared.stride())}
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+def test_what_lies_between_the_entries_of_a_parameter(method):
+    w, x = torch.randn(4, 4)[:, ::2], torch.randn(3)
+    psg.check(lambda w, x: w.as_strided((2, 2), (2, 1)).square().sum() * x, method=method)(w, x)
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+def test_tensors_that_are_marked_as_negative(method, device):
+    w = torch.randn(3, 3, dtype=torch.float64, device=device)
+    marked = torch.complex(w, -w).conj().imag
+    assert marked.is_neg()
+    expected = loop_grad(lambda w, x: w.det() * x)(w, torch.ones(2, device=device))
+    assert_trees_close(psg.per_sample_grad(lambda w, x: w.det() * x, method=method)(marked, torch.ones(2, device=device)), expected)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from psg import _pass
 from psg._errors import InputError
+from psg._functorch import copy_of
 from psg._trees import NAMESPACE, Tree, flatten, unflatten
 
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations know no user's trees
@@ -129,7 +130,7 @@ class Batch:
             if not isinstance(leaf, Tensor):
                 return leaf
             if dim is None:
-                return leaf.detach().clone()
+                return copy_of(leaf.detach())
             # Contiguous: eager float64 convolutions give a wrong weight gradient for a batch of one that is a slice
             # of a channels_last batch.
             return leaf.detach().select(dim, i).clone(memory_format=torch.contiguous_format)
