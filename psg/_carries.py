@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _trees
-from psg._ops import LIKE_ANOTHER, name_of
+from psg._ops import LIKE_ANOTHER, name_of, substitute
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
@@ -54,13 +54,12 @@ class Step:
     def again(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
         """What it, or `run` in its place, gives for arguments without their history; leaves stand for some, by their identity."""
 
-        def given(argument: Any) -> Any:
-            if isinstance(argument, (list, tuple)):
-                return type(argument)([given(item) for item in argument])
-            return leaves.get(id(argument), argument.detach()) if isinstance(argument, Tensor) else argument
+        def given(leaf: Any) -> Any:
+            return leaves.get(id(leaf), leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
         with torch.enable_grad():
-            return run(*map(given, self.args), **{name: given(argument) for name, argument in self.kwargs.items()})
+            args, kwargs = substitute((self.args, self.kwargs), given)
+            return run(*args, **kwargs)
 
     def pulled(self, side: Tensor, cotangent: Tensor) -> Tensor:
         """What autograd makes of one cotangent for one argument: of this op alone, and not of what led to the others."""
@@ -106,7 +105,7 @@ def carry_of(step: Step) -> Carry | None:
 
     def carry(factor: Factor) -> list[list[Factor]] | None:
         if narrow and not isinstance(factor, Dense):
-            return carry(Dense(factor.materialize()))
+            factor = Dense(factor.materialize())
         if step.is_outdated:
             return None  # written into since: autograd, which has to form the gradient, says so
         if step.name in _COMPOSITES:  # whose steps add up rows

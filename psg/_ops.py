@@ -86,7 +86,7 @@ CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 
 # Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
 # is lifted, which is right too; an op that draws random numbers must not be named, nor one whose backward vmap runs wrong (cdist). What has
-# no derivative, such as a mask, is a constant.
+# no derivative, such as a mask, is a constant. (custom_function_call is every autograd.Function: whether one has drawn is seen.)
 _DERIVING = frozenset(
     """
     add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid tanh softplus softmax
@@ -130,7 +130,7 @@ _DERIVING = frozenset(
     linalg_tensorsolve triangular_solve det slogdet linalg_cond linalg_matrix_norm linalg_matrix_rank linalg_matrix_power linalg_matmul
     linalg_multi_dot linalg_cross linalg_diagonal linalg_vander linalg_vecdot ger
     mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits
-    poisson_nll_loss hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss
+    poisson_nll_loss hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss custom_function_call
     """.split()
 )
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
 
-from psg import _functorch, _trees
+from psg import _functorch, _random, _trees
 from psg._agreed import run_agreed
 from psg._errors import Unsupported, UnsupportedByVmap
 from psg._habits import Habits, Retry
@@ -367,8 +368,12 @@ class Router(Watch):
         given = args, kwargs
         with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.history)
+            state = _random.get_state([met[0].leaf]) if func is custom_function_call else {}
             with torch.set_grad_enabled(records):
                 output = func(*args, **kwargs)
+            if not _random.same_state(state, _random.get_state([met[0].leaf]) if state else {}):
+                _random.set_state(state)
+                return NotImplemented  # each sample draws its own
             if not all(isinstance(part, Tensor) for part in (output if isinstance(output, (tuple, list)) else (output,))):
                 return NotImplemented
             output, values, constants = self.lift(func, met, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level))

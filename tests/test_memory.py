@@ -1,12 +1,15 @@
 """Chunks under a budget of bytes, and pages that a process keeps."""
 
+import gc
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
 from psg import memory
@@ -161,3 +164,29 @@ def test_pages_are_kept():
         pytest.skip("a C library without mallopt")
     assert int(fresh) > 4 * int(reused)
     assert "kept" in after and "kept" not in before
+
+
+def computed(kind):
+    if kind == "weight norm":
+        return nn.Sequential(weight_norm(nn.Conv2d(3, 8, 3)), nn.Flatten(), weight_norm(nn.Linear(8 * 16, 4)))
+    return nn.Sequential(nn.GroupNorm(1, 3), nn.Flatten(), spectral_norm(nn.Linear(3 * 36, 4))).eval()
+
+
+@pytest.mark.parametrize("kind", ["weight norm", "spectral norm"])
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_norm, partial(psg.clipped_grad, clip_norm=1.0)])
+def test_nothing_is_left_in_cycles(transform, kind, device):
+    # What stays until the garbage collector runs is memory that a training loop does without.
+    loss, params = psg.stateless(computed(kind).to(device), F.cross_entropy)
+    fn, x, y = transform(loss), torch.randn(6, 3, 6, 6, device=device), torch.randint(4, (6,), device=device)
+    fn(params, x, y)
+    gc.collect()
+    gc.disable()
+    try:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        fn(params, x, y)
+        gc.collect()
+        assert not [held.shape for held in gc.garbage if isinstance(held, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

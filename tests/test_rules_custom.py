@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import psg
@@ -172,3 +173,63 @@ def test_annotations_may_be_written_as_text(device):
     def unknown(x, factor: "Nowhere" = None): ...  # noqa: F821
 
     assert _registry.Rule.of(plain, ()).numbers == {"factor"} and not _registry.Rule.of(unknown, ()).numbers
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimate, as networks are trained for few bits with."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w, steps):
+        return (w * steps).round() / steps, w.abs().amax()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0], output[1])
+
+    @staticmethod
+    def backward(ctx, cotangent, of_most):
+        w, most = ctx.saved_tensors
+        return cotangent * (w.abs() < most) + of_most * (w.abs() == most) * w.sign(), None
+
+
+class Unbatched(torch.autograd.Function):
+    """The same without a rule for vmap."""
+
+    forward, setup_context, backward = Rounded.forward, Rounded.setup_context, Rounded.backward
+
+
+class Dithered(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w):
+        return w + torch.rand_like(w)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("function", [Rounded, Unbatched], ids=["a rule for vmap", "none"])
+def test_an_autograd_function_of_a_weight_alone_is_computed_once(function, n, device):
+    def fn(p, x):
+        w, most = function.apply(p["w"] * p["scale"], 4)
+        return (F.linear(x, w).tanh() / most).square().sum()
+
+    params = {"w": torch.randn(3, 4, device=device), "scale": torch.rand(3, 1, device=device)}
+    x = torch.randn(n, 2, 4, device=device)
+    psg.check(fn, method="capture")(params, x)
+    assert any("custom_function_call: derived" in leaf.uses for leaf in psg.explain(fn)(params, x).leaves)
+
+
+def test_an_autograd_function_of_a_weight_that_draws_draws_for_every_sample(device):
+    w, x = torch.zeros(3, device=device), torch.ones(5, 3, device=device)
+    values, grads = psg.per_sample_value_and_grad(lambda w, x: (Dithered.apply(w) * x).square().sum() / 2)(w, x)
+    assert len(values.unique()) == 5
+    assert_trees_close(grads.square().sum(1) / 2, values)

@@ -206,12 +206,12 @@ class Factor(ABC):
     def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
         """The same kind, made of what two functions make of the tensors and the factors that it is held as."""
 
-        def each(held: Any) -> Any:
-            if isinstance(held, tuple):
-                return tuple(map(each, held))
+        def one(held: Any) -> Any:
             return of_tensor(held) if isinstance(held, Tensor) else of_factor(held)
 
-        return type(self)(*(each(getattr(self, name)) for name in self.fields), *(getattr(self, name) for name in self.constants))
+        fields = (getattr(self, name) for name in self.fields)
+        made = (tuple(map(one, held)) if isinstance(held, tuple) else one(held) for held in fields)
+        return type(self)(*made, *(getattr(self, name) for name in self.constants))
 
     @abstractmethod
     def materialize(self) -> Tensor:
