@@ -211,7 +211,7 @@ def _mkl_is_untuned() -> bool:
     return torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
 
 
-# What a byte is worth, in arithmetic operations.
+# What a byte, and an op whatever its size, is worth, in arithmetic operations.
 
 
 def used(device: torch.device, dtype: torch.dtype) -> int:
@@ -237,6 +237,13 @@ def kept(device: torch.device, dtype: torch.dtype) -> int:
 def taken_out(device: torch.device, dtype: torch.dtype) -> int:
     """A byte of what samples are taken out of before a sum: read and written, but on a CPU, where it is known first if any is to go."""
     return 0 if device.type == "cpu" else 2 * used(device, dtype)
+
+
+def dispatched(device: torch.device) -> int:
+    """An op of few numbers: Python's time and torch's, of which a trace takes next to none."""
+    if _functorch.is_traced():
+        return 0
+    return 1_000_000 if device.type == "cpu" else 100_000_000
 
 
 def chunk_bytes(device: torch.device) -> int:

@@ -133,7 +133,7 @@ class Outer(Planned):
         return _PLANS[self._plan()]
 
     def _plan(self, more: float = 0) -> str:
-        return "product" if self.positions == 1 else super()._plan(more)
+        return "product" if self.positions == 1 and not more else super()._plan(more)
 
     # Costs, in operations for one sample.
 

@@ -11,6 +11,10 @@ from psg.factors._base import Factor
 from psg.factors._dense import Dense
 
 
+_CARRIED = 25
+"""Ops that it takes a factor, beyond what it takes its gradient, to be carried over a derivation, and normed then."""
+
+
 class Planned(Factor):
     """A factor of which a norm, and a norm and a weighted sum together, have several plans. See `psg.plans`, the question "norm"."""
 
@@ -60,7 +64,7 @@ class Planned(Factor):
 
     @property
     def is_best_formed(self) -> bool:
-        return self._plan(2 * self._materialize_cost()) == "keep"
+        return self._plan(2 * self._materialize_cost() + _CARRIED * plans.dispatched(self.device) / max(1, self.n)) == "keep"
 
     @property
     def is_kept(self) -> bool:

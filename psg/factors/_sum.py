@@ -15,6 +15,10 @@ from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
 
+_OPS = 40
+"""That a term's inner products with another take, and what these round in proportion to."""
+
+
 class Sum(Factor):
     """gradient = sum of the terms' gradients. Without terms it stands for zeros and holds nothing.
 
@@ -118,6 +122,7 @@ class Sum(Factor):
         for i, j in itertools.combinations(range(len(planned)), 2):
             # Every position of one with every position of the other: the geometric mean of what each costs with itself.
             apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
+        apart += _OPS * (len(self.terms) - 1) * plans.dispatched(self.device) / max(1, self.n)
         together = sum(formed) + len(spread) * byte * planned[0]._bytes()
         return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 
