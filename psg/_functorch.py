@@ -299,6 +299,8 @@ def copy_of(tensor: Tensor) -> Tensor:
     Not where that is much more than the entries, nor where it is differentiated: there, as `clone`, without gaps.
     """
     copy = tensor.clone()
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return copy
     if copy.stride() == tensor.stride() or copy.numel() == 0 or tensor.requires_grad or is_wrapped(tensor):
         return copy
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -263,8 +263,8 @@ class Router(Watch):
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
-        if decompose is None or _registry.is_of_data(func) and self._may_derive(func) and not self._data(args, kwargs):
-            return NotImplemented
+        if decompose is None or self._may_derive(func) and not self._data(args, kwargs):
+            return NotImplemented  # or of parameters alone: one step
         with self:
             return decompose(*args, **kwargs)
 
@@ -369,8 +369,11 @@ class Router(Watch):
         with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.history)
             state = _random.get_state([met[0].leaf]) if func is custom_function_call else {}
+            decompose = _registry.find_decomposition(func, differentiated=False)
             with torch.set_grad_enabled(records):
-                output = func(*args, **kwargs)
+                # What vmap would run sample by sample, it would in the backward pass too.
+                output = NotImplemented if decompose is None else decompose(*args, **kwargs)
+                output = func(*args, **kwargs) if output is NotImplemented else output
             if not _random.same_state(state, _random.get_state([met[0].leaf]) if state else {}):
                 _random.set_state(state)
                 return NotImplemented  # each sample draws its own

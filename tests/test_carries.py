@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees
 from cases import Problem, score
+from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,6 +19,11 @@ from psg.testing import assert_trees_close, loop_grad
 from psg.testing._loop import tree_map
 
 OUT, IN, RANK = 4, 3, 2
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch):
+    as_large(monkeypatch)  # what the factors are is what they are of large weights
 
 
 def dora(p):
@@ -585,3 +591,20 @@ def test_ops_are_known_by_names_that_torch_has():
     names |= {"custom_function_call"}  # which is torch's, though in none of these
     known = {*_ops._DERIVING, *_ops.LIKE_ANOTHER, *_carries._CARRIES, *_carries._POINTWISE, *_carries._REDUCING, *_carries._COMPOSITES}
     assert known <= names, known - names
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("name", ["weight norm", "normalised rows", "masked", "merged low rank"])
+def test_small_derivations_are_formed(name, n, monkeypatch, device):
+    monkeypatch.undo()
+    make, kinds = MATRICES[name]
+    params = {"w": torch.randn(OUT, IN), "gain": torch.rand(OUT, 1), "a": torch.randn(RANK, IN), "b": torch.randn(OUT, RANK)}
+    params = {key: params[key].to(device) for key in kinds}
+    x = torch.randn(n, 3, IN, device=device)
+
+    def fn(p, x):
+        return F.linear(x, make(p)).tanh().square().sum()
+
+    psg.check(fn)(params, x)
+    if name != "merged low rank":
+        assert isinstance(psg.factored_grad(fn)(params, x)["w"], Dense)

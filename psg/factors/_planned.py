@@ -10,7 +10,6 @@ from psg import plans
 from psg.factors._base import Factor
 from psg.factors._dense import Dense
 
-
 _CARRIED = 25
 """Ops that it takes a factor, beyond what it takes its gradient, to be carried over a derivation, and normed then."""
 

@@ -14,7 +14,6 @@ from psg.factors._planned import Planned
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
-
 _OPS = 40
 """That a term's inner products with another take, and what these round in proportion to."""
 

@@ -118,7 +118,6 @@ def _is_number(annotation: Any) -> bool:
 _rules: dict[Any, Rule] = {}
 _decompositions: dict[Any, Callable[..., Any]] = {}
 _derivable: dict[Any, Callable[..., Any]] = {}
-_of_data: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _standard: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
@@ -238,17 +237,15 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
     return op
 
 
-def decomposition(*ops: Any, differentiated: bool = False, of_data: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(*ops: Any, differentiated: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register how to write an op with other ops, for which there are rules; NotImplemented from it declines the call.
 
-    With `differentiated` only for passes in which what vmap makes of the op's backward is differentiated in turn; with `of_data` only for
-    calls that meet data: one on parameters alone is computed once, as it is.
+    With `differentiated` only for passes in which what vmap makes of the op's backward is differentiated in turn. A call on parameters
+    alone is computed once, and so written, as one step.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         (_derivable if differentiated else _decompositions).update(dict.fromkeys(ops, function))
-        if of_data:
-            _of_data.update(ops)
         return function
 
     return register
@@ -346,11 +343,6 @@ def find_standard(op: Any) -> Callable[..., Any] | None:
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:
     """The decomposition of an op, if there is one; also one for passes that are differentiated, if this one is."""
     return (_derivable.get(op) if differentiated else None) or _decompositions.get(op)
-
-
-def is_of_data(op: Any) -> bool:
-    """Whether it is written with other ops only where it meets data."""
-    return op in _of_data
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:

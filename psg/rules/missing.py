@@ -164,7 +164,7 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
 
 
 def _in_parts(op: Any) -> None:
-    @decomposition(op, of_data=True)
+    @decomposition(op)
     def parts(*args: Any, **kwargs: Any) -> Any:
         tensors = (leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
         if "out" in kwargs or not any(map(_functorch.is_sampled, tensors)) or forward_ad._current_level >= 0:
@@ -180,7 +180,7 @@ for _op in (
 
 
 def _quantile(name: str) -> None:
-    @decomposition(getattr(Tensor, name), getattr(torch, name), of_data=True)
+    @decomposition(getattr(Tensor, name), getattr(torch, name))
     def quantile(
         input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear", out: Tensor | None = None
     ) -> Any:
@@ -231,7 +231,7 @@ _quantile("quantile")
 _quantile("nanquantile")
 
 
-@decomposition(torch.masked_fill, Tensor.masked_fill, of_data=True)
+@decomposition(torch.masked_fill, Tensor.masked_fill)
 def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
     """With a number that a tensor holds (a mask token)."""
     if not isinstance(value, Tensor) or value.ndim or mask.dtype != torch.bool or value.is_complex() and not input.is_complex():
@@ -239,14 +239,14 @@ def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
     return torch.where(mask, value.to(input.dtype), input).contiguous()
 
 
-@decomposition(torch.take, Tensor.take, of_data=True)
+@decomposition(torch.take, Tensor.take)
 def _take(input: Tensor, index: Tensor, **others: Any) -> Any:
     if others or index.dtype != torch.int64 or input.numel() == 0:
         return NotImplemented
     return input.reshape(-1)[index].contiguous()
 
 
-@decomposition(torch.renorm, Tensor.renorm, of_data=True)
+@decomposition(torch.renorm, Tensor.renorm)
 def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) -> Any:
     """Slices along `dim` with a norm above `maxnorm` brought to it."""
     if input.ndim < 2 or input.is_complex() or not input.is_contiguous() or any(isinstance(number, Tensor) for number in (p, maxnorm)):
@@ -258,7 +258,7 @@ def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) ->
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)
 
 
-@decomposition(F.affine_grid, of_data=True)
+@decomposition(F.affine_grid)
 def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Any:
     """A product with the grid of the identity: ([b,d,d+1], [b,c,*shape]) -> [b,*shape,d]."""
     dims = len(size) - 2 if isinstance(size, (list, tuple)) else 0
@@ -270,7 +270,7 @@ def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) ->
     return (points @ theta.mT).reshape(size[0], *size[2:], dims)
 
 
-@decomposition(F.pdist, of_data=True)
+@decomposition(F.pdist)
 def _pdist(input: Tensor, p: float = 2.0) -> Any:
     """The distances of all pairs of rows."""
     if input.ndim != 2 or p not in (1, 2) or input.dtype not in (torch.float32, torch.float64):
@@ -279,7 +279,7 @@ def _pdist(input: Tensor, p: float = 2.0) -> Any:
     return torch.linalg.vector_norm(input[first] - input[second], p, -1)
 
 
-@decomposition(torch.put, Tensor.put, of_data=True)
+@decomposition(torch.put, Tensor.put)
 def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
     if index.numel() != source.numel() or index.dtype != torch.int64:
         return NotImplemented
