@@ -378,7 +378,8 @@ def _backend(name: str) -> _Compile:
     try:
         return torch._dynamo.lookup_backend(name)
     except InvalidBackend:
-        known = ", ".join(map(repr, sorted(torch.compiler.list_backends())))
+        # "eager" and "aot_eager" are backends for debugging to torch, which its list leaves out.
+        known = ", ".join(map(repr, sorted({*torch.compiler.list_backends(), "eager", "aot_eager"})))
         raise InputError(f"psg.jit(backend={name!r}): there is none of that name; torch has {known}.") from None
 
 
