@@ -11,6 +11,7 @@ from psg import _ambient, _ladder
 from psg._call import Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg.factors import Factor
+from psg.transforms import expect_one_sample
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def explain(
         A function of the same arguments as fn over a batch of at least one sample. It returns a `Report`.
 
     Raises:
-        InputError: An argument does not fit, or the batch is empty.
+        InputError: An argument does not fit, fn is one that a transform has made, or the batch is empty.
 
     Example:
         >>> import torch, psg
@@ -100,6 +101,7 @@ def explain(
         >>> report.rung, [leaf.kind for leaf in report.leaves]
         ('capture', ['Dense', 'Outer'])
     """
+    expect_one_sample("psg.explain", fn)
     options = Options(argnums, in_dims, has_aux, randomness, None, method)
 
     @_ambient.untraced

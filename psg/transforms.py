@@ -43,6 +43,7 @@ import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -429,7 +430,39 @@ def _wrap(
 
     del transformed.__wrapped__
     transformed.batching = Batching(_label(name, fn), fn, pad, trim)  # type: ignore[attr-defined]
-    return _ambient.untraced(transformed)
+    made = _ambient.untraced(transformed)
+    mark(made, _label(name, fn))
+    return made
+
+
+# What the transforms have made, with what messages call it: by itself, for functools.wraps hands attributes on.
+_made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def mark(function: Any, label: str) -> None:
+    """Note that a function is one of a batch, which a transform has made."""
+    _made[function] = label
+
+
+def label_of(function: Any) -> str | None:
+    """What messages call a function that a transform has made; None for every other."""
+    try:
+        return _made.get(function)
+    except TypeError:  # no weak references to it, so that it is none
+        return None
+
+
+def expect_one_sample(name: str, fn: Any) -> None:
+    """Refuse a function that a transform has made, where one of a sample belongs.
+
+    Raises:
+        InputError: It is one.
+    """
+    label = label_of(fn)
+    if label is not None:
+        raise InputError(
+            f"{name}: got psg.{label}, a function of a batch; expected the function of one sample that the transform was made of."
+        )
 
 
 # The keyword that takes the mask of a padded batch: no name, so that no argument of fn's has it.
