@@ -3,6 +3,7 @@
 Arguments that all five share:
 
     argnums:    Which positional argument, or arguments, to differentiate: an integer or a tuple of them, as in torch.func.grad.
+                All of them are the same for every sample, unless in_dims says otherwise.
     in_dims:    Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them,
                 as in torch.func.vmap. By default the argnums arguments are shared and every tensor of every other argument is batched
                 along dim 0; what is no tensor (a number, a string, a flag) is the same for every sample.
@@ -119,12 +120,15 @@ def per_sample_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns the tree of the differentiated argument with a tensor [n, *shape] at
@@ -166,12 +170,15 @@ def per_sample_value_and_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
@@ -210,12 +217,15 @@ def per_sample_norm(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns the norms, [n], real and at least float32; with has_aux
@@ -261,12 +271,15 @@ def factored_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor` at
@@ -317,14 +330,17 @@ def clipped_grad(
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
         clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
             `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
-        argnums: Which positional argument, or tuple of them, to differentiate.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
         policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`. It must treat every
             sample on its own, elementwise in the norms: chunks and buckets call it on parts of a batch and on padding.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch, and of the keyword `mask`, booleans [n]: samples where it is False contribute
