@@ -79,7 +79,8 @@ class ClippedGrad(NamedTuple):
     """What `clipped_grad` returns.
 
     Attributes:
-        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape]. It has no samples, so that its norm is not `psg.tree.norm`
+            but `torch.nn.utils.get_total_norm(optree.tree_leaves(grads))`.
         norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
         clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
             are masked or not finite.
