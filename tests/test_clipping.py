@@ -498,3 +498,14 @@ def test_clip_norms_are_adapted_one_by_one(clip_norm):
 def test_what_makes_policies_is_none():
     with pytest.raises(psg.InputError, match=r"give what it returns, automatic\(\)"):
         psg.clipped_grad(loss, 1.0, policy=psg.clipping.automatic)
+
+
+def test_norms_whose_squares_single_precision_does_not_hold(device):
+    def out(size):
+        w, x = torch.zeros(8, 8, device=device, dtype=torch.float32), torch.full((2, 3, 8), size, device=device, dtype=torch.float32)
+        return psg.clipped_grad(lambda w, x: torch.nn.functional.linear(x, w).sum(), 1.0)(w, x)
+
+    large = out(1e20)
+    assert large.nonfinite == 2 and not large.grads.any()
+    small = out(1e-24)
+    assert not small.norms.any() and (small.clip_coef == 1).all() and small.grads.any()
