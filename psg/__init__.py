@@ -1,4 +1,21 @@
-"""psg: per-sample gradients for PyTorch, the way JAX would do them."""
+"""psg: per-sample gradients for PyTorch, the way JAX would do them.
+
+From a function of one sample, `fn(params, *sample) -> scalar`, to functions of a batch; `help(psg.transforms)` has what they share:
+
+    per_sample_grad, per_sample_value_and_grad   every sample's gradient, a tree of tensors [n, *shape]; with the losses
+    per_sample_norm                              the norms [n]
+    clipped_grad                                 the sum of clipped gradients, a `ClippedGrad`
+    factored_grad                                the gradients as factors, for `psg.tree`
+
+    stateless                                    makes such a function, and its params, of an nn.Module
+    jit                                          compiles what a transform has made
+    explain, check                               which path each parameter takes, and why; a comparison with a loop
+    rule, primitive                              a fast path for an op; an op of your own
+    keep_pages                                   keeps the memory that the process frees
+
+Modules: `tree` (norms, Gram matrices, weighted sums, projections, moments, noise), `clipping` (clip norms of leaves and groups, policies),
+`distributed` (several processes), `plans` (how norms and sums are computed), `rules`, `factors`, `testing`.
+"""
 
 from psg import clipping, distributed, factors, plans, rules, testing, tree
 from psg._errors import FallbackWarning, InputError, PsgError, StateError

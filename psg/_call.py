@@ -151,7 +151,8 @@ class Call:
                 "Reduce it inside fn, for example with .sum() or .mean()."
             )
         if not output.is_floating_point():
-            raise InputError(f"{self.name}: expected fn to return a real floating-point scalar, got dtype {output.dtype}.")
+            hint = " Take its .real; for the derivative of the imaginary part a second call, of .imag." if output.is_complex() else ""
+            raise InputError(f"{self.name}: expected fn to return a real floating-point scalar, got dtype {output.dtype}.{hint}")
         return output, aux
 
     def sample(self, i: int) -> list[Any]:

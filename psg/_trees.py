@@ -83,9 +83,9 @@ def spec_of_tuple(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:
     return optree.treespec_tuple(specs, namespace=NAMESPACE)
 
 
-def paths(tree: Any, root: str = "") -> list[str]:
+def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """How to reach every leaf, as Python writes it: `args[1]['ids']`."""
-    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, namespace=NAMESPACE)]
+    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)]
 
 
 def broadcast(prefix: Any, tree: Any, name: str) -> list[Any]:

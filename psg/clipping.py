@@ -146,6 +146,9 @@ def adapt(
     if isinstance(clip_norm, (PerLeaf, PerGroup)):
         raise InputError(f"psg.clipping.adapt: got a {type(clip_norm).__name__}; adapt each of its clip norms by its own `group_norms`.")
     check_clip_norm(clip_norm)
+    if not isinstance(norms, Tensor):
+        hint = ": pass out.norms" if hasattr(norms, "clip_coef") else ""
+        raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got a {type(norms).__name__}{hint}.")
     if norms.ndim != 1 or mask is not None and (mask.shape != norms.shape or mask.dtype != torch.bool):
         got = f"norms of shape {tuple(norms.shape)}" + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}, {mask.dtype}")
         raise InputError(f"psg.clipping.adapt: expected norms [n] and, if any, a mask of booleans [n], got {got}.")
@@ -190,7 +193,8 @@ class PerGroup:
     """Clip groups of leaves, each to a norm of its own.
 
     Args:
-        label: From a leaf's path, a tuple of keys such as `("encoder.weight",)`, to its group's label.
+        label: From a leaf's path to its group's label. The path is a tuple of keys, of one for a dict of parameters:
+            `("encoder.weight",)`, whose name is `path[0]`.
         clip_norm: The clip norm of every label.
 
     Example:
@@ -228,12 +232,14 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
     """
     indices = range(spec.num_leaves)
     if isinstance(clip_norm, PerLeaf):
-        norms = _trees.broadcast(clip_norm.clip_norm, _trees.unflatten(spec, indices), "PerLeaf(clip_norm)")
+        params = _trees.unflatten(spec, indices)
+        _expect_keys(clip_norm.clip_norm, params)
+        norms = _trees.broadcast(clip_norm.clip_norm, params, "PerLeaf(clip_norm)")
         groups = [Group((i,), norm) for i, norm in enumerate(norms)]
     elif isinstance(clip_norm, PerGroup):
         members: dict[Hashable, list[int]] = {}
         for i, path in enumerate(_trees.keys(_trees.unflatten(spec, indices))):
-            members.setdefault(clip_norm.label(path), []).append(i)
+            members.setdefault(_label(clip_norm, path), []).append(i)
         try:
             groups = [Group(tuple(own), clip_norm.clip_norm[label]) for label, own in members.items()]
         except KeyError as error:
@@ -245,6 +251,30 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
     for group in groups:
         check_clip_norm(group.clip_norm)
     return [group if isinstance(group.clip_norm, Tensor) else group._replace(clip_norm=float(group.clip_norm)) for group in groups]
+
+
+def _label(groups: PerGroup, path: tuple[Any, ...]) -> Hashable:
+    try:
+        label = groups.label(path)
+    except Exception as error:
+        error.add_note(
+            f"PerGroup(label=...) was given {path!r}: it takes the path of a leaf, a tuple of keys. A parameter's name is path[0]."
+        )
+        raise
+    if not isinstance(label, Hashable):
+        raise InputError(f"PerGroup(label=...) gives {label!r} for {path!r}; expected a label that is hashable.")
+    return label
+
+
+def _expect_keys(norms: Any, params: Any) -> None:
+    """Raise InputError if two mappings, of clip norms and of parameters, differ in their keys."""
+    if not isinstance(norms, Mapping) or not isinstance(params, Mapping):
+        return
+    missing, unknown = [key for key in params if key not in norms], [key for key in norms if key not in params]
+    if missing or unknown:
+        parts = [f"no clip norm for {', '.join(map(repr, missing))}"] if missing else []
+        parts += [f"one for {', '.join(map(repr, unknown))}, which is no parameter"] if unknown else []
+        raise InputError(f"PerLeaf(clip_norm): there is {', and '.join(parts)}.")
 
 
 def check_clip_norm(clip_norm: Any) -> None:

@@ -35,7 +35,8 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         The same tree, in one new buffer for leaves of one dtype, without history, alike in all processes. Added up in at least float32.
 
     Raises:
-        InputError: The tree has no leaves, or one that is no dense tensor of numbers; torch.distributed has not been set up.
+        InputError: The tree has no leaves, or one that is no dense tensor of numbers; it is a `ClippedGrad`, of which `grads` alone is a
+            sum; torch.distributed has not been set up.
 
     Example:
         >>> import torch
@@ -46,18 +47,24 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020 (one collective for many leaves).
     """
+    if hasattr(tree, "clip_coef"):  # a ClippedGrad, which this layer does not know
+        raise InputError(
+            f"psg.distributed.all_reduce: got a {type(tree).__name__}, whose norms are of each process's own samples: pass its grads (and "
+            "its nonfinite, if it is wanted)."
+        )
     leaves, spec = _trees.flatten(tree)
     _check_group("all_reduce")
     if not leaves:
         raise InputError("psg.distributed.all_reduce: the tree has no leaves.")
-    for leaf in leaves:
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool:
-            got = "dtype torch.bool" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise InputError(f"psg.distributed.all_reduce: expected tensors of numbers, such as a sum of gradients, got {got}.")
+            got = "of dtype torch.bool" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            place = _trees.paths(tree, "tree")[i]
+            raise InputError(f"psg.distributed.all_reduce: expected tensors of numbers, such as a sum of gradients; {place} is {got}.")
         if leaf.layout != torch.strided:
             raise InputError(
-                "psg.distributed.all_reduce: got a sparse sum, whose rows differ from process to process: give its to_dense(), or "
-                "all_gather the factors and call psg.tree.sparse_weighted_sum of all samples."
+                f"psg.distributed.all_reduce: {_trees.paths(tree, 'tree')[i]} is a sparse sum, whose rows differ from process to process: "
+                "give its to_dense(), or all_gather the factors and call psg.tree.sparse_weighted_sum of all samples."
             )
     parts = [as_real(leaf.detach()) for leaf in leaves]
     results: dict[int, Tensor] = {}

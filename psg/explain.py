@@ -11,6 +11,7 @@ from psg import _ambient, _ladder
 from psg._call import Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg.factors import Factor
+from psg.transforms import expect_one_sample
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,19 @@ def explain(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments as fn over a batch of at least one sample. It returns a `Report`.
 
     Raises:
-        InputError: An argument does not fit, or the batch is empty.
+        InputError: An argument does not fit, fn is one that a transform has made, or the batch is empty.
 
     Example:
         >>> import torch, psg
@@ -100,6 +103,7 @@ def explain(
         >>> report.rung, [leaf.kind for leaf in report.leaves]
         ('capture', ['Dense', 'Outer'])
     """
+    expect_one_sample("psg.explain", fn)
     options = Options(argnums, in_dims, has_aux, randomness, None, method)
 
     @_ambient.untraced

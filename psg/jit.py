@@ -27,7 +27,7 @@ from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
 from psg.stateless import state_of, watching
 from psg.testing import Mismatch, assert_trees_close
-from psg.transforms import Batching
+from psg.transforms import Batching, label_of, mark
 
 _log = logging.getLogger("psg.jit")
 
@@ -136,6 +136,9 @@ class Jitted:
                 f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so that nothing "
                 "says which of its arguments are batched. Give jit the transform itself, or leave buckets out."
             )
+        label = label_of(fn)
+        if label is not None:
+            mark(self, label)
         self._cache: dict[Hashable, _Entry] = {}
         # By signature: what its traces have met of what they depend on.
         self._watched: dict[Hashable, tuple[Callable[[], Hashable], ...]] = {}
@@ -378,7 +381,8 @@ def _backend(name: str) -> _Compile:
     try:
         return torch._dynamo.lookup_backend(name)
     except InvalidBackend:
-        known = ", ".join(map(repr, sorted(torch.compiler.list_backends())))
+        # "eager" and "aot_eager" are backends for debugging to torch, which its list leaves out.
+        known = ", ".join(map(repr, sorted({*torch.compiler.list_backends(), "eager", "aot_eager"})))
         raise InputError(f"psg.jit(backend={name!r}): there is none of that name; torch has {known}.") from None
 
 

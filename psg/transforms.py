@@ -3,6 +3,7 @@
 Arguments that all five share:
 
     argnums:    Which positional argument, or arguments, to differentiate: an integer or a tuple of them, as in torch.func.grad.
+                All of them are the same for every sample, unless in_dims says otherwise.
     in_dims:    Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them,
                 as in torch.func.vmap. By default the argnums arguments are shared and every tensor of every other argument is batched
                 along dim 0; what is no tensor (a number, a string, a flag) is the same for every sample.
@@ -43,6 +44,7 @@ import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -77,7 +79,8 @@ class ClippedGrad(NamedTuple):
     """What `clipped_grad` returns.
 
     Attributes:
-        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape]. It has no samples, so that its norm is not `psg.tree.norm`
+            but `torch.nn.utils.get_total_norm(optree.tree_leaves(grads))`.
         norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
         clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
             are masked or not finite.
@@ -118,12 +121,15 @@ def per_sample_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns the tree of the differentiated argument with a tensor [n, *shape] at
@@ -165,12 +171,15 @@ def per_sample_value_and_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
@@ -209,12 +218,15 @@ def per_sample_norm(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns the norms, [n], real and at least float32; with has_aux
@@ -260,12 +272,15 @@ def factored_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor` at
@@ -316,14 +331,17 @@ def clipped_grad(
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
         clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
             `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
-        argnums: Which positional argument, or tuple of them, to differentiate.
+        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
         policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`. It must treat every
             sample on its own, elementwise in the norms: chunks and buckets call it on parts of a batch and on padding.
-        in_dims: Where the samples are; by default dim 0 of every argument not in argnums.
+        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
+            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different", "same" or "error".
-        chunk_size: At most so many samples, or bytes, at a time; None for all at once.
-        method: "auto", "capture", "vmap", "loop" or "batch".
+        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
+        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
+            None for all at once.
+        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
+            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function of the same arguments over a batch, and of the keyword `mask`, booleans [n]: samples where it is False contribute
@@ -429,7 +447,39 @@ def _wrap(
 
     del transformed.__wrapped__
     transformed.batching = Batching(_label(name, fn), fn, pad, trim)  # type: ignore[attr-defined]
-    return _ambient.untraced(transformed)
+    made = _ambient.untraced(transformed)
+    mark(made, _label(name, fn))
+    return made
+
+
+# What the transforms have made, with what messages call it: by itself, for functools.wraps hands attributes on.
+_made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def mark(function: Any, label: str) -> None:
+    """Note that a function is one of a batch, which a transform has made."""
+    _made[function] = label
+
+
+def label_of(function: Any) -> str | None:
+    """What messages call a function that a transform has made; None for every other."""
+    try:
+        return _made.get(function)
+    except TypeError:  # no weak references to it, so that it is none
+        return None
+
+
+def expect_one_sample(name: str, fn: Any) -> None:
+    """Refuse a function that a transform has made, where one of a sample belongs.
+
+    Raises:
+        InputError: It is one.
+    """
+    label = label_of(fn)
+    if label is not None:
+        raise InputError(
+            f"{name}: got psg.{label}, a function of a batch; expected the function of one sample that the transform was made of."
+        )
 
 
 # The keyword that takes the mask of a padded batch: no name, so that no argument of fn's has it.

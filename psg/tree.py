@@ -9,7 +9,7 @@ import functools
 import math
 import numbers
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -49,18 +49,32 @@ __all__ = [
 ]
 
 
+def _is_factor(node: Any) -> bool:
+    return isinstance(node, Factor)
+
+
+def _place(tree: Any, root: str, i: int) -> str:
+    """How to reach leaf i, as Python writes it: `tree['w']`."""
+    return _trees.paths(tree, root, _is_factor)[i]
+
+
 def _factors(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
-    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    leaves, spec = _trees.flatten(tree, _is_factor)
     if not leaves:
         raise InputError(f"psg.tree.{name}: the tree has no leaves.")
-    for leaf in leaves:
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, (Tensor, Factor)) or isinstance(leaf, Tensor) and leaf.ndim == 0:
-            got = "a scalar tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors, got {got}.")
+            got = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            place = _place(tree, "tree", i)
+            raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
     factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves]
-    sizes = sorted({factor.n for factor in factors})
-    if len(sizes) > 1:
-        raise InputError(f"psg.tree.{name}: the leaves disagree on the number of samples: {sizes}.")
+    other = next((i for i, factor in enumerate(factors) if factor.n != factors[0].n), None)
+    if other is not None:
+        first, place = _place(tree, "tree", 0), _place(tree, "tree", other)
+        raise InputError(
+            f"psg.tree.{name}: the leaves disagree on the number of samples: {first} has {factors[0].n} and {place} {factors[other].n}. "
+            "The leaves of sums, such as ClippedGrad.grads, have no samples; for their norm see psg.tree.norm."
+        )
     return factors, spec
 
 
@@ -68,9 +82,10 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
     (factors, spec), (others, other_spec) = _factors(tree, name), _factors(other, name)
     if spec != other_spec:
         raise InputError(f"psg.tree.{name}: the trees differ in structure: {spec} and {other_spec}.")
-    for x, y in zip(factors, others, strict=True):
+    for i, (x, y) in enumerate(zip(factors, others, strict=True)):
         if x.shape != y.shape:
-            raise InputError(f"psg.tree.{name}: leaves differ in shape: {tuple(x.shape)} and {tuple(y.shape)} of one sample.")
+            place = _place(tree, "tree", i)
+            raise InputError(f"psg.tree.{name}: {place} has shape {tuple(x.shape)} of one sample, and {tuple(y.shape)} in the other tree.")
     return [(x, y) if x.dtype == y.dtype else _in_one_dtype(x, y) for x, y in zip(factors, others, strict=True)]
 
 
@@ -120,6 +135,9 @@ def squared_norm(tree: Any) -> Tensor:
 def norm(tree: Any) -> Tensor:
     """|g_n|, over all leaves together.
 
+    Of one leaf, `norm(g["weight"])`, it is that layer's. Of a tree of sums, `ClippedGrad.grads` say, it is not the norm: dimension 0 of
+    every leaf would count as the samples. That is `torch.nn.utils.get_total_norm(optree.tree_leaves(sums))`.
+
     Args:
         tree: Per-sample gradients.
 
@@ -162,7 +180,8 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
 
     Args:
         tree: Per-sample gradients.
-        weights: [n], real.
+        weights: [n], real and finite. A weight of zero does not take out a gradient that is not finite, for 0 times NaN is NaN:
+            `psg.clipped_grad` does, and `take` of the other samples.
 
     Returns:
         The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
@@ -186,7 +205,7 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
 
     Args:
         tree: Per-sample gradients.
-        weights: [n], real.
+        weights: [n], real and finite, as in `weighted_sum`: zero does not take out a gradient that is not finite.
 
     Returns:
         The same tree. A leaf that is a `psg.factors.Rows` gives a coalesced sparse COO tensor [*shape], as torch.optim.SparseAdam and
@@ -262,6 +281,9 @@ def mean(tree: Any) -> Any:
 
 class Moments(NamedTuple):
     """What `moments` returns.
+
+    `variance` is computed from the two: that of the n samples (divided by n, not n - 1), with few digits where the mean is much larger
+    than the spread.
 
     Attributes:
         mean: 1/n sum_n g_n, the parameters' tree, each leaf [*shape].
@@ -341,15 +363,20 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
 
     Source: Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, Appendix A (the Gaussian mechanism).
     """
-    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    leaves, spec = _trees.flatten(tree, _is_factor)
     if not leaves:
         raise InputError("psg.tree.add_noise: the tree has no leaves.")
-    for leaf in leaves:
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            got = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise InputError(f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients, got {got}.")
+            got = f"of dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise InputError(
+                f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients; {_place(tree, 'tree', i)} is {got}."
+            )
         if leaf.layout != torch.strided:
-            raise InputError("psg.tree.add_noise: got a sparse sum, but noise goes on every entry, stored or not: give its to_dense().")
+            place = _place(tree, "tree", i)
+            raise InputError(
+                f"psg.tree.add_noise: {place} is a sparse sum, but noise goes on every entry, stored or not: give its to_dense()."
+            )
     if isinstance(std, Tensor):
         if std.ndim != 0:
             raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
@@ -392,9 +419,10 @@ def dot(tree: Any, direction: Any) -> Tensor:
     leaves, other = _trees.flatten(direction)
     if spec != other:
         raise InputError(f"psg.tree.dot: the direction has the structure {other}, the gradients have {spec}.")
-    for factor, leaf in zip(factors, leaves, strict=True):
-        if factor.shape != leaf.shape:
-            raise InputError(f"psg.tree.dot: a direction's leaf has shape {tuple(leaf.shape)}, expected {tuple(factor.shape)}.")
+    for i, (factor, leaf) in enumerate(zip(factors, leaves, strict=True)):
+        if not isinstance(leaf, Tensor) or factor.shape != leaf.shape:
+            got = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"
+            raise InputError(f"psg.tree.dot: {_place(direction, 'direction', i)} {got}, expected {tuple(factor.shape)}.")
     return _total([factor.dot(leaf) for factor, leaf in zip(factors, leaves, strict=True)])
 
 
@@ -427,6 +455,8 @@ def inner(tree: Any, other: Any) -> Tensor:
 def gram(tree: Any, other: Any = None) -> Tensor:
     """<g_n, h_m> of every pair: the empirical neural tangent kernel of the loss.
 
+    That of a model's outputs takes a sample for each output: see "Outputs instead of losses" in the README.
+
     Args:
         tree: Per-sample gradients of n samples.
         other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
@@ -455,7 +485,8 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
         other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
 
     Returns:
-        [n, m], real, in [-1, 1] up to rounding.
+        [n, m], real, in [-1, 1] up to rounding. The inner products are formed first: in float32 they overflow for norms above 1.8e19 (the
+        cosine is NaN), and lose their digits for norms below 1e-19, or read 0.
 
     Example:
         >>> import torch
@@ -504,7 +535,7 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
     for name, value, least in (("dim", dim, 1), ("seed", seed, None)):
         if not isinstance(value, int) or isinstance(value, bool) or least is not None and value < least:
             raise InputError(f"psg.tree.project: {name}={value!r}: expected an integer{'' if least is None else ' that is at least 1'}.")
-    places = _trees.keys(tree, is_leaf=lambda node: isinstance(node, Factor))
+    places = _trees.keys(tree, _is_factor)
     return _total([factor.project(Sketch(dim, random.Random(f"{seed} {place}"))) for factor, place in zip(factors, places, strict=True)])
 
 
@@ -591,11 +622,11 @@ def take(tree: Any, index: Any) -> Any:
     return _map(tree, lambda factor: factor.take(index), "take")
 
 
-def concat(trees: Sequence[Any]) -> Any:
+def concat(trees: Iterable[Any]) -> Any:
     """The samples of several trees, one after the other.
 
     Args:
-        trees: Per-sample gradients in trees of the same structure; at least one.
+        trees: Per-sample gradients in trees of the same structure: a list of them, or any other iterable; at least one.
 
     Returns:
         One tree. A leaf stays factored where its kind and shapes agree in all trees, and is materialised where they do not.
@@ -609,12 +640,13 @@ def concat(trees: Sequence[Any]) -> Any:
         tensor([[1.],
                 [2.]])
     """
+    trees = list(trees)
     if not trees:
         raise InputError("psg.tree.concat: expected at least one tree.")
     columns, specs = zip(*(_factors(tree, "concat") for tree in trees), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
-    dense = [isinstance(leaf, Tensor) for leaf in _trees.flatten(trees[0], is_leaf=lambda node: isinstance(node, Factor))[0]]
+    dense = [isinstance(leaf, Tensor) for leaf in _trees.flatten(trees[0], _is_factor)[0]]
     joined = [concat_factors(column) for column in zip(*columns, strict=True)]
     return _trees.unflatten(specs[0], [f.materialize() if plain else f for f, plain in zip(joined, dense, strict=True)])
 
@@ -678,7 +710,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
 
 def _map(tree: Any, function: Callable[[Factor], Factor], name: str) -> Any:
     """Apply a function to every leaf as a factor; a leaf that was a tensor stays one."""
-    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    leaves, spec = _trees.flatten(tree, _is_factor)
     factors, _ = _factors(tree, name)
     mapped = [function(factor) for factor in factors]
     return _trees.unflatten(

@@ -301,8 +301,24 @@ def test_a_bad_clip_norm_inside_groups_is_an_error(bad, args):
 
 
 def test_per_leaf_tree_that_does_not_fit_is_an_error(args):
-    with pytest.raises(psg.InputError, match=r"PerLeaf.*prefix"):
-        psg.clipped_grad(loss, PerLeaf({"a": 1.0}))(*args)
+    for norms, message in (
+        ({"a": 1.0}, r"there is no clip norm for 'b', 'c'\."),
+        ({"a": 1.0, "b": 1.0, "d": 1.0}, r"there is no clip norm for 'c', and one for 'd', which is no parameter\."),
+        ([1.0], r"prefix"),
+    ):
+        with pytest.raises(psg.InputError, match=rf"PerLeaf\(clip_norm\).*{message}"):
+            psg.clipped_grad(loss, PerLeaf(norms))(*args)
+
+
+@pytest.mark.parametrize("label, error", [(lambda name: name.split("."), AttributeError), (lambda path: path[1], IndexError)])
+def test_a_label_that_fails_is_told_what_it_takes(label, error, args):
+    with pytest.raises(error, match=r"PerGroup\(label=\.\.\.\) was given \('a',\): .*a tuple of keys.*path\[0\]"):
+        psg.clipped_grad(loss, PerGroup(label, {"a": 1.0}))(*args)
+
+
+def test_a_label_that_is_not_hashable_is_an_error(args):
+    with pytest.raises(psg.InputError, match=r"PerGroup\(label=\.\.\.\) gives \['a'\] for \('a',\); expected .*hashable"):
+        psg.clipped_grad(loss, PerGroup(list, {"a": 1.0}))(*args)
 
 
 # --- the empty batch, chunks, rungs ---------------------------------------------------------------------------
@@ -396,6 +412,11 @@ def test_adapted_clip_norms_clip_their_share(args):
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, rate=-1), r"adapt: rate=-1"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, std=math.nan), r"adapt: std=nan"),
         (lambda norms: psg.clipping.adapt(-1.0, norms, 4), r"clip_norm=-1\.0"),
+        (lambda norms: psg.clipping.adapt(1.0, [1.0], 4), r"adapt: expected norms as a tensor \[n\], got a list\."),
+        (
+            lambda norms: psg.clipping.adapt(1.0, psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0)(norms, norms[None]), 4),
+            r"adapt: .*got a ClippedGrad: pass out\.norms",
+        ),
     ],
 )
 def test_adapt_refuses(call, message):
@@ -477,3 +498,14 @@ def test_clip_norms_are_adapted_one_by_one(clip_norm):
 def test_what_makes_policies_is_none():
     with pytest.raises(psg.InputError, match=r"give what it returns, automatic\(\)"):
         psg.clipped_grad(loss, 1.0, policy=psg.clipping.automatic)
+
+
+def test_norms_whose_squares_single_precision_does_not_hold(device):
+    def out(size):
+        w, x = torch.zeros(8, 8, device=device, dtype=torch.float32), torch.full((2, 3, 8), size, device=device, dtype=torch.float32)
+        return psg.clipped_grad(lambda w, x: torch.nn.functional.linear(x, w).sum(), 1.0)(w, x)
+
+    large = out(1e20)
+    assert large.nonfinite == 2 and not large.grads.any()
+    small = out(1e-24)
+    assert not small.norms.any() and (small.clip_coef == 1).all() and small.grads.any()

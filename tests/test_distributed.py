@@ -154,7 +154,13 @@ def test_errors_are_raised_by_all(found):
     for own in found:
         assert "not so in processes [1]" in own["one is wrong"]
         assert "processes [2] have trees of another structure" in own["one is other"]
-        assert "got dtype torch.bool" in own["flag"]
+        assert "tree is of dtype torch.bool" in own["flag"]
+
+
+def test_a_clipped_gradient_as_a_whole_has_no_sum():
+    out = psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0)(torch.ones(2), torch.ones(3, 2))
+    with pytest.raises(psg.InputError, match="got a ClippedGrad, .*pass its grads"):
+        psg.distributed.all_reduce(out)
 
 
 @pytest.mark.parametrize("function", [psg.distributed.all_reduce, psg.distributed.all_gather])
@@ -167,7 +173,7 @@ def test_not_set_up(function):
 def test_what_has_no_sum(tree):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(psg.InputError, match="no leaves|got float|sparse"):
+        with pytest.raises(psg.InputError, match=r"no leaves|tree\['a'\] is a float|tree is a sparse"):
             psg.distributed.all_reduce(tree)
         if isinstance(tree, dict):
             with pytest.raises(psg.InputError, match="expected tensors"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from psg.rules import _registry
+from psg.testing import assert_trees_close
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -49,6 +50,21 @@ def test_readme_s_shapes():
             assert list(getattr(found, "shape", found)) == [int(side) for side in shape.split(",")], expression
             checked += 1
     assert checked >= 4
+
+
+def test_readme_s_jacobians():
+    """Outputs instead of losses: Jacobians and kernel are those of torch.func."""
+    torch.set_default_dtype(torch.float32)
+    namespace: dict = {"__name__": "readme"}
+    source = blocks((ROOT / "README.md").read_text(), "python")
+    for block in [source[0], *(block for block in source if "kernel = " in block)]:
+        exec(block, namespace)
+    model, x, params, J, kernel = (namespace[name] for name in ("model", "x", "params", "J", "kernel"))
+    outputs = lambda p, x: torch.func.functional_call(model, p, (x[None],))[0]  # noqa: E731
+    expected = torch.func.vmap(torch.func.jacrev(outputs), (None, 0))(params, x)
+    assert_trees_close(J, expected, rtol=1e-4)
+    flat = torch.cat([leaf.flatten(2) for leaf in expected.values()], -1)
+    assert_trees_close(kernel, torch.einsum("nap,mbp->namb", flat, flat), rtol=1e-4)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

@@ -1,5 +1,6 @@
 """The report: rung, reasons, factor kinds, ops and sizes."""
 
+import functools
 import warnings
 
 import pytest
@@ -71,3 +72,43 @@ def test_an_unused_parameter_holds_nothing(device):
 def test_an_empty_batch_is_an_error(device):
     with pytest.raises(psg.InputError, match=r"explain.*empty.*at least one sample"):
         psg.explain(lambda w, x: score(w * x))(torch.randn(3, device=device), torch.randn(0, 3, device=device))
+
+
+TRANSFORMED = {
+    "clipped_grad": lambda fn: psg.clipped_grad(fn, 1.0),
+    "per_sample_norm": psg.per_sample_norm,
+    "jit": lambda fn: psg.jit(psg.per_sample_norm(fn), backend="eager"),
+}
+
+
+def quadratic(w, x):
+    return (w * x).sum().square()
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("tool", [psg.explain, psg.check])
+def test_what_a_transform_has_made_is_no_function_of_one_sample(tool, name):
+    label = "per_sample_norm" if name == "jit" else name
+    with pytest.raises(psg.InputError, match=rf"got psg\.{label}\(quadratic\), .*expected the function of one sample"):
+        tool(TRANSFORMED[name](quadratic))
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_functions_that_call_what_a_transform_has_made(name, device):
+    inner = TRANSFORMED[name](quadratic)
+
+    @functools.wraps(inner)  # which hands its attributes on
+    def penalised(w, x):
+        found = inner(w, x)
+        return (found if isinstance(found, torch.Tensor) else found.norms).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(N, 2, 3, device=device)
+    assert psg.explain(penalised)(w, x).n == N
+    assert psg.check(penalised)(w, x).samples == N
+
+
+def test_a_jitted_function_of_one_sample(device):
+    fn = psg.jit(quadratic, backend="eager")
+    w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    assert psg.explain(fn)(w, x).rung == "capture"
+    assert psg.check(fn)(w, x).samples == N

@@ -1,5 +1,8 @@
 """Random numbers in fn: each sample its own, one draw for all results of a call."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.distributions as D
@@ -143,3 +146,11 @@ def test_a_generator_seeded_in_fn_draws_the_same_for_every_sample(draw, device):
     p, x = torch.ones(16, device=device), torch.rand(3, 16, device=device)
     expected = draw(torch.Generator(device).manual_seed(0), x[0]) * x
     assert_trees_close(psg.per_sample_grad(fn)(p, x), expected)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+@pytest.mark.parametrize("method, count", [("capture", 1), ("vmap", 1), ("loop", 8)])
+def test_numbers_of_python_and_numpy_are_drawn_once_but_by_the_loop(method, count, draw, device):
+    w, x = torch.ones(1, device=device), torch.ones(8, 1, device=device)
+    grads = psg.per_sample_grad(lambda w, x: (w * x).sum() * draw(), method=method)(w, x)
+    assert grads.unique().numel() == count

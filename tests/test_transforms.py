@@ -207,3 +207,22 @@ def test_a_row_depends_on_its_sample_alone(seed, n, j, device):
     rest = [i for i in range(n) if i != j % n]
     # Bit for bit: the kernels of a small linear layer allow it.
     tree_map(lambda a, b: torch.testing.assert_close(a[rest], b[rest], rtol=0, atol=0), after, before)
+
+
+def test_a_part_of_the_parameters(device):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).to(device)
+    loss, params = psg.stateless(model, F.cross_entropy)
+    batch = torch.randn(N, 3, device=device), torch.randint(2, (N,), device=device)
+    every = psg.per_sample_grad(loss)(params, *batch)
+    for part in (["2.weight"], ["0.bias", "2.bias"]):
+        found = psg.per_sample_grad(loss)({name: params[name] for name in part}, *batch)
+        assert_trees_close(found, {name: every[name] for name in part})
+
+
+def test_argnums_are_shared_unless_in_dims_says_otherwise(device):
+    a, b, x = torch.randn(2, device=device), torch.randn(N, 2, device=device), torch.randn(N, 2, device=device)
+    fn = lambda a, b, x: (a * b * x).sum()  # noqa: E731
+    shared = psg.per_sample_grad(fn, argnums=(0, 1))(a, b[0], x)
+    assert_trees_close(shared, (b[0] * x, a * x))
+    own = psg.per_sample_grad(fn, argnums=(0, 1), in_dims=(None, 0, 0))(a, b, x)
+    assert_trees_close(own, (b * x, a * x))

@@ -1,9 +1,11 @@
 """Reductions over dense, factored and mixed trees, and their errors."""
 
 import io
+import math
 from collections import OrderedDict
 from fractions import Fraction
 
+import optree
 import pytest
 import torch
 from hypothesis import given
@@ -270,6 +272,28 @@ def test_take_and_concat_keep_tensors(device):
         assert isinstance(kept["head"][0], torch.Tensor)
 
 
+def test_concat_takes_any_iterable(device):
+    halves = torch.randn(2, 3, 4, device=device)
+    assert_trees_close(psg.tree.concat(half for half in halves), halves.flatten(0, 1))
+
+
+def test_the_norm_of_a_tree_of_sums_is_torch_s(device):
+    loss = lambda p, x: (p["w"] @ x + p["b"]).square().sum()  # noqa: E731
+    params = {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}
+    out = psg.clipped_grad(loss, math.inf)(params, torch.randn(5, 3, device=device))
+    expected = torch.linalg.vector_norm(torch.cat([out.grads["w"].flatten(), out.grads["b"]]))
+    assert_trees_close(torch.nn.utils.get_total_norm(optree.tree_leaves(out.grads)), expected, per_sample=False)
+
+
+def test_a_weight_of_zero_does_not_take_out_a_gradient_that_is_not_finite(device):
+    # As the docstring says, and what it names does.
+    grads = torch.tensor([[1.0, 2.0], [math.nan, 4.0]], device=device)
+    assert psg.tree.weighted_sum(grads, torch.tensor([1.0, 0.0], device=device))[0].isnan()
+    assert torch.equal(psg.tree.sum(psg.tree.take(grads, torch.tensor([True, False], device=device))), grads[0])
+    out = psg.clipped_grad(lambda w, x: (w * x).sum(), math.inf)(torch.ones(2, device=device), grads)
+    assert torch.equal(out.grads, grads[0])
+
+
 def test_concat_of_factors_that_differ_in_positions(device):
     def tree(n, t):
         return [Outer(torch.randn(n, t, 3, device=device), torch.randn(n, t, 2, device=device))]
@@ -445,21 +469,24 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
     "call, message",
     [
         (lambda: psg.tree.norm({}), r"psg\.tree\.norm: .*no leaves"),
-        (lambda: psg.tree.norm({"w": "text"}), r"psg\.tree\.norm: expected .*tensors \[n, \.\.\.\].*got str"),
-        (lambda: psg.tree.norm(torch.tensor(1.0)), r"psg\.tree\.norm: .*got a scalar tensor"),
-        (lambda: psg.tree.norm([VALUES, VALUES[:2]]), r"psg\.tree\.norm: .*disagree.*\[2, 3\]"),
+        (lambda: psg.tree.norm({"w": "text"}), r"psg\.tree\.norm: expected .*tensors \[n, \.\.\.\].*; tree\['w'\] is a str"),
+        (lambda: psg.tree.norm(torch.tensor(1.0)), r"psg\.tree\.norm: .*; tree is a scalar tensor"),
+        (lambda: psg.tree.norm([VALUES, VALUES[:2]]), r"psg\.tree\.norm: .*disagree.*: tree\[0\] has 3 and tree\[1\] 2\. .*sums"),
         (lambda: psg.tree.sparse_weighted_sum(VALUES, torch.ones(2)), r"psg\.tree\.sparse_weighted_sum: expected .*\(3,\), got \(2,\)"),
         (lambda: psg.tree.weighted_sum(VALUES, torch.ones(2)), r"psg\.tree\.weighted_sum: expected .*\(3,\), got \(2,\)"),
         (lambda: psg.tree.dot({"a": VALUES}, {"b": VALUES[0]}), r"psg\.tree\.dot: .*structure"),
-        (lambda: psg.tree.dot(VALUES, torch.ones(5)), r"psg\.tree\.dot: .*\(5,\), expected \(2,\)"),
+        (lambda: psg.tree.dot(VALUES, torch.ones(5)), r"psg\.tree\.dot: direction has shape \(5,\), expected \(2,\)"),
+        (lambda: psg.tree.dot({"a": Dense(VALUES), "w": VALUES}, {"a": VALUES[0], "w": VALUES}), r"direction\['w'\] has shape \(3, 2\)"),
+        (lambda: psg.tree.dot([VALUES], [1.0]), r"psg\.tree\.dot: direction\[0\] is a float, expected \(2,\)"),
         (lambda: psg.tree.inner(VALUES, VALUES[:2]), r"psg\.tree\.inner: .*3 and 2 samples.*gram"),
         (lambda: psg.tree.inner([VALUES], [VALUES, VALUES]), r"psg\.tree\.inner: .*differ in structure"),
         (lambda: psg.tree.gram([VALUES], (VALUES,)), r"psg\.tree\.gram: .*differ in structure"),
         (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: expected .*got 1; .*slice\(k, k \+ 1\)"),
         (lambda: psg.tree.take(VALUES, [[0], [1]]), r"psg\.tree\.take: expected .*got \[\[0\], \[1\]\]"),
         (lambda: psg.tree.take(VALUES, torch.tensor(1)), r"psg\.tree\.take: expected .*got tensor\(1\)"),
-        (lambda: psg.tree.inner(VALUES, VALUES[:, :1]), r"psg\.tree\.inner: leaves differ in shape: \(2,\) and \(1,\)"),
-        (lambda: psg.tree.gram(Outer(VALUES[:, None], VALUES[:, None]), VALUES), r"psg\.tree\.gram: .*\(2, 2\) and \(2,\)"),
+        (lambda: psg.tree.inner(VALUES, VALUES[:, :1]), r"psg\.tree\.inner: tree has shape \(2,\) of one sample, and \(1,\) in the other"),
+        (lambda: psg.tree.inner({"a": VALUES, "b": VALUES}, {"a": VALUES, "b": VALUES[:, :1]}), r"inner: tree\['b'\] has shape \(2,\)"),
+        (lambda: psg.tree.gram(Outer(VALUES[:, None], VALUES[:, None]), VALUES), r"psg\.tree\.gram: .*\(2, 2\) of one sample, and \(2,\)"),
         (lambda: psg.tree.weighted_sum(VALUES, [1.0, 2.0, 3.0]), r"psg\.tree\.weighted_sum: expected real weights .*got list"),
         (lambda: psg.tree.weighted_sum(VALUES, 1j * torch.ones(3)), r"weighted_sum: expected real .*got \(3,\) of torch.complex"),
         (lambda: psg.tree.concat([]), r"psg\.tree\.concat: .*at least one tree"),
@@ -470,9 +497,9 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.project([], 8), r"psg\.tree\.project: .*no leaves"),
         (lambda: psg.tree.moments([]), r"psg\.tree\.moments: .*no leaves"),
         (lambda: psg.tree.add_noise([], 1.0), r"psg\.tree\.add_noise: .*no leaves"),
-        (lambda: psg.tree.add_noise([torch.ones(2, dtype=torch.int64)], 1.0), r"psg\.tree\.add_noise: .*got dtype torch\.int64"),
-        (lambda: psg.tree.add_noise({"w": Dense(VALUES)}, 1.0), r"psg\.tree\.add_noise: .*got Dense"),
-        (lambda: psg.tree.add_noise(VALUES.to_sparse(), 1.0), r"psg\.tree\.add_noise: got a sparse sum.*to_dense"),
+        (lambda: psg.tree.add_noise([torch.ones(2, dtype=torch.int64)], 1.0), r"add_noise: .*; tree\[0\] is of dtype torch\.int64"),
+        (lambda: psg.tree.add_noise({"w": Dense(VALUES)}, 1.0), r"psg\.tree\.add_noise: .*; tree\['w'\] is a Dense"),
+        (lambda: psg.tree.add_noise(VALUES.to_sparse(), 1.0), r"psg\.tree\.add_noise: tree is a sparse sum.*to_dense"),
         (lambda: psg.tree.add_noise(VALUES, -1.0), r"psg\.tree\.add_noise: std=-1\.0: expected a number that is at least 0"),
         (lambda: psg.tree.add_noise(VALUES, float("inf")), r"psg\.tree\.add_noise: std=inf"),
         (lambda: psg.tree.add_noise(VALUES, float("nan")), r"psg\.tree\.add_noise: std=nan"),

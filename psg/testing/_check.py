@@ -60,11 +60,15 @@ def check(
     Returns:
         A function of `(*args, **shared)` that returns `Checked`, and raises `Mismatch` where anything differs.
 
+    Raises:
+        InputError: `fn` is one that a transform has made.
+
     Example:
         >>> result = check(lambda w, x: (w * x).sin().sum())(torch.ones(3), torch.rand(5, 3))
         >>> result.samples, result.leaves
         (5, 1)
     """
+    transforms.expect_one_sample("psg.check", fn)
     route: dict[str, Any] = {"chunk_size": chunk_size, "method": method}
 
     def checked(*args: Tree, **shared: Any) -> Checked:
