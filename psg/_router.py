@@ -114,6 +114,8 @@ class Router(Watch):
                 return self._run_autograd(func, args, kwargs, tensors)
             if _functorch.saved_tensor_hooks() != self.hooks:
                 raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
+            if isinstance(kwargs.get("out"), Tensor):
+                return self._run_into(func, args, **kwargs)
         output = self._run_known(func, args, kwargs, here)
         if output is not NotImplemented:
             return output
@@ -267,6 +269,14 @@ class Router(Watch):
             return NotImplemented  # or of parameters alone: one step
         with self:
             return decompose(*args, **kwargs)
+
+    def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        """An op that writes into a tensor that it is given: vmap has no such ops."""
+        with self:
+            result = func(*args, **kwargs)
+            if result.shape != out.shape or not torch.can_cast(result.dtype, out.dtype):
+                raise Unsupported(f"{name_of(func)} writes into a tensor of another shape or kind")
+            return out.copy_(result)
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Rows of a parameter at the places that each sample says, as an embedding; NotImplemented for other places."""

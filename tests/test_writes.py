@@ -257,3 +257,30 @@ def test_a_tensor_in_both_layouts_at_once(convert, shape, device):
 
     args = torch.randn(shape, device=device), torch.randn(3, *shape, device=device)
     assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))
+
+
+INTO = {
+    "a sum": lambda x, out: torch.cumsum(x.detach(), 0, out=out[1:]),
+    "numbers of its own": lambda x, out: torch.mul(x.detach(), 2, out=out[:-1]),
+    "numbers for all": lambda x, out: torch.arange(4.0, out=out[1:]),
+}
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.zeros(5, device=x.device), lambda x: x.new_zeros(5)], ids=["of its own", "of the sample"])
+@pytest.mark.parametrize("op", INTO)
+def test_ops_into_tensors_that_they_are_given(op, make, device):
+    def fn(w, x):
+        out = make(x)
+        INTO[op](x, out)
+        return (w * out).square().sum()
+
+    psg.check(fn, method="capture")(torch.randn(5, device=device), torch.randn(3, 4, device=device))
+
+
+def test_an_op_into_a_tensor_that_does_not_fit_is_torch_s_own_error(device):
+    def fn(w, x):
+        counts = torch.zeros(4, dtype=torch.int64, device=x.device)
+        return (w * torch.add(x.detach(), 1, out=counts)).sum()
+
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        psg.per_sample_grad(fn)(torch.randn(4, device=device), torch.randn(3, 4, device=device))
