@@ -378,16 +378,10 @@ class Router(Watch):
         given = args, kwargs
         with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.history)
-            state = _random.get_state([met[0].leaf]) if func is custom_function_call else {}
-            decompose = _registry.find_decomposition(func, differentiated=False)
             with torch.set_grad_enabled(records):
-                # What vmap would run sample by sample, it would in the backward pass too.
-                output = NotImplemented if decompose is None else decompose(*args, **kwargs)
-                output = func(*args, **kwargs) if output is NotImplemented else output
-            if not _random.same_state(state, _random.get_state([met[0].leaf]) if state else {}):
-                _random.set_state(state)
-                return NotImplemented  # each sample draws its own
-            if not all(isinstance(part, Tensor) for part in (output if isinstance(output, (tuple, list)) else (output,))):
+                output = self._compute(func, args, kwargs)
+            parts = output if isinstance(output, (tuple, list)) else (output,)
+            if not all(isinstance(part, Tensor) for part in parts):
                 return NotImplemented
             output, values, constants = self.lift(func, met, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level))
         shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)
@@ -398,6 +392,26 @@ class Router(Watch):
         if key is not None and not constants:  # what is no constant cannot be written into
             self.derivations[key] = output, given  # whose identities are in the key
         return output
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an op makes of parameters and constants below vmap; NotImplemented for a function that cannot run once for all samples."""
+        decompose = _registry.find_decomposition(func, differentiated=False)
+        if decompose is not None:
+            # What vmap would run sample by sample, it would in the backward pass too.
+            output = decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        if func is not custom_function_call:
+            return func(*args, **kwargs)
+        state = _random.get_state(operands_of(args, kwargs)[0])
+        try:
+            output = func(*args, **kwargs)
+        except RuntimeError:  # it may close over the sample, which nobody knows down here
+            return NotImplemented
+        if _random.same_state(state, _random.get_state(operands_of(args, kwargs)[0])):
+            return output
+        _random.set_state(state)
+        return NotImplemented  # each sample draws its own
 
     def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule as what fn itself may differentiate, or batch, for the data; NotImplemented if it does not fit this call."""

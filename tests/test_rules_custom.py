@@ -233,3 +233,25 @@ def test_an_autograd_function_of_a_weight_that_draws_draws_for_every_sample(devi
     values, grads = psg.per_sample_value_and_grad(lambda w, x: (Dithered.apply(w) * x).square().sum() / 2)(w, x)
     assert len(values.unique()) == 5
     assert_trees_close(grads.square().sum(1) / 2, values)
+
+
+def test_an_autograd_function_of_a_weight_that_closes_over_the_sample(device):
+    def fn(w, x):
+        class Scale(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(w):
+                return w * x
+
+            @staticmethod
+            def setup_context(ctx, inputs, output): ...
+
+            @staticmethod
+            def backward(ctx, cotangent):
+                return cotangent * x
+
+        return Scale.apply(w).sum() * 2
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), 2 * x)
