@@ -311,6 +311,9 @@ class Conv(Planned):
         if self.n * groups == 1:
             return alone, alone
         fits = (out_channels // groups) % 8 == 0 and in_channels % 8 == 0 and self.positions > 1
+        # For small depthwise kernels it has one of its own.
+        small = self._is_depthwise and len(kernel) == 2 and max(kernel) <= 3 and max(self.geometry.dilation) == 1
+        fits = fits or small and min(self.input.shape[3:]) >= max(kernel)
         return alone, products + data if fits else columns
 
     @property
