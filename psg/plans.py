@@ -6,8 +6,8 @@ Three questions have several answers:
                  for the sum. "gram": the norm from the inner products of positions. "chunks": the norm from gradients that are
                  materialised a few samples at a time. After the last two the sum is one weighted product.
     gram:        Of convolutions: from the inner products of all "pixels", or of all "patches".
-    materialize: Of convolutions: by one grouped "convolution", by products of "patches" or, of depthwise ones with large or dilated
-                 kernels, by a "correlation": a convolution with the cotangents as kernels.
+    materialize: Of convolutions: by one grouped "convolution", by the native gradient of each of the "samples", by products of "patches"
+                 or, of depthwise ones, by a "correlation": a convolution with the cotangents as kernels.
 
 All answers give one result, up to rounding. A model of costs chooses, from operations, bytes, and what a byte is worth on the device;
 `using` asks for something else, and `psg.explain` tells what runs.
@@ -33,7 +33,11 @@ __all__ = ["Choice", "using"]
 Choice = str | Callable[[Any, Mapping[str, float]], str]
 """An answer, or a function that gives one for a factor and the costs of all answers."""
 
-_ANSWERS = {"norm": ("keep", "gram", "chunks"), "gram": ("pixels", "patches"), "materialize": ("convolution", "patches", "correlation")}
+_ANSWERS = {
+    "norm": ("keep", "gram", "chunks"),
+    "gram": ("pixels", "patches"),
+    "materialize": ("convolution", "samples", "patches", "correlation"),
+}
 
 
 class _Settings(NamedTuple):
@@ -64,7 +68,7 @@ def using(
     Args:
         norm: "keep", "gram" or "chunks", or a function of the factor and a mapping from possible answers to costs in operations a sample.
         gram: "pixels" or "patches", or such a function.
-        materialize: "convolution", "patches" or "correlation", or such a function.
+        materialize: "convolution", "samples", "patches" or "correlation", or such a function.
         keep_bytes: The most that is kept for one parameter between the norm and the sum, in bytes; 512 MiB by default.
         measure: Whether to time all answers, once for every shape, dtype, device and number of threads, and take the fastest from then on.
 

@@ -159,6 +159,8 @@ CONVS = {
     "depthwise": (1, 3, 3, 3, (9, 8), (5, 2), (1, 1), (2, 0), (1, 1)),
     "depthwise, strided": (1, 3, 3, 3, (9, 8), (2, 3), (3, 2), (1, 2), (1, 1)),
     "depthwise, dilated": (1, 2, 2, 2, (9, 8), (2, 3), (2, 1), (0, 1), (3, 2)),
+    "depthwise, one position": (1, 3, 3, 3, (1, 1), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "grouped, one position": (1, 34, 4, 2, (3, 3), (2, 3), (1, 1), (0, 0), (1, 1)),
     "depthwise, 3-D": (1, 2, 2, 2, (5, 4, 6), (2, 1, 3), (1, 2, 1), (1, 0, 1), (1, 1, 2)),
     "many positions": (1, 2, 3, 1, (14, 13), (3, 2), (1, 1), (1, 1), (1, 1)),
 }
@@ -423,7 +425,7 @@ def test_convs_of_other_geometry_meet(n, make):
 @each_count
 @pytest.mark.parametrize("gram", ["pixels", "patches"])
 @pytest.mark.parametrize("norm", ["keep", "gram", "chunks"])
-@pytest.mark.parametrize("materialize", ["convolution", "patches"])
+@pytest.mark.parametrize("materialize", ["convolution", "samples", "patches"])
 @pytest.mark.parametrize("size", CONVS)
 def test_conv_by_every_plan(size, materialize, norm, gram, n, make):
     factor, tensor = make(conv, n, size)
@@ -438,7 +440,8 @@ def test_conv_by_every_plan(size, materialize, norm, gram, n, make):
 @pytest.mark.parametrize("size", [name for name in CONVS if name.startswith("depthwise")])
 def test_depthwise_convolutions_by_correlation(size, norm, n, make, monkeypatch):
     factor, tensor = make(conv, n, size)
-    monkeypatch.setattr(Conv, "_is_correlated", True)  # in float64 it is no faster
+    monkeypatch.setattr(Conv, "_is_depthwise", True)  # in float64 it is no faster
+    monkeypatch.setattr(Conv, "_is_correlated", True)
     with psg.plans.using(norm=norm, materialize="correlation"):
         holds_all_operations(factor, tensor)
 

@@ -45,7 +45,7 @@ def outer(device, n=3):
     "settings",
     [
         *({"norm": norm, "gram": gram} for norm in ("keep", "gram", "chunks") for gram in ("pixels", "patches")),
-        *({"materialize": materialize} for materialize in ("convolution", "patches", "correlation")),
+        *({"materialize": materialize} for materialize in ("convolution", "samples", "patches", "correlation")),
         {"keep_bytes": 0},
         {"measure": True},
         {"norm": lambda factor, costs: max(costs, key=costs.get)},

@@ -7,6 +7,7 @@ from agreement import assert_agrees, on
 from cases import Problem, score
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
 from psg.testing import assert_trees_close, loop_grad, tensors
@@ -51,11 +52,44 @@ def test_conv(dims, data, rules, device):
     data=st.data(),
     norm=st.sampled_from(["keep", "gram", "chunks"]),
     gram=st.sampled_from(["pixels", "patches"]),
-    materialize=st.sampled_from(["convolution", "patches"]),
+    materialize=st.sampled_from(["convolution", "samples", "patches"]),
 )
 def test_conv_by_every_plan(dims, data, norm, gram, materialize, device):
     with psg.plans.using(norm=norm, gram=gram, materialize=materialize):
         assert_agrees(on(data.draw(conv_problems(dims)), device))
+
+
+@pytest.mark.parametrize("dims", OPS)
+@given(data=st.data())
+def test_patches_of_one_sample_at_a_time(dims, data, device):
+    with pytest.MonkeyPatch.context() as patch, psg.plans.using(norm="keep", materialize="patches"):
+        patch.setattr(psg.plans, "chunk_bytes", lambda device, dtype=None: 1)
+        assert_agrees(on(data.draw(conv_problems(dims)), device))
+
+
+@pytest.mark.parametrize("materialize", ["convolution", "samples", "patches", "correlation"])
+@given(n=st.integers(0, 3), shape=st.sampled_from([(3, 8, 1, 9), (4, 4, 4, 2), (4, 4, 4, 1), (6, 4, 2, 3)]), seed=st.integers(0, 99))
+def test_every_plan_under_transforms(materialize, n, shape, seed, device):
+    """Gradients are formed in a trace too, and where history is kept."""
+    torch.manual_seed(seed)
+    i, o, groups, side = shape
+    geometry = psg.factors.Geometry((3, 3), (1, 1), (1, 1), (1, 1), groups)
+    input, cotangent = torch.randn(n, 1, i, side, side, device=device), torch.randn(n, 1, o, side, side, device=device)
+
+    def formed(cotangent, input):
+        return psg.factors.Conv(cotangent, input, geometry).materialize()
+
+    def expected(cotangent, input):
+        of_one = lambda w, x, c: (F.conv2d(x, w, padding=1, groups=groups) * c).sum()  # noqa: E731
+        return loop_grad(of_one)(torch.zeros(o, i // groups, 3, 3, device=device), input, cotangent)
+
+    with psg.plans.using(materialize=materialize):
+        assert_trees_close(formed(cotangent, input), expected(cotangent, input))
+        assert_trees_close(formed(cotangent.requires_grad_(), input), expected(cotangent.detach(), input))
+        twice = torch.func.vmap(formed)(torch.stack([cotangent.detach()] * 2), torch.stack([input, 2 * input]))
+        assert_trees_close(twice[1], 2 * expected(cotangent.detach(), input))
+        traced = make_fx(formed)(cotangent.detach(), input)
+        assert_trees_close(traced(cotangent.detach(), input), expected(cotangent.detach(), input))
 
 
 @given(
@@ -86,6 +120,11 @@ CHOICES = [
     (1, 16, 16, 16, 6, 3),
     (4, 2, 2, 1, 6, 1),
     (1, 40, 48, 1, 8, 1),
+    (1, 3, 16, 1, 40, 7),
+    (1, 64, 3, 1, 40, 7),
+    (1, 16, 16, 16, 5, 5),
+    (1, 24, 48, 3, 3, 3),
+    (1, 16, 32, 16, 8, 1),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import plans
+from psg import _functorch, plans
 from psg.factors._base import expect_real, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
@@ -70,7 +70,13 @@ class Conv(Planned):
         return self._materialize_by(plans.choose("materialize", self._materialize_costs(), self, self._materialize_by))
 
     def _materialize_by(self, plan: str) -> Tensor:
-        return {"convolution": self._grouped_convolution, "correlation": self._correlation, "patches": self._patch_products}[plan]()
+        ways = {
+            "convolution": self._grouped_convolution,
+            "samples": self._sample_by_sample,
+            "patches": self._patch_products,
+            "correlation": self._correlation,
+        }
+        return ways[plan]()
 
     def _correlation(self) -> Tensor:
         """gradient[n, g]: the one channel of a group correlated with its cotangent."""
@@ -81,27 +87,37 @@ class Conv(Planned):
         return result[(slice(None), slice(None), *map(slice, self.geometry.kernel))].reshape(self.n, *self.shape)
 
     def _patch_products(self) -> Tensor:
-        """gradient[n] = left[n]^T patches[n], a few samples at a time so that the patches stay in cache. One group only."""
-        out_channels, in_channels, *kernel = self.shape
-        left = self.cotangent.reshape(self.n, self.cotangent.shape[1], out_channels, -1).transpose(1, 2).flatten(2)
-        windows = self._windows().squeeze(2)  # [n, images, i, *out, *kernel]
-        dims = len(kernel)
-        out, taps = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+        """gradient[n, g] = left[n, g] patches[n, g], a few samples at a time so that the patches stay in cache."""
+        (out_channels, in_channels, *kernel), groups, dims = self.shape, self.geometry.groups, len(self.geometry.kernel)
+        left = self.cotangent.unflatten(2, (groups, -1)).flatten(4).permute(0, 2, 3, 1, 4).reshape(self.n, groups, -1, self.positions)
+        windows = self._windows()  # [n, images, g, i / g, *out, *kernel]
+        out, taps = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)
         # Channels innermost where there are many (one long run a tap), positions innermost where there are few.
-        channels_last = in_channels >= 16 and any(size > 1 for size in kernel)
-        order = (0, 1, *out, *taps, 2) if channels_last else (0, 2, *taps, 1, *out)
-        windows = windows.permute(order)
-        size = max(1, plans.chunk_bytes(self.device) // (self.positions * self.shape[1:].numel() * windows.element_size()))
-        gradient = left.new_empty(self.n, out_channels, self.shape[1:].numel())
-        for start in range(0, self.n, size):
-            chunk = windows[start : start + size]
-            matrix = (self.positions, -1) if channels_last else (-1, self.positions)
-            patches = chunk.reshape(len(chunk), *matrix)
-            right = patches if channels_last else patches.transpose(1, 2)
-            torch.bmm(left[start : start + size], right, out=gradient[start : start + size])
+        channels_last = self._has_many_channels and any(size > 1 for size in kernel)
+        windows = windows.permute((0, 2, 1, *out, *taps, 3) if channels_last else (0, 2, 3, *taps, 1, *out))
+        matrix = (self.positions, self.shape[1:].numel())
+        multiply = torch.mul if self.positions == 1 and (groups > 1 or plans.multiplies(self.device)) else torch.bmm
+
+        def sides(chunk: slice) -> tuple[Tensor, Tensor]:
+            some = windows[chunk]
+            patches = some.reshape(-1, *matrix) if channels_last else some.reshape(-1, *matrix[::-1]).mT
+            return left[chunk].flatten(0, 1), patches
+
+        size = max(1, plans.chunk_bytes(self.device) // self._patch_bytes())
+        if size >= self.n or self.is_differentiated:  # what is written in place has no derivative
+            gradient = multiply(*sides(slice(None)))
+        else:
+            gradient = left.new_empty(self.n, *left.shape[1:3], matrix[1])
+            for start in range(0, self.n, size):
+                chunk = slice(start, start + size)
+                multiply(*sides(chunk), out=gradient[chunk].flatten(0, 1))
         if channels_last:
-            return gradient.unflatten(2, (*kernel, in_channels)).movedim(-1, 2)
-        return gradient.unflatten(2, (in_channels, *kernel))
+            return gradient.reshape(self.n, out_channels, *kernel, in_channels).movedim(-1, 2)
+        return gradient.reshape(self.n, *self.shape)
+
+    def _sample_by_sample(self) -> Tensor:
+        samples = zip(self.cotangent, self.input, strict=True)
+        return torch.stack([self._native_gradient(c, x, tuple(self.shape), self.geometry.groups) for c, x in samples])
 
     def _grouped_convolution(self) -> Tensor:
         # The samples become groups of one convolution, whose weight gradient then keeps them apart.
@@ -127,7 +143,11 @@ class Conv(Planned):
         groups, dims, (out_channels, *rest) = self.geometry.groups, len(self.geometry.kernel), self.shape
         # Inner products do not mind in which order a patch stands: where there are many channels they are one run in memory.
         order = (0, 2, 1, *range(4, 4 + 2 * dims), 3)
-        right = self._windows(channels_last=rest[0] >= 16).permute(order).reshape(self.n * groups, self.positions, torch.Size(rest).numel())
+        right = (
+            self._windows(channels_last=self._has_many_channels)
+            .permute(order)
+            .reshape(self.n * groups, self.positions, torch.Size(rest).numel())
+        )
         left = self.cotangent.unflatten(2, (groups, out_channels // groups)).flatten(4)
         left = left.permute(0, 2, 1, 4, 3).reshape(self.n * groups, self.positions, out_channels // groups)
         return Outer(left, right)
@@ -255,29 +275,66 @@ class Conv(Planned):
         }
 
     def _materialize_costs(self) -> dict[str, float]:
-        # Measured: benchmarks/micro.py, conv shapes. Not operations, but what decides between the two.
-        entries, patches = self.shape.numel(), self.positions * self.shape[1:].numel()
-        # The convolution writes each entry with a stride; once a sample's gradient outgrows the cache that costs five times as much.
-        convolution = entries * (1 if entries < 100_000 else 5)
-        if self.geometry.groups > 1:
-            return {"convolution": convolution, **({"correlation": 0} if self._is_correlated else {})}
-        if self.shape[1] < 4 or patches == self.positions * self.shape[1]:
-            return {"patches": 0, "convolution": convolution}  # few channels in, or 1 x 1: patches cost little or nothing
+        groups, is_flat = self.geometry.groups, all(size == 1 for size in self.geometry.kernel)
         if self.device.type != "cpu":
+            if groups > 1:
+                return {"convolution": 0}
             # Many groups are slow on GPUs: from how many on is what torch.nn.utils._expanded_weights goes by.
-            return {"patches": 32, "convolution": self.n}
-        return {"patches": patches + 0.4 * entries, "convolution": convolution}
+            return {"patches": 0 if is_flat or self.shape[1] < 4 else 32, "convolution": self.n}
+        # Measured: benchmarks/micro.py, conv.
+        byte, t, entries = plans.used(self.device, self.dtype), self.positions, self.shape.numel()
+        products, written = 2 * t * entries, byte * self._bytes()
+        left, right = byte * t * self.shape[0] * self.dtype.itemsize, byte * self._pixels() * self.input.shape[2] * self.dtype.itemsize
+        patches = 0 if is_flat else byte * self._patch_bytes()
+        # What native kernels have no better way for they compute from patches too, group by group.
+        columns = 1.4 * products + 1.3 * byte * self._patch_bytes() + left + 30_000 * groups
+        native, many = self._native_costs(products, left + right, columns)
+        # Beyond the cache what one convolution of many groups has computed takes memory of its own, before it is laid out anew.
+        again = written if entries < 100_000 else plans.kept(self.device, self.dtype) * self._bytes()
+        # Patches are copied run by run: of channels, of positions, or of the kernel's row where there is one position.
+        run = self.shape[1] if self._has_many_channels else self.cotangent.shape[-1] if t > 1 else self.geometry.kernel[-1]
+        costs = {"patches": products + patches * (1 + 8 / run) + left + written, "convolution": many + again}
+        if groups == 1 and not _functorch.is_traced():  # whose graph would grow with the number of samples
+            costs["samples"] = native + _CALL * torch.get_num_threads() + 2 * written
+        if self._is_depthwise:
+            costs["correlation"] = 3.5 * products + left + right + written + (350_000 * groups if t == 1 else 0)
+        return costs
+
+    def _native_costs(self, products: float, data: float, columns: float) -> tuple[float, float]:
+        """What native kernels take for a sample alone, and as groups of one convolution of all samples."""
+        (out_channels, in_channels, *kernel), groups = self.shape, self.geometry.groups
+        if self.dtype not in _NATIVE or not 1 < max(kernel) <= 14:
+            return columns, columns
+        # oneDNN takes channels in blocks, and fills up those of one group, but not those of many. Of three dimensions torch gives it many.
+        filled = -(-out_channels // 16) * 16 / out_channels * (-(-in_channels // 8) * 8 / in_channels if in_channels >= 4 else 1)
+        alone = products * filled + data if len(kernel) < 3 else columns
+        if self.n * groups == 1:
+            return alone, alone
+        fits = (out_channels // groups) % 8 == 0 and in_channels % 8 == 0 and self.positions > 1
+        # For small depthwise kernels it has one of its own.
+        small = self._is_depthwise and len(kernel) == 2 and max(kernel) <= 3 and max(self.geometry.dilation) == 1
+        fits = fits or small and min(self.input.shape[3:]) >= max(kernel)
+        return alone, products + data if fits else columns
+
+    @property
+    def _has_many_channels(self) -> bool:
+        return self.shape[1] >= 16
+
+    @property
+    def _is_depthwise(self) -> bool:
+        """Whether `_correlation` fits."""
+        fits = self.cotangent.shape[1] == 1 and self.shape[1] == 1 and self.shape[0] == self.geometry.groups
+        return fits and self.device.type == "cpu" and self.dtype in _NATIVE
 
     @property
     def _is_correlated(self) -> bool:
-        """Whether `_correlation` fits, and is faster: depthwise kernels that are large, dilated or of three dimensions.
+        """Whether a sum too is faster by `_correlation`: of kernels that are large, dilated or of three dimensions.
 
         Their native gradient, of one sample as of all, is up to twenty times as slow (measured: benchmarks/micro.py, conv).
         """
-        kernel, _, _, dilation, groups = self.geometry
-        fits = self.cotangent.shape[1] == 1 and self.shape[1] == 1 and self.shape[0] == groups
+        kernel, _, _, dilation, _ = self.geometry
         slow = len(kernel) > 1 and (max(kernel) > 3 or max(dilation) > 1 or len(kernel) > 2)
-        return fits and slow and self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16)
+        return self._is_depthwise and slow and self.positions > 1
 
     def _materialize_cost(self) -> float:
         if self.geometry.groups > 1:
@@ -296,6 +353,13 @@ class Conv(Planned):
 
     def _pixels(self) -> int:
         return self.input.shape[1] * self.input.shape[3:].numel()
+
+
+# The dtypes that oneDNN's kernels know on every CPU.
+_NATIVE = (torch.float32, torch.bfloat16)
+
+# What a call of a native kernel costs each thread, in operations.
+_CALL = 2_500_000
 
 
 def _gram_of(tensor: Tensor, groups: int) -> Tensor:

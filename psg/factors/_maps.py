@@ -119,7 +119,7 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Tensor | None:
     left, right = widen(factor.left), widen(factor.right)
     weights = weights.to(left.dtype)
     rows, columns = _small(shape, factor)
-    if min(rows, columns) != 1 or (shape.numel() != 1 and factor.is_best_formed):
+    if min(rows, columns) != 1 or factor.is_best_formed:
         return None
     if columns != 1:
         total = ((left @ weights) * right).sum(1)
@@ -132,7 +132,7 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Tensor | None:
 @contracted.register
 def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Tensor | None:
     small = _small(shape, factor)
-    if small[1:].numel() != 1 or (shape.numel() != 1 and factor.is_best_formed):
+    if small[1:].numel() != 1 or factor.is_best_formed:
         return None
     products = factor.products(_shared_row(weights) if factor.geometry.groups == 1 else weights)
     total = products.sum((1, *range(3, 3 + len(factor.geometry.kernel)))).sum_to_size(factor.n, small[0])
