@@ -19,8 +19,7 @@ from torch import Tensor
 from psg import _functorch, _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
-from psg._owners import groups
-from psg.factors import Dense, Factor, Joint, Rows
+from psg.factors import Dense, Factor, Joint
 from psg.factors import concat as concat_factors
 from psg.factors._base import as_real, square, wide, widen
 from psg.factors._sketch import Sketch
@@ -189,8 +188,8 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
         weights: [n], real.
 
     Returns:
-        The same tree. A leaf that is a `psg.factors.Rows` gives a coalesced sparse COO tensor [*shape], as torch.optim.SparseAdam and
-        SGD take it; every other leaf a dense one, as all do in a batch without samples.
+        The same tree. A leaf that is a `psg.factors.Rows`, or sums of segments of one, gives a coalesced sparse COO tensor [*shape], as
+        torch.optim.SparseAdam and SGD take it; every other leaf a dense one, as all do in a batch without samples.
 
     Raises:
         InputError: `weights` is not [n].
@@ -208,8 +207,7 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
     """
     factors, spec = _factors(tree, "sparse_weighted_sum")
     _check_weights("sparse_weighted_sum", factors, weights)
-    sums = [factor.sparse_sum(weights) if isinstance(factor, Rows) else factor.weighted_sum(weights) for factor in factors]
-    return _trees.unflatten(spec, sums)
+    return _trees.unflatten(spec, [factor.sparse_sum(weights) for factor in factors])
 
 
 def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> None:
@@ -623,7 +621,8 @@ def concat(trees: Sequence[Any]) -> Any:
 def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     """The sums of the gradients of segments of the samples: one user's, say, for privacy or influence of users instead of samples.
 
-    Factors stay factors: a segment is held as what its samples are held as, each filled up to the size of the largest.
+    Factors stay factors: segments are held as their samples. What is linear in the gradients is computed from these as they are; for the
+    rest segments of about one size are joined, each at the price of at most twice its samples, whatever the sizes of the others.
 
     Args:
         tree: Per-sample gradients.
@@ -636,8 +635,8 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     Raises:
         InputError: `segment_ids` are no such integers, or `num_segments` is none.
 
-    Guarantee: what the largest segment's size is (for factors), and whether all ids are in range, is asked of the device: a wait on an
-    accelerator. In a trace, which has no answer, the sums of tensors are NaN if an id is out of range.
+    Guarantee: whether all ids are in range, and later how large the segments of factors are, is asked of the device: a wait on an
+    accelerator. In a trace, which has no answer, the sums are formed, and are NaN if an id is out of range.
 
     Example:
         >>> import torch
@@ -664,14 +663,10 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
         valid, ids = ((0 <= ids) & (ids < num_segments)).all(), ids.clamp(0, num_segments - 1)
     elif n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
         raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
-    table: Any = None if all(isinstance(factor, Dense) for factor in factors) else groups(ids, num_segments)
 
     def sums(factor: Factor) -> Factor:
-        if isinstance(factor, Dense):
-            values = widen(factor.values)
-            total = values.new_zeros(num_segments, *factor.shape).index_add(0, ids, values).to(factor.dtype)
-            return Dense(total if valid is None else torch.where(valid, total, math.nan))
-        return factor.regroup(table)
+        found = factor.segment_sum(ids, num_segments)
+        return found if valid is None else Dense(torch.where(valid, found.materialize(), math.nan))
 
     return _map(tree, sums, "segment_sum")
 

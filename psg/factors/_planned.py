@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor
+from psg.factors._base import Additive
 from psg.factors._dense import Dense
 
 
-class Planned(Factor):
+class Planned(Additive):
     """A factor of which a norm, and a norm and a weighted sum together, have several plans. See `psg.plans`, the question "norm"."""
 
     @abstractmethod

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, wide
+from psg.factors._base import Additive, Factor, wide
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
 
-class Sum(Factor):
+class Sum(Additive):
     """gradient = sum of the terms' gradients. Without terms it stands for zeros and holds nothing.
 
     Args:
