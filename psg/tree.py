@@ -10,13 +10,13 @@ import math
 import numbers
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees
+from psg import _functorch, _trees, clipping
 from psg._ambient import unaffected
 from psg._errors import InputError
 from psg.factors import Dense, Factor, Joint
@@ -25,8 +25,10 @@ from psg.factors._base import as_real, square, wide, widen
 from psg.factors._sketch import Sketch
 
 __all__ = [
+    "Clipped",
     "Moments",
     "add_noise",
+    "clip",
     "concat",
     "cosine",
     "dot",
@@ -258,6 +260,79 @@ def mean(tree: Any) -> Any:
     return weighted_sum(tree, torch.full((n,), 1 / n, dtype=dtype, device=device))
 
 
+class Clipped(NamedTuple):
+    """What `clip` returns.
+
+    Attributes:
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
+        norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
+        clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
+            are masked or not finite.
+        nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
+        sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
+            groups, inf for a policy of the user's. Replacing one by another changes them by up to twice that.
+        group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
+            masked samples.
+    """
+
+    grads: Any
+    norms: Tensor
+    clip_coef: Any
+    nonfinite: Tensor
+    sensitivity: float | Tensor
+    group_norms: Any
+
+
+@unaffected
+def clip(
+    tree: Any,
+    clip_norm: Any,
+    *,
+    policy: Literal["clip", "automatic", "normalize"] | clipping.Policy = "clip",
+    mask: Tensor | None = None,
+) -> Clipped:
+    """The sum of clipped gradients, sum_n min(1, C / |g_n|) g_n: what `psg.clipped_grad` gives, of gradients that are there already.
+
+    Of `segment_sum(g, users, num_users)` it is the sum of the users' clipped gradients, for privacy of users instead of samples. For
+    that one user's samples have to be in one batch: what is clipped in parts is as long as the parts together.
+
+    Formal guarantee: that of `psg.clipped_grad`. With the built-in policies each sample's term has L2 norm at most `sensitivity`, up to
+    rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds exactly zero.
+
+    Args:
+        tree: Per-sample gradients.
+        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
+            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
+        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`.
+        mask: Booleans [n]: samples where it is False contribute exactly zero; None for all.
+
+    Returns:
+        The sum, and what it was clipped by.
+
+    Raises:
+        InputError: A clip norm is negative or NaN; a policy is none, gives something else than [n], or would bring gradients to a norm of
+            inf; a mask is not [n] booleans; a leaf has no group.
+
+    Example:
+        >>> import torch
+        >>> g = {"w": torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 3.0]]), "b": torch.tensor([0.0, 0.0, torch.nan])}
+        >>> out = clip(segment_sum(g, torch.tensor([0, 0, 1]), 2), 1.0)
+        >>> out.grads["w"], out.nonfinite
+        (tensor([0.9487, 0.3162]), tensor(1))
+
+    Source: Abadi et al., "Deep Learning with Differential Privacy", 2016, Algorithm 1; McMahan et al., "Learning Differentially Private
+    Recurrent Language Models", 2018 (users).
+    """
+    factors, spec = _factors(tree, "clip")
+    chosen, groups = clipping.policy_of(policy), clipping.groups_of(clip_norm, spec)
+    clipping.expect_finite(groups, chosen)
+    clipping.check_mask("psg.tree.clip", mask, factors[0].n)
+    found = clipping.clipped_sums(factors, groups, functools.partial(clipping.coefficients, chosen), mask)
+    leaves = found.sums, clipping.by_leaf(groups, found.coefs), clipping.by_leaf(groups, found.group_norms)
+    grads, coefs, group_norms = (_trees.unflatten(spec, own) for own in leaves)
+    return Clipped(grads, found.norms, coefs, found.nonfinite, clipping.sensitivity(groups, chosen), group_norms)
+
+
 class Moments(NamedTuple):
     """What `moments` returns.
 
@@ -280,7 +355,7 @@ class Moments(NamedTuple):
         return _trees.unflatten(spec, [(second - square(mean)).clamp(min=0) for mean, second in zip(means, seconds, strict=True)])
 
 
-torch.serialization.add_safe_globals([Moments])
+torch.serialization.add_safe_globals([Clipped, Moments])
 
 
 @unaffected

@@ -347,7 +347,7 @@ class Factor(ABC):
         if _functorch.is_traced():  # where a size cannot be asked for
             return Dense(add_up(self.parts(), ids, count).to(self.dtype))
         order = ids.argsort(stable=True)
-        in_order = _functorch.may_ask(ids) and torch.equal(order, torch.arange(len(order)))
+        in_order = _functorch.may_ask(ids) and torch.equal(order, torch.arange(len(order), device=order.device))
         return Segments(self if in_order else self.take(order), torch.bincount(ids, minlength=count))
 
     def inner(self, other: "Factor") -> Tensor:

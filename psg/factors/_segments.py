@@ -91,7 +91,7 @@ class Segments(Factor):
         for power in set(powers.tolist()) - {-1}:
             members = (powers == power).nonzero()[:, 0]
             counts = sizes[members, None]
-            places = torch.arange(int(counts.max()))
+            places = torch.arange(int(counts.max()), device=sizes.device)
             table = torch.where(places < counts, starts[members, None] + places, self.factor.n)
             tables.append((members.to(self.device), table.to(self.device)))
         return tables
