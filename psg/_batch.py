@@ -43,9 +43,9 @@ from psg._ops import (
     substitute,
     target_of,
 )
-from psg._owners import groups, loss_weights, owners
+from psg._owners import loss_weights, owners
 from psg.factors import Dense, Factor
-from psg.factors._base import as_real
+from psg.factors._base import as_real, groups
 from psg.rules import _registry
 from psg.rules.leaks import refuse_updates
 from psg.rules.products import sum_to

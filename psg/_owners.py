@@ -66,16 +66,3 @@ def owners(op: str, cotangent: Tensor, weighted: Sequence[Tensor], weights: Sequ
             "must depend on rows of its own; normalise over no batch, or use a smaller chunk_size or a wider dtype."
         )
     return torch.where(used, found, n)
-
-
-def groups(owners: Tensor, n: int) -> Tensor:
-    """The rows of every sample, [n, most rows of one], filled up with the number of rows."""
-    rows = len(owners)
-    ordered, order = owners.sort(stable=True)
-    counts = torch.bincount(owners, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()) if n else 0)
-    table = torch.full((n, width), rows, device=owners.device)
-    starts = counts.cumsum(0) - counts
-    kept = ordered < n
-    table[ordered[kept], torch.arange(rows, device=owners.device)[kept] - starts[ordered[kept]]] = order[kept]
-    return table

@@ -1,4 +1,4 @@
-"""From norms to clip coefficients: policies, and which leaves are clipped together.
+"""From norms to clip coefficients, and to clipped sums: policies, and which leaves are clipped together.
 
 A policy is a function `policy(norms, clip_norm) -> clip_coef`, [n] to [n]. With norms |g_n| and clip norm C:
 
@@ -17,7 +17,7 @@ A policy of the user's must treat every sample on its own, elementwise in the no
 
 import math
 import numbers
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from psg import _functorch, _trees
 from psg._errors import InputError
+from psg.factors import Factor, Joint, norm_of
 
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "clip", "normalize"]
 
@@ -343,6 +344,74 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
         got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
         raise InputError(f"the policy has to give a coefficient for each norm, {tuple(norms.shape)}; it gave {got}.")
     return coefs
+
+
+class ClippedSums(NamedTuple):
+    """What `clipped_sums` returns; sums in the order of the leaves, coefs and their norms in that of the groups."""
+
+    sums: list[Tensor]
+    norms: Tensor
+    coefs: list[Tensor]
+    group_norms: list[Tensor]
+    nonfinite: Tensor
+
+
+def clipped_sums(
+    factors: Sequence[Factor], groups: list[Group], coefficients: Callable[[Tensor, float | Tensor], Tensor], mask: Tensor | None
+) -> ClippedSums:
+    """The sums of clipped per-sample gradients.
+
+    Args:
+        factors: Of the leaves.
+        groups: Which of them are clipped together, and their clip norms.
+        coefficients: From norms [n] and a clip norm to clip coefficients [n].
+        mask: Booleans [n], or None: where it is False the sample contributes exactly zero.
+
+    Returns:
+        The sums, and what they were clipped by. Samples whose norm is not finite contribute exactly zero and are counted.
+    """
+    factors = [factor.settle() for factor in factors]
+    joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
+    norms = norm_of(joints)
+    apart = [norms] if len(groups) == 1 else [joint.norm for joint in joints]
+    keep, nonfinite = None, torch.zeros((), dtype=torch.int64, device=norms.device)
+    if not _all_count(norms, mask):
+        finite = norms < math.inf  # which NaN is not
+        keep = finite if mask is None else finite & mask
+        nonfinite = (~finite if mask is None else ~finite & mask).sum()
+        if mask is not None:
+            norms, *apart = (torch.where(mask, value, 0) for value in (norms, *apart))
+        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
+        joints = [joint.zero(keep) for joint in joints]
+
+    coefs = []
+    sums: dict[int, Tensor] = {}
+    for group, joint, own in zip(groups, joints, apart, strict=True):
+        coef = coefficients(own, group.clip_norm)
+        coefs.append(coef if keep is None else torch.where(keep, coef, 0))
+        sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
+    return ClippedSums([sums[i] for i in range(len(factors))], norms, coefs, apart, nonfinite)
+
+
+def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
+    """Whether every sample does, known where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
+    if not _functorch.may_ask(norms):
+        return False
+    # Norms are not negative: their sum is finite only if each of them is.
+    return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))
+
+
+def by_leaf(groups: list[Group], values: list[Tensor]) -> list[Tensor]:
+    """From one value for each group to one for each leaf."""
+    own = {leaf: value for group, value in zip(groups, values, strict=True) for leaf in group.leaves}
+    return [own[i] for i in range(len(own))]
+
+
+def check_mask(name: str, mask: Any, n: int) -> None:
+    """Raise InputError unless a mask is None or booleans [n]."""
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (n,)):
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"{name}: mask: expected a bool tensor of shape ({n},), got {got}.")
 
 
 def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:

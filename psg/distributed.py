@@ -5,6 +5,7 @@ hands the result to one of these functions, all processes alike, as to any of to
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -108,31 +109,36 @@ def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves] if fits else []
     fits = len({factor.n for factor in factors}) == 1
     # A process that has no samples need not know what kinds of factors the others' have led to: they send theirs, empty.
-    own = (
-        (factors[0].n, str(spec), [factor.take(slice(0)).map(lambda part: part.new_empty(part.shape, device="cpu")) for factor in factors])
-        if fits
-        else None
-    )
+    own = (factors[0].n, str(spec), list(map(_describe, factors))) if fits else None
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     wrong = [rank for rank, theirs in enumerate(found) if theirs is None]
     if wrong:
         raise InputError(f"psg.distributed.all_gather: expected tensors [n, *] or factors of as many samples; not so in processes {wrong}.")
     sizes, specs, kinds = zip(*found, strict=True)
-    stands_for = [(spec, [(empty.shape, empty.dtype) for empty in theirs]) for spec, theirs in zip(specs, kinds, strict=True)]
+    stands_for = [(spec, [(empty.shape, empty.dtype) for empty, _ in theirs]) for spec, theirs in zip(specs, kinds, strict=True)]
     other = [rank for rank in range(len(found)) if stands_for[rank] != stands_for[0]]
     if other:
         raise InputError(f"psg.distributed.all_gather: processes {other} have trees of another structure, shapes or dtypes than process 0.")
     results: list[Any] = []
     for leaf, factor, theirs in zip(leaves, factors, zip(*kinds, strict=True), strict=True):
-        filled = [empty for empty, n in zip(theirs, sizes, strict=True) if n] or theirs
+        empties, lengths = zip(*theirs, strict=True)
+        filled = [empty for empty, n in zip(empties, sizes, strict=True) if n] or empties
         if not all(_are_alike(empty, filled[0]) for empty in filled):
-            factor = Dense(factor.materialize())
+            factor, lengths = Dense(factor.materialize()), [[n] for n in sizes]
         elif factor.n == 0:
             factor = filled[0].map(lambda tensor, device=factor.device: tensor.to(device))
-        joined = factor.map(lambda tensor: _gather(tensor.detach(), sizes, group))
+        each = zip_longest(*lengths, fillvalue=0)  # where there are no samples there may be other tensors
+        joined = factor.map(lambda tensor, each=each: _gather(tensor.detach(), next(each), group))
         results.append(joined.materialize() if isinstance(leaf, Tensor) else joined)
     return _trees.unflatten(spec, results)
+
+
+def _describe(factor: Factor) -> tuple[Factor, list[int]]:
+    """The factor without samples, and how many rows each of its tensors has: of segments, some have more."""
+    lengths: list[int] = []
+    factor.map(lambda tensor: lengths.append(len(tensor)) or tensor)
+    return factor.take(slice(0)).map(lambda part: part.new_empty(part.shape, device="cpu")), lengths
 
 
 def _are_alike(factor: Factor, other: Factor) -> bool:

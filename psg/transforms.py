@@ -41,7 +41,6 @@ torch.compile does not look into psg's functions: its graph breaks around them. 
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -53,7 +52,7 @@ from psg import _ambient, _differentiable, _functorch, _ladder, _random, _trees,
 from psg._call import Call, Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg._ladder import Result
-from psg.factors import Factor, Joint, norm_of
+from psg.factors import Factor, Joint
 from psg.factors._base import widen
 from psg.tree import concat
 
@@ -379,15 +378,11 @@ def clipped_grad(
         def check(call: Call) -> None:
             groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
             clipping.expect_finite(groups, chosen)
-            _check_mask(mask, call.n)
+            clipping.check_mask("clipped_grad", mask, call.n)
 
         call, (reduced, _, aux) = run(args, kwargs, reduce, check)
-
-        def by_leaf(values: list[Tensor]) -> Any:
-            own = {leaf: value for group, value in zip(groups, values, strict=True) for leaf in group.leaves}
-            return call.gradient_tree([own[i] for i in range(len(own))])
-
-        grads, coefs, group_norms = call.gradient_tree(reduced.sums), by_leaf(reduced.coefs), by_leaf(reduced.group_norms)
+        leaves = reduced.sums, clipping.by_leaf(groups, reduced.coefs), clipping.by_leaf(groups, reduced.group_norms)
+        grads, coefs, group_norms = map(call.gradient_tree, leaves)
         bound = clipping.sensitivity(groups, chosen)
         return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound, group_norms)
 
@@ -406,13 +401,13 @@ class _Reduced(NamedTuple):
 
 
 class _Clipped(NamedTuple):
-    """What is left of a chunk in clipped_grad; sums in the order of the leaves, coefs and their norms in that of the groups."""
+    """What is left of a chunk in clipped_grad: the losses, and then what `clipping.ClippedSums` has."""
 
+    values: Tensor
     sums: list[Tensor]
     norms: Tensor
     coefs: list[Tensor]
     group_norms: list[Tensor]
-    values: Tensor
     nonfinite: Tensor
 
 
@@ -438,7 +433,7 @@ def _wrap(
         if masked:
             kwargs = dict(kwargs)
             mask = _pop_mask(fn, args, kwargs)
-            _check_mask(mask, own.n)
+            clipping.check_mask("clipped_grad", mask, own.n)
             within = index < own.n
             kwargs[_PADDED] = within if mask is None else within & mask[source]
         if len(index) == own.n:
@@ -499,12 +494,6 @@ def _pop_mask(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             "clipped_grad: mask= says which samples count, and fn has an argument of that name too. Pass fn's by position, or rename it."
         )
     return kwargs.pop("mask")
-
-
-def _check_mask(mask: Any, n: int) -> None:
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (n,)):
-        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"clipped_grad: mask: expected a bool tensor of shape ({n},), got {got}.")
 
 
 def _label(name: str, fn: Callable[..., Any]) -> str:
@@ -681,7 +670,7 @@ class _ClippedSums:
         norms, values, *groups = self.rows.result()
         *sums, nonfinite = [total.to(dtype) for total, dtype in zip(self.sums, self.dtypes, strict=True)]
         half = len(groups) // 2
-        return _Clipped(sums, norms, groups[:half], groups[half:], values, nonfinite)
+        return _Clipped(values, sums, norms, groups[:half], groups[half:], nonfinite)
 
 
 def _has_history(tensor: Tensor) -> bool:
@@ -708,32 +697,7 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
 
 
 def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _Clipped:
-    factors = [factor.settle() for factor in result.factors]
-    joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
-    norms, values = norm_of(joints), result.values
-    apart = [norms] if len(groups) == 1 else [joint.norm for joint in joints]
-    keep, nonfinite = None, torch.zeros((), dtype=torch.int64, device=norms.device)
-    if not _all_count(norms, mask):
-        finite = norms < math.inf  # which NaN is not
-        keep = finite if mask is None else finite & mask
-        nonfinite = (~finite if mask is None else ~finite & mask).sum()
-        if mask is not None:
-            norms, values, *apart = (torch.where(mask, value, 0) for value in (norms, values, *apart))
-        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
-        joints = [joint.zero(keep) for joint in joints]
-
-    coefs = []
-    sums: dict[int, Tensor] = {}
-    for group, joint, own in zip(groups, joints, apart, strict=True):
-        coef = call.outside.run(functools.partial(clipping.coefficients, policy), own, group.clip_norm)
-        coefs.append(coef if keep is None else torch.where(keep, coef, 0))
-        sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
-    return _Clipped([sums[i] for i in range(len(factors))], norms, coefs, apart, values, nonfinite)
-
-
-def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
-    """Whether every sample does, known where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
-    if not _functorch.may_ask(norms):
-        return False
-    # Norms are not negative: their sum is finite only if each of them is.
-    return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))
+    # A policy may close over what is differentiated.
+    coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, policy))
+    values = result.values if mask is None else torch.where(mask, result.values, 0)
+    return _Clipped(values, *clipping.clipped_sums(result.factors, groups, coefficients, mask))

@@ -10,24 +10,25 @@ import math
 import numbers
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees
+from psg import _functorch, _trees, clipping
 from psg._ambient import unaffected
 from psg._errors import InputError
-from psg._owners import groups
-from psg.factors import Dense, Factor, Joint, Rows
+from psg.factors import Dense, Factor, Joint
 from psg.factors import concat as concat_factors
 from psg.factors._base import as_real, square, wide, widen
 from psg.factors._sketch import Sketch
 
 __all__ = [
+    "Clipped",
     "Moments",
     "add_noise",
+    "clip",
     "concat",
     "cosine",
     "dot",
@@ -208,8 +209,8 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
         weights: [n], real and finite, as in `weighted_sum`: zero does not take out a gradient that is not finite.
 
     Returns:
-        The same tree. A leaf that is a `psg.factors.Rows` gives a coalesced sparse COO tensor [*shape], as torch.optim.SparseAdam and
-        SGD take it; every other leaf a dense one, as all do in a batch without samples.
+        The same tree. A leaf that is a `psg.factors.Rows`, or sums of segments of one, gives a coalesced sparse COO tensor [*shape], as
+        torch.optim.SparseAdam and SGD take it; every other leaf a dense one, as all do in a batch without samples.
 
     Raises:
         InputError: `weights` is not [n].
@@ -227,8 +228,7 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
     """
     factors, spec = _factors(tree, "sparse_weighted_sum")
     _check_weights("sparse_weighted_sum", factors, weights)
-    sums = [factor.sparse_sum(weights) if isinstance(factor, Rows) else factor.weighted_sum(weights) for factor in factors]
-    return _trees.unflatten(spec, sums)
+    return _trees.unflatten(spec, [factor.sparse_sum(weights) for factor in factors])
 
 
 def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> None:
@@ -279,6 +279,79 @@ def mean(tree: Any) -> Any:
     return weighted_sum(tree, torch.full((n,), 1 / n, dtype=dtype, device=device))
 
 
+class Clipped(NamedTuple):
+    """What `clip` returns.
+
+    Attributes:
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
+        norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
+        clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
+            are masked or not finite.
+        nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
+        sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
+            groups, inf for a policy of the user's. Replacing one by another changes them by up to twice that.
+        group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
+            masked samples.
+    """
+
+    grads: Any
+    norms: Tensor
+    clip_coef: Any
+    nonfinite: Tensor
+    sensitivity: float | Tensor
+    group_norms: Any
+
+
+@unaffected
+def clip(
+    tree: Any,
+    clip_norm: Any,
+    *,
+    policy: Literal["clip", "automatic", "normalize"] | clipping.Policy = "clip",
+    mask: Tensor | None = None,
+) -> Clipped:
+    """The sum of clipped gradients, sum_n min(1, C / |g_n|) g_n: what `psg.clipped_grad` gives, of gradients that are there already.
+
+    Of `segment_sum(g, users, num_users)` it is the sum of the users' clipped gradients, for privacy of users instead of samples. For
+    that one user's samples have to be in one batch: what is clipped in parts is as long as the parts together.
+
+    Formal guarantee: that of `psg.clipped_grad`. With the built-in policies each sample's term has L2 norm at most `sensitivity`, up to
+    rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds exactly zero.
+
+    Args:
+        tree: Per-sample gradients.
+        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
+            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
+        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`.
+        mask: Booleans [n]: samples where it is False contribute exactly zero; None for all.
+
+    Returns:
+        The sum, and what it was clipped by.
+
+    Raises:
+        InputError: A clip norm is negative or NaN; a policy is none, gives something else than [n], or would bring gradients to a norm of
+            inf; a mask is not [n] booleans; a leaf has no group.
+
+    Example:
+        >>> import torch
+        >>> g = {"w": torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 3.0]]), "b": torch.tensor([0.0, 0.0, torch.nan])}
+        >>> out = clip(segment_sum(g, torch.tensor([0, 0, 1]), 2), 1.0)
+        >>> out.grads["w"], out.nonfinite
+        (tensor([0.9487, 0.3162]), tensor(1))
+
+    Source: Abadi et al., "Deep Learning with Differential Privacy", 2016, Algorithm 1; McMahan et al., "Learning Differentially Private
+    Recurrent Language Models", 2018 (users).
+    """
+    factors, spec = _factors(tree, "clip")
+    chosen, groups = clipping.policy_of(policy), clipping.groups_of(clip_norm, spec)
+    clipping.expect_finite(groups, chosen)
+    clipping.check_mask("psg.tree.clip", mask, factors[0].n)
+    found = clipping.clipped_sums(factors, groups, functools.partial(clipping.coefficients, chosen), mask)
+    leaves = found.sums, clipping.by_leaf(groups, found.coefs), clipping.by_leaf(groups, found.group_norms)
+    grads, coefs, group_norms = (_trees.unflatten(spec, own) for own in leaves)
+    return Clipped(grads, found.norms, coefs, found.nonfinite, clipping.sensitivity(groups, chosen), group_norms)
+
+
 class Moments(NamedTuple):
     """What `moments` returns.
 
@@ -304,7 +377,7 @@ class Moments(NamedTuple):
         return _trees.unflatten(spec, [(second - square(mean)).clamp(min=0) for mean, second in zip(means, seconds, strict=True)])
 
 
-torch.serialization.add_safe_globals([Moments])
+torch.serialization.add_safe_globals([Clipped, Moments])
 
 
 @unaffected
@@ -655,7 +728,8 @@ def concat(trees: Iterable[Any]) -> Any:
 def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     """The sums of the gradients of segments of the samples: one user's, say, for privacy or influence of users instead of samples.
 
-    Factors stay factors: a segment is held as what its samples are held as, each filled up to the size of the largest.
+    Factors stay factors: segments are held as their samples. What is linear in the gradients is computed from these as they are; for the
+    rest segments of about one size are joined, each at the price of at most twice its samples, whatever the sizes of the others.
 
     Args:
         tree: Per-sample gradients.
@@ -668,8 +742,8 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     Raises:
         InputError: `segment_ids` are no such integers, or `num_segments` is none.
 
-    Guarantee: what the largest segment's size is (for factors), and whether all ids are in range, is asked of the device: a wait on an
-    accelerator. In a trace, which has no answer, the sums of tensors are NaN if an id is out of range.
+    Guarantee: whether all ids are in range, and later how large the segments of factors are, is asked of the device: a wait on an
+    accelerator. In a trace, which has no answer, the sums are formed, and are NaN if an id is out of range.
 
     Example:
         >>> import torch
@@ -696,14 +770,10 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
         valid, ids = ((0 <= ids) & (ids < num_segments)).all(), ids.clamp(0, num_segments - 1)
     elif n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
         raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
-    table: Any = None if all(isinstance(factor, Dense) for factor in factors) else groups(ids, num_segments)
 
     def sums(factor: Factor) -> Factor:
-        if isinstance(factor, Dense):
-            values = widen(factor.values)
-            total = values.new_zeros(num_segments, *factor.shape).index_add(0, ids, values).to(factor.dtype)
-            return Dense(total if valid is None else torch.where(valid, total, math.nan))
-        return factor.regroup(table)
+        found = factor.segment_sum(ids, num_segments)
+        return found if valid is None else Dense(torch.where(valid, found.materialize(), math.nan))
 
     return _map(tree, sums, "segment_sum")
 

@@ -509,3 +509,91 @@ def test_norms_whose_squares_single_precision_does_not_hold(device):
     assert large.nonfinite == 2 and not large.grads.any()
     small = out(1e-24)
     assert not small.norms.any() and (small.clip_coef == 1).all() and small.grads.any()
+
+
+# --- gradients that are there already ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["clip", "automatic", "normalize", lambda norms, clip_norm: clip_norm / (1 + norms)])
+@pytest.mark.parametrize(
+    "clip_norm", [0.3, PerLeaf({"a": 0.2, "b": 0.1, "c": 5.0}), PerGroup(lambda path: path[0] == "a", {True: 0.2, False: 1})]
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_tree_is_clipped_as_a_function_is(policy, clip_norm, masked, args, device):
+    params, x = args
+    x[3, 0, 0] = math.nan
+    mask = torch.tensor([True, False, True, True, True], device=device) if masked else None
+    expected = psg.clipped_grad(loss, clip_norm, policy=policy)(params, x, mask=mask)
+    for tree in (psg.factored_grad(loss)(params, x), psg.per_sample_grad(loss)(params, x)):
+        found = psg.tree.clip(tree, clip_norm, policy=policy, mask=mask)
+        assert set(found._fields) == set(psg.ClippedGrad._fields) - {"values", "aux"}
+        assert float(found.sensitivity) == float(expected.sensitivity) and found.nonfinite.item() == expected.nonfinite.item() == 1
+        summed(found.grads, expected.grads, "grads")
+        kept = torch.tensor([0, 2, 4], device=device)
+        for name in ("norms", "clip_coef", "group_norms"):
+            assert_trees_close(*(psg.tree.take(getattr(out, name), kept) for out in (found, expected)))
+
+
+@given(
+    n=st.integers(0, 12),
+    count=st.integers(1, 5),
+    t=st.integers(1, 3),
+    clip_norm=st.floats(1e-2, 10),
+    wrong=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_users_are_clipped_as_their_dense_sums(n, count, t, clip_norm, wrong, seed):
+    torch.manual_seed(seed)
+    params = {"a": torch.randn(4, 3), "b": torch.randn(2, 4), "c": torch.randn(4)}
+    x, users = torch.randn(n, t, 3), torch.randint(count, (n,))
+    users[: n // 2] = 0
+    if wrong and n:
+        x[0, 0, 0] = math.nan
+    grads = loop_grad(loss)(params, x) if n else tree_map(lambda leaf: leaf.new_zeros(0, *leaf.shape), params)
+    sums = tree_map(lambda leaf: torch.stack([leaf[users == k].sum(0) for k in range(count)]), grads)
+    found = psg.tree.clip(psg.tree.segment_sum(psg.factored_grad(loss)(params, x), users, count), clip_norm)
+    assert_trees_close(found.grads, reference_clipped_sum(sums, clip_norm), per_sample=False, atol=1e-12)
+    finite = reference_norm(sums).isfinite()
+    assert found.nonfinite == (~finite).sum()
+    assert torch.equal(found.norms.isfinite(), finite)
+    assert all((coef[~finite] == 0).all() for coef in found.clip_coef.values())
+    assert_trees_close(found.norms[finite], reference_norm(sums)[finite], atol=1e-12)
+
+
+def test_a_user_more_or_less_changes_the_sum_by_the_clip_norm_at_most(args, device):
+    params, x = args
+    users = torch.tensor([0, 1, 0, 0, 1], device=device)
+    g = psg.tree.segment_sum(psg.factored_grad(loss)(params, x), users, 2)
+    whole, rest = psg.tree.clip(g, 0.3), psg.tree.clip(psg.tree.take(g, [1]), 0.3)
+    moved = reference_norm(tree_map(lambda a, b: (a - b)[None], whole.grads, rest.grads)).item()
+    assert moved == pytest.approx(0.3) and whole.norms[0] > 0.3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"clip_norm": 1.0, "policy": "abadi"}, "policy='abadi'"),
+        ({"clip_norm": math.inf, "policy": "normalize"}, "clip_norm=inf"),
+        ({"clip_norm": 1.0, "mask": torch.ones(3)}, r"psg.tree.clip: mask: expected a bool tensor of shape \(3,\)"),
+        ({"clip_norm": PerGroup(lambda path: path[0], {})}, "has no clip norm"),
+    ],
+)
+def test_a_tree_that_cannot_be_clipped_so_is_an_error(options, message):
+    with pytest.raises(psg.InputError, match=message):
+        psg.tree.clip({"w": torch.ones(3, 2)}, **options)
+
+
+def test_clipped_trees_in_a_trace(args):
+    params, x = args
+    x[3, 0, 0] = math.nan
+    users = torch.tensor([0, 1, 0, 2, 1], device=x.device)
+
+    def step(params, x, users):
+        return psg.tree.clip(psg.tree.segment_sum(psg.factored_grad(loss)(params, x), users, 4), 0.3)
+
+    fast = psg.jit(step, backend="aot_eager")
+    found, expected = fast(params, x, users), step(params, x, users)
+    assert [entry.error for entry in fast.cache_info()] == [None]
+    assert found.nonfinite.item() == expected.nonfinite.item() == 1
+    summed(found.grads, expected.grads, "grads")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import psg
-from psg.factors import Conv, Dense, Outer, Rows
+from psg.factors import Conv, Dense, Outer, Rows, Segments
 
 SIZES = [3, 0, 2]  # samples of each process: Poisson sampling leaves one without
 OFFSETS = [0, 3, 3, 5]
@@ -71,6 +71,7 @@ def work(rank, path):
                 "history": torch.ones(2, requires_grad=True) * 2,
             }
         ),
+        "segments": psg.distributed.all_gather(psg.tree.segment_sum(factored, torch.arange(SIZES[rank]) // 2, (SIZES[rank] + 1) // 2)),
         "nothing": psg.distributed.all_gather({"a": torch.zeros(0, 3)}),
         "noisy": psg.tree.add_noise(grads, 1.0, generator=torch.Generator().manual_seed(1)),
         "one is wrong": failure(psg.distributed.all_gather, (torch.ones(2), torch.ones(3 if rank == 1 else 2))),
@@ -121,6 +122,15 @@ def test_factors_of_other_shapes(found):
     for own in found:
         assert own["uneven kinds"] == {name: Outer if name == "head.weight" else Dense for name in parts[0]}
         psg.testing.assert_trees_close(own["uneven"], psg.tree.concat(parts))
+
+
+def test_segments(found):
+    """Of the samples 0 and 1, 2, and 3 and 4: a process has more samples than segments, another neither."""
+    factored, _ = whole()
+    expected = psg.tree.materialize(psg.tree.segment_sum(factored, torch.tensor([0, 0, 1, 2, 2]), 3))
+    for own in found:
+        assert type(own["segments"]["head.weight"]) is Segments
+        psg.testing.assert_trees_close(psg.tree.materialize(own["segments"]), expected)
 
 
 def test_sparse_sums(found):

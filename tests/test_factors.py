@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.factors import Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Sum, Views, merge
+from psg.factors import Conv, Dense, Expanded, Factor, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views, merge
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -116,6 +116,17 @@ def sum_of(*kinds):
     return recipe
 
 
+def segments(kind):
+    """Of each segment's samples the sum; one in four has none, and others up to ten times as many as the rest."""
+
+    def recipe(n, size, generator):
+        sizes = torch.tensor([3, 1, 0, 11])[torch.randint(4, (n,), generator=generator)]
+        factor, tensor = kind(int(sizes.sum()), size, generator)
+        return Segments(factor, sizes), torch.stack([*map(lambda own: own.sum(0), tensor.split(sizes.tolist())), tensor[:0].sum(0)])[:n]
+
+    return recipe
+
+
 MATRICES = {
     "Dense": dense,
     "Outer": outer,
@@ -139,6 +150,15 @@ ENTRY_BY_ENTRY = {
     "Scaled Views": scaled(reshaped),
     "Scaled apart": scaled(outer, apart=True),
     "Sum of scaled ones": sum_of(outer, scaled(expanded(0, 1)), expanded(1, 1), scaled(rows)),
+}
+SEGMENTS = {
+    "Segments of Dense": segments(dense),
+    "Segments of Outer": segments(outer),
+    "Segments of Rows": segments(rows),
+    "Segments of Sum": segments(sum_of(rows, outer)),
+    "Segments of Scaled": segments(scaled(outer, apart=True)),
+    "Segments of Segments": segments(segments(outer)),
+    "Sum of Segments": sum_of(segments(outer), segments(rows), outer),
 }
 PARTNERS = ["Dense", "Outer", "Rows", "Views in another shape", "Scaled rows"]  # any others by drawn shapes
 
@@ -188,9 +208,9 @@ def scalar(n, size, generator):
     return Dense(values), values
 
 
-ALL = {**MATRICES, **ENTRY_BY_ENTRY}
+ALL = {**MATRICES, **ENTRY_BY_ENTRY, **SEGMENTS}
 MATRIX_ROWS = [(kind, size, recipe) for kind, recipe in ALL.items() for size in SIZES]
-CONV_ROWS = [("Conv", size, conv) for size in CONVS]
+CONV_ROWS = [(kind, size, recipe) for kind, recipe in (("Conv", conv), ("Segments", segments(conv))) for size in CONVS]
 ROWS = [*MATRIX_ROWS, *CONV_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
 each_factor = pytest.mark.parametrize("kind, size, recipe", ROWS, ids=[f"{kind}, {size}" for kind, size, _ in ROWS])
 each_count = pytest.mark.parametrize("n", [0, 1, 3])
@@ -223,6 +243,16 @@ def make(device):
         return factor.map(lambda part: part.to(device)), tensor.to(device)
 
     return make
+
+
+def spoil(factor, at):
+    """NaN in the samples at a mask."""
+    if isinstance(factor, Segments):
+        return Segments(spoil(factor.factor, at[factor.ids]), factor.sizes)
+    return factor._each(
+        lambda part: part.masked_fill(at.reshape(-1, *[1] * (part.dim() - 1)), float("nan")) if part.is_floating_point() else part,
+        lambda own: spoil(own, at),
+    )
 
 
 @each_count
@@ -259,8 +289,7 @@ class TestOneFactor:
     def test_zero_of_a_sample_that_is_not_finite(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
         keep = torch.arange(n, device=tensor.device) % 2 == 0
-        spoiled = factor.map(lambda part: part.masked_fill(~keep.reshape(-1, *[1] * (part.dim() - 1)), float("nan"))
-                             if part.is_floating_point() else part)  # fmt: skip
+        spoiled = spoil(factor, ~keep)
         expected = torch.where(keep.reshape(-1, *[1] * (tensor.dim() - 1)), tensor, 0)
         assert_trees_close(spoiled.zero(keep).materialize(), expected)
         assert_trees_close(spoiled.zero(keep).weighted_sum(torch.ones(n, device=tensor.device)), expected.sum(0), per_sample=False)
@@ -344,9 +373,140 @@ def test_regroup(kind, size, recipe, n, make):
     assert_trees_close(factor.regroup(table).materialize(), padded[table].sum(1))
 
 
+def summed(tensor, ids, count):
+    return torch.stack([*(tensor[ids == k].sum(0) for k in range(count)), tensor[:0].sum(0)])[:count]
+
+
+@given(
+    n=st.integers(0, 12),
+    count=st.integers(0, 5),
+    t=st.integers(0, 3),
+    a=st.integers(1, 4),
+    b=st.integers(1, 4),
+    kind=st.sampled_from([*ALL, *(f"Conv: {size}" for size in CONVS)]),
+    seed=st.integers(0, 2**16),
+)
+def test_segment_sum_over_drawn_shapes(n, count, t, a, b, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    n = n if count else 0
+    SIZES["drawn"] = (t, a, b)
+    try:
+        factor, tensor = conv(n, kind[6:], generator) if kind.startswith("Conv") else ALL[kind](n, "drawn", generator)
+    finally:
+        del SIZES["drawn"]
+    ids = torch.randint(max(1, count), (n,), generator=generator)
+    ids[: n // 2] = 0  # one has many
+    found, expected = factor.segment_sum(ids, count), summed(tensor, ids, count)
+    holds_all_operations(found, expected)
+    assert_trees_close(found.settle().materialize(), expected, atol=1e-12)
+    assert_trees_close(found.norm(), reference_norm(expected), atol=1e-12)
+    assert_trees_close(found.moment_sums(), (expected.sum(0), expected.square().sum(0)), per_sample=False, atol=1e-12)
+    index = torch.randint(max(1, count), (3 if count else 0,), generator=generator)
+    assert_trees_close(found.take(index).materialize(), expected[index], atol=1e-12)
+    assert_trees_close(merge([found, found]).squared_norm(), reference_norm(2 * expected).square(), atol=1e-12)
+    again = torch.arange(count) // 2
+    assert_trees_close(found.segment_sum(again, count).materialize(), summed(expected, again, count), atol=1e-12)
+    joined = psg.factors.concat([found, factor.segment_sum(ids, count)])
+    assert type(joined) is type(found)
+    assert_trees_close(joined.materialize(), torch.cat([expected, expected]), atol=1e-12)
+    dense, plain = Dense(expected), torch.randn(tensor.shape[1:], generator=generator)
+    assert_trees_close(found.inner(dense), dense.inner(dense), atol=1e-12)
+    assert_trees_close(found.gram(factor), reference_gram(expected, tensor), atol=1e-12)
+    traced = make_fx(lambda factor: (factor.norm(), factor.dot(plain), factor.gram(), factor.settle().weighted_sum(factor.norm())))(found)
+    assert_trees_close(
+        traced(found), (found.norm(), found.dot(plain), found.gram(), found.weighted_sum(found.norm())), atol=1e-12, per_sample=False
+    )
+
+
+def test_segments_hold_no_more_than_their_samples(device):
+    """One of a thousand samples beside a thousand of one: filled up to the largest they would be a thousand times as much."""
+    factor = Outer(torch.randn(2000, 1, 6, device=device), torch.randn(2000, 1, 5, device=device))
+    ids = torch.cat([torch.zeros(1000, dtype=torch.int64, device=device), 1 + torch.arange(1000, device=device)]).flip(0)
+    found = factor.segment_sum(ids, 1001)
+    assert found.nbytes <= 2 * factor.nbytes
+    joined = [own for _, own in found._joined()]
+    assert sum(own.nbytes for own in joined) <= 2 * factor.nbytes and len(joined) == 2
+    assert_trees_close(found.norm(), reference_norm(summed(factor.materialize(), ids, 1001)))
+
+
+def test_a_sample_that_is_not_finite_is_its_own_segment_s(make):
+    for _, size, recipe in [row for row in ROWS if row[1] in ("square", "2-D grouped")]:
+        factor, _ = make(recipe, 6, size)
+        ids = torch.tensor([0, 1, 2, 0, 1, 2], device=factor.device)
+        spoiled = spoil(factor, torch.arange(6, device=factor.device) == 3)
+        found = spoiled.segment_sum(ids, 4)
+        if spoiled.materialize()[3].isfinite().all():
+            continue  # a sum of no terms
+        assert found.norm().isfinite().tolist() == [False, True, True, True]
+        keep = torch.tensor([False, True, True, True], device=factor.device)
+        kept = found.zero(keep)
+        assert kept.norm()[0] == 0 and (kept.materialize()[0] == 0).all()
+        assert kept.weighted_sum(kept.norm()).isfinite().all()
+
+
+def test_segments_of_half_precision(device):
+    """Of 512 ones a sum in bfloat16 would stop at 256."""
+    index, ones = torch.zeros(512, 1, dtype=torch.int64, device=device), torch.ones(512, 1, 1, dtype=torch.bfloat16, device=device)
+    found = Rows(index, ones, 3).segment_sum(index[:, 0], 2)
+    assert found.norm().tolist() == [512, 0] and found.materialize()[:, 0, 0].tolist() == [512, 0]
+    assert found.materialize().dtype == torch.bfloat16 and found.norm().dtype == torch.float32
+
+
+def test_derivatives_of_segments(device):
+    left, right, ids = (
+        torch.randn(5, 1, 3, device=device),
+        torch.randn(5, 1, 2, device=device),
+        torch.tensor([0, 1, 0, 3, 0], device=device),
+    )
+
+    def norms(left, right):
+        return Outer(left, right).segment_sum(ids, 4).norm()
+
+    assert torch.autograd.gradcheck(norms, [left.requires_grad_(), right.requires_grad_()])
+    lefts = torch.stack([left, 2 * left]).detach()
+    assert_trees_close(torch.func.vmap(norms, (0, None))(lefts, right.detach()), torch.stack([norms(own, right) for own in lefts]).detach())
+
+
+class Diagonal(Factor):
+    """A kind of the user's that is no sum over positions: gradient[n, i, j] = [i = j] values[n, i]."""
+
+    fields = ("values",)
+
+    def __init__(self, values):
+        self.values = values
+
+    shape = property(lambda self: torch.Size([self.values.shape[1]] * 2))
+    _lead = property(lambda self: self.values)
+
+    def materialize(self):
+        return torch.diag_embed(self.values)
+
+    def squared_norm(self):
+        return self.values.square().sum(1)
+
+    scale = squared_norm
+
+    def weighted_sum(self, weights):
+        return torch.diag(self.values.T @ weights)
+
+    def dot(self, direction):
+        return self.values @ direction.diagonal()
+
+
+def test_a_kind_of_the_user_s_own(device):
+    values, ids = torch.randn(7, 3, device=device), torch.tensor([1, 1, 0, 1, 1, 3, 3], device=device)
+    expected = summed(torch.diag_embed(values), ids, 4)
+    holds_all_operations(Diagonal(values).segment_sum(ids, 4), expected)
+    assert_trees_close(Diagonal(values).segment_sum(ids, 4).norm(), reference_norm(expected))
+    table = torch.tensor([[0, 1, 3, 4], [2, 7, 7, 7]], device=device)
+    assert_trees_close(Diagonal(values).regroup(table).materialize(), expected[[1, 0]])
+    assert Diagonal(torch.ones(4, 3, device=device)).segment_sum(ids[:4] * 0, 1).norm().item() == pytest.approx(48**0.5)
+
+
 # --- pairs --------------------------------------------------------------------------------------------------
 
 MET = [*itertools.product(MATRICES, MATRICES), *itertools.product(ENTRY_BY_ENTRY, PARTNERS)]
+MET += itertools.product(SEGMENTS, ["Dense", "Outer", "Sum of Rows and Outer", "Scaled rows", "Segments of Outer"])
 PAIRS = [(f"{a} x {b}, {size}", ALL[a], ALL[b], size) for a, b in MET for size in SIZES]
 PAIRS += [(f"Conv x Conv, {size}", conv, conv, size) for size in CONVS]
 each_pair = pytest.mark.parametrize("first, second, size", [row[1:] for row in PAIRS], ids=[row[0] for row in PAIRS])

@@ -190,6 +190,19 @@ def test_sums_of_segments(device):
         assert all(leaf.isnan().all() for leaf in fast(p, x, torch.tensor(ids, device=device)).values())
 
 
+def test_norms_of_segments_of_factors(device):
+    p, x = linear_args(device)
+    fn, ids = psg.factored_grad(linear_loss), torch.tensor([0, 1, 0], device=device)
+    fast = psg.jit(lambda p, x, ids: psg.tree.norm(psg.tree.segment_sum(fn(p, x), ids, 3)), backend="aot_eager")
+    expected = psg.tree.segment_sum(fn(p, x), ids, 3)
+    same(fast(p, x, ids), psg.tree.norm(expected))
+    assert fast(p, x, ids - 1).isnan().all()
+    reduced = psg.jit(lambda tree, w: (psg.tree.norm(tree), psg.tree.weighted_sum(tree, w)), backend="aot_eager")
+    w = torch.rand(3, device=device)
+    same(reduced(expected, w), (psg.tree.norm(expected), psg.tree.weighted_sum(expected, w)))
+    assert [entry.error for cached in (fast, reduced) for entry in cached.cache_info()] == [None, None]
+
+
 # --- buckets ------------------------------------------------------------------------------------------------
 
 

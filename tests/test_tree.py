@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.factors import Dense, Factor, Outer, Rows, Sum
+from psg.factors import Dense, Factor, Outer, Rows, Segments, Sum
 from psg.testing import (
     assert_trees_close,
     reference_dot,
@@ -164,7 +164,17 @@ class TestReductions:
 
         assert_trees_close(psg.tree.materialize(found), tree_map(expected, dense_tree(tree)), per_sample=False)
         assert_trees_close(psg.tree.norm(found), reference_norm(tree_map(expected, dense_tree(tree))), per_sample=False)
-        assert type(found["head"][0]) is type(tree["head"][0])
+        assert type(found["head"][0]) is (torch.Tensor if isinstance(tree["head"][0], torch.Tensor) else Segments)
+        weights = torch.linspace(-1, 2, segments, device=device)
+        sparse = psg.tree.sparse_weighted_sum(found, weights)
+        assert sparse["table"][0].is_sparse == isinstance(found["table"][0], Segments)
+        sums = tree_map(lambda leaf: torch.einsum("m...,m->...", expected(leaf), weights), dense_tree(tree))
+        assert_trees_close(psg.tree.weighted_sum(found, weights), sums, per_sample=False, atol=1e-12)
+        assert_trees_close(tree_map(lambda leaf: leaf.to_dense(), sparse), sums, per_sample=False, atol=1e-12)
+        buffer = io.BytesIO()
+        torch.save(found, buffer)
+        buffer.seek(0)
+        assert_trees_close(psg.tree.norm(torch.load(buffer)), psg.tree.norm(found))
 
 
 def test_sums_of_large_segments_keep_their_digits(device):

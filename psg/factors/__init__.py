@@ -16,6 +16,7 @@ from psg.factors._joint import Joint, norm_of
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled, merge_scaled
+from psg.factors._segments import Segments
 from psg.factors._sum import Sum
 from psg.factors._views import Region, Views, merge_views
 
@@ -30,6 +31,7 @@ __all__ = [
     "Region",
     "Rows",
     "Scaled",
+    "Segments",
     "Sum",
     "Views",
     "concat",
@@ -111,8 +113,8 @@ def _register(kind: type[Factor]) -> None:
     torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
 
 
-for _kind in (Conv, Dense, Expanded, Outer, Rows, Scaled, Sum, Views):
+for _kind in (Conv, Dense, Expanded, Outer, Rows, Scaled, Segments, Sum, Views):
     _register(_kind)
 
 # What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
-torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Sum, Views])
+torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views])

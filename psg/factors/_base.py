@@ -5,7 +5,7 @@ i in, o out; g group; k kernel.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Self
 
@@ -105,13 +105,41 @@ def norm_of_norms(parts: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dim=1)
 
 
+def groups(owners: Tensor, n: int) -> Tensor:
+    """The rows of every owner below n, [n, most rows of one], filled up with the number of rows; an owner of n is none."""
+    rows = len(owners)
+    ordered, order = owners.sort(stable=True)
+    counts = torch.bincount(owners, minlength=n + 1)[:n]
+    width = max(1, int(counts.max()) if n else 0)
+    table = torch.full((n, width), rows, device=owners.device)
+    starts = counts.cumsum(0) - counts
+    kept = ordered < n
+    table[ordered[kept], torch.arange(rows, device=owners.device)[kept] - starts[ordered[kept]]] = order[kept]
+    return table
+
+
 def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
     """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
     order = table.reshape(-1)
+    shape = table.shape[0], table.shape[1] * tensor.shape[1], *tensor.shape[2:]
     if order.shape[0] == tensor.shape[0] and torch.equal(order, torch.arange(len(order), device=order.device)):
-        return tensor.reshape(table.shape[0], table.shape[1] * tensor.shape[1], *tensor.shape[2:])  # already side by side
-    padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
-    return padded[table].flatten(1, 2)
+        return tensor.reshape(shape)  # already side by side
+    held = (order < len(tensor)).nonzero()[:, 0]
+    if len(held) == len(order):
+        return tensor[order].reshape(shape)
+    return tensor.new_zeros(len(order), *tensor.shape[1:]).index_copy_(0, held, tensor[order[held]]).reshape(shape)
+
+
+def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
+    """The sum of every owner's rows, which come in a few parts, at least one: [rows, *] -> [n, *], in the `wide` dtype."""
+    total, start = None, 0
+    for part in map(widen, parts):
+        total = part.new_zeros(n, *part.shape[1:]) if total is None else total
+        total.index_add_(0, owners[start : start + len(part)], part)
+        start += len(part)
+    if total is None:
+        raise ValueError("add_up: no parts")
+    return total
 
 
 def square(values: Tensor) -> Tensor:
@@ -276,6 +304,10 @@ class Factor(ABC):
         size = max(1, 4 * plans.chunk_bytes(self.device) // max(1, self.shape.numel() * self.dtype.itemsize))
         return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
+    def sparse_sum(self, weights: Tensor) -> Tensor:
+        """`weighted_sum`; of rows (embeddings) as a coalesced sparse tensor."""
+        return self.weighted_sum(weights)
+
     @abstractmethod
     def dot(self, direction: Tensor) -> Tensor:
         """<gradient[n], direction> -> [n], for a direction of the parameter's shape."""
@@ -293,8 +325,30 @@ class Factor(ABC):
         Returns:
             The factor of m samples.
         """
-        # What the positions of a sample add up to, those of a group do.
-        return self._each(lambda tensor: gather_groups(tensor, table), lambda factor: factor.regroup(table))
+        from psg.factors._dense import Dense
+
+        kept = table < self.n
+        owners = torch.arange(len(table), device=table.device)[:, None].expand(table.shape)[kept]
+        return Dense(add_up(self.take(table[kept]).parts(), owners, len(table)).to(self.dtype))
+
+    def segment_sum(self, ids: Tensor, count: int) -> "Factor":
+        """Sum the gradients of segments of the samples.
+
+        Args:
+            ids: Integers [n] in [0, count): the segment of each sample.
+            count: The number of segments; those without samples have a sum of zero.
+
+        Returns:
+            The factor of `count` samples.
+        """
+        from psg.factors._dense import Dense
+        from psg.factors._segments import Segments
+
+        if _functorch.is_traced():  # where a size cannot be asked for
+            return Dense(add_up(self.parts(), ids, count).to(self.dtype))
+        order = ids.argsort(stable=True)
+        in_order = _functorch.may_ask(ids) and torch.equal(order, torch.arange(len(order), device=order.device))
+        return Segments(self if in_order else self.take(order), torch.bincount(ids, minlength=count))
 
     def inner(self, other: "Factor") -> Tensor:
         """<gradient[n], other[n]> of the same sample -> [n]."""
@@ -355,3 +409,11 @@ class Factor(ABC):
     def __repr__(self) -> str:
         """Kind, samples and shape."""
         return f"{type(self).__name__}(n={self.n}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class Additive(Factor):
+    """A factor that adds up what it is held as: positions, in dim 1 of its tensors, or other factors."""
+
+    def regroup(self, table: Tensor) -> Factor:
+        # What the positions of a sample add up to, those of a group do.
+        return self._each(lambda tensor: gather_groups(tensor, table), lambda factor: factor.regroup(table))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, as_real, gather_groups, norm_of_norms, sum_rows, wide, widen
+from psg.factors._base import Factor, add_up, as_real, gather_groups, norm_of_norms, sum_rows, wide, widen
 
 _BLOCK = 4096
 
@@ -78,6 +78,9 @@ class Dense(Factor):
 
     def regroup(self, table: Tensor) -> Factor:
         return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))
+
+    def segment_sum(self, ids: Tensor, count: int) -> Factor:
+        return Dense(add_up([self.values], ids, count).to(self.dtype))
 
 
 def _straight(values: Tensor) -> tuple[Tensor, list[int] | None]:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor
+from psg.factors._base import Additive
 from psg.factors._dense import Dense
 
 _CARRIED = 25
 """Ops that it takes a factor, beyond what it takes its gradient, to be carried over a derivation, and normed then."""
 
 
-class Planned(Factor):
+class Planned(Additive):
     """A factor of which a norm, and a norm and a weighted sum together, have several plans. See `psg.plans`, the question "norm"."""
 
     @abstractmethod

@@ -18,6 +18,7 @@ from psg.factors._maps import contracted
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
+from psg.factors._segments import Segments
 from psg.factors._sum import Sum
 from psg.factors._views import Views
 
@@ -160,6 +161,19 @@ def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Dense, De
 for _kind in (Expanded, Scaled):
     _inner[_kind, Factor] = partial(_with_expanded, product=_inner_dense_dense)
     _gram[_kind, Factor] = partial(_with_expanded, product=_gram_dense_dense)
+
+
+# Segments x anything: those of about one size at a time, as what these samples add up to
+
+
+@_pair(_inner, Segments, Factor)
+def _(x: Segments, y: Factor) -> Tensor:
+    return x.by_size(lambda own, members: own.inner(y.take(members)))
+
+
+@_pair(_gram, Segments, Factor)
+def _(x: Segments, y: Factor) -> Tensor:
+    return x.by_size(lambda own, members: own.gram(y))
 
 
 # Views x Views of the same regions: region by region

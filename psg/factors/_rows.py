@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Factor, expect_real, square, wide, widen
+from psg.factors._base import Additive, expect_real, square, wide, widen
 from psg.factors._dense import Dense
 from psg.factors._sketch import Sketch
 
 
-class Rows(Factor):
+class Rows(Additive):
     """gradient[n, v, d] = sum_t [index[n, t] = v] cotangent[n, t, d].
 
     Args:
@@ -105,7 +105,6 @@ class Rows(Factor):
         return scatter_rows(self.index, self._scaled(weights), self.num_rows).to(self.dtype)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
-        """`weighted_sum` as a coalesced sparse tensor of the rows that occur."""
         rows = self._scaled(weights).flatten(0, 1)
         return torch.sparse_coo_tensor(self.index.reshape(1, -1), rows, self.shape, check_invariants=False).coalesce().to(self.dtype)
 

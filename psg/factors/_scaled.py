@@ -69,6 +69,9 @@ class Expanded(Factor):
     def regroup(self, table: Tensor) -> Factor:
         return Expanded(Dense(self.values).regroup(table).materialize(), self.shape)
 
+    def segment_sum(self, ids: Tensor, count: int) -> Factor:
+        return Expanded(Dense(self.values).segment_sum(ids, count).materialize(), self.shape)
+
     def plan(self) -> str:
         return "expanded"
 
@@ -183,7 +186,7 @@ class Scaled(Factor):
 
     def regroup(self, table: Tensor) -> Factor:
         if self.shared is None:
-            return Dense(self.materialize()).regroup(table)
+            return super().regroup(table)
         groups = Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
         return groups.zero((table < self.n).any(1))  # whatever the entries are
 

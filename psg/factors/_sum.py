@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psg import plans
-from psg.factors._base import Factor, wide
+from psg.factors._base import Additive, Factor, wide
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
 from psg.factors._scaled import Expanded, Scaled
@@ -18,7 +18,7 @@ _OPS = 40
 """That a term's inner products with another take, and what these round in proportion to."""
 
 
-class Sum(Factor):
+class Sum(Additive):
     """gradient = sum of the terms' gradients. Without terms it stands for zeros and holds nothing.
 
     Args:

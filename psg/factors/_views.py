@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor
+from psg.factors._base import Additive, Factor
 
 
 class Region(NamedTuple):
@@ -55,7 +55,7 @@ class Region(NamedTuple):
         return list(zip(starts, stops, strict=True))
 
 
-class Views(Factor):
+class Views(Additive):
     """gradient[n] = 0, but in views of the parameter, no two of which share an entry: there it is that of each view's factor.
 
     Args:

@@ -1,0 +1,158 @@
+"""Segments: sums of the gradients of segments of the samples, held as the samples."""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property, reduce
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, plans
+from psg.factors._base import Factor, add_up, wide
+from psg.factors._dense import Dense
+from psg.factors._sketch import Sketch
+
+
+class Segments(Factor):
+    """gradient[m] = sum of factor[n] over the samples n of segment m, which stand side by side.
+
+    What is linear in the gradients is computed from those of the samples. The rest is from segments of about one size at a time, joined by
+    `Factor.regroup`: each filled up to the size of the largest among them, which is less than twice its own.
+
+    Args:
+        factor: Of the samples: those of the first segment, then those of the second, and so on.
+        sizes: How many samples each segment has, integers [m].
+    """
+
+    fields = ("factor", "sizes")
+
+    def __init__(self, factor: Factor, sizes: Tensor) -> None:
+        self.factor = factor
+        self.sizes = sizes
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.factor.shape
+
+    @property
+    def _lead(self) -> Tensor:
+        return self.factor._lead.new_empty(len(self.sizes), 0)
+
+    @property
+    def ids(self) -> Tensor:
+        """To which segment each sample belongs."""
+        return torch.repeat_interleave(self.sizes, output_size=self.factor.n)
+
+    # Of the samples as they are
+
+    def scale(self) -> Tensor:
+        return add_up([self.factor.scale()], self.ids, self.n)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self.factor.weighted_sum(weights[self.ids])
+
+    def sparse_sum(self, weights: Tensor) -> Tensor:
+        return self.factor.sparse_sum(weights[self.ids])
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return add_up([self.factor.dot(direction)], self.ids, self.n)
+
+    # Of segments, joined
+
+    def by_size(self, function: Callable[[Factor, Tensor], Tensor]) -> Tensor:
+        """What a function gives of segments of about one size, as a factor, and of their numbers [k]: [k, *] -> [m, *]."""
+        parts = self._joined()
+        members, own = next(parts)
+        found = function(own, members)
+        if len(members) == self.n:
+            return found
+        total = found.new_zeros(self.n, *found.shape[1:]).index_copy_(0, members, found)
+        for members, own in parts:
+            total.index_copy_(0, members, function(own, members))
+        return total
+
+    def _joined(self) -> Iterator[tuple[Tensor, Factor]]:
+        """The numbers of segments of about one size, ascending, and these as a factor: at least once, and without those of no sample."""
+        if not self._may_ask:
+            total = add_up(self.factor.parts(), self.ids, self.n).to(self.dtype)
+            yield torch.arange(self.n, device=self.device), Dense(total)
+            return
+        yield from ((members, self.factor.regroup(table)) for members, table in self._tables)
+        if not self._tables:
+            yield self.sizes.new_empty(0), self.factor.take(slice(0))
+
+    @cached_property
+    def _tables(self) -> list[tuple[Tensor, Tensor]]:
+        """The segments of sizes up to each power of two and above its half, and their samples, as `regroup` takes them."""
+        sizes = self.sizes.cpu()  # the one time that a device is waited for
+        starts = sizes.cumsum(0) - sizes
+        powers = torch.where(sizes > 0, torch.frexp((sizes - 1).float()).exponent, -1)
+        tables = []
+        for power in set(powers.tolist()) - {-1}:
+            members = (powers == power).nonzero()[:, 0]
+            counts = sizes[members, None]
+            places = torch.arange(int(counts.max()), device=sizes.device)
+            table = torch.where(places < counts, starts[members, None] + places, self.factor.n)
+            tables.append((members.to(self.device), table.to(self.device)))
+        return tables
+
+    @property
+    def _may_ask(self) -> bool:
+        """Whether the sizes can be asked for; on a device that waits."""
+        return not (_functorch.is_traced() or _functorch.is_wrapped(self.sizes))
+
+    def materialize(self) -> Tensor:
+        whole = self.to(wide(self.dtype))  # of many samples a sum in half precision would stop growing
+        return whole.by_size(lambda own, _: own.materialize()).to(self.dtype)
+
+    def squared_norm(self) -> Tensor:
+        return self.by_size(lambda own, _: own.squared_norm())
+
+    def norm(self) -> Tensor:
+        return self.by_size(lambda own, _: own.norm())
+
+    def project(self, sketch: Sketch) -> Tensor:
+        return self.by_size(lambda own, _: own.project(sketch))
+
+    def moment_sums(self) -> tuple[Tensor, Tensor]:
+        return reduce(lambda x, y: (x[0] + y[0], x[1] + y[1]), (own.moment_sums() for _, own in self._joined()))
+
+    # Others of the kind
+
+    def regroup(self, table: Tensor) -> Factor:
+        kept = table < self.n
+        return self.take(table[kept]).segment_sum(kept.nonzero()[:, 0], len(table))
+
+    def segment_sum(self, ids: Tensor, count: int) -> Factor:
+        return self.factor.segment_sum(ids[self.ids], count)
+
+    def take(self, index: Tensor | slice) -> Self:
+        if not self._may_ask:
+            values = self.materialize()[index]
+            return type(self)(Dense(values), self.sizes.new_ones(len(values)))
+        sizes, starts = self.sizes[index], (self.sizes.cumsum(0) - self.sizes)[index]
+        ids = torch.repeat_interleave(sizes)
+        within = torch.arange(len(ids), device=ids.device) - (sizes.cumsum(0) - sizes)[ids]
+        return type(self)(self.factor.take(starts[ids] + within), sizes)
+
+    def zero(self, keep: Tensor) -> Self:
+        return type(self)(self.factor.zero(keep[self.ids]), self.sizes)
+
+    # What it costs
+
+    @property
+    def is_made_anew(self) -> bool:
+        return True
+
+    @property
+    def is_kept(self) -> bool:
+        if not plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize):
+            return False
+        # One segment of a size says what all of it do.
+        return not self._may_ask or all(self.factor.regroup(table[:1]).is_kept for _, table in self._tables)
+
+    def settle(self) -> Factor:
+        return Dense(self.materialize()) if self.is_kept else self
+
+    def plan(self) -> str:
+        return f"segments: {self.factor.plan()}"
