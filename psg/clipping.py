@@ -29,7 +29,7 @@ from psg import _functorch, _trees
 from psg._errors import InputError
 from psg.factors import Factor, Joint, norm_of
 
-__all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "clip", "normalize"]
+__all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "bounded", "clip", "normalize"]
 
 Policy = Callable[[Tensor, Any], Tensor]
 """From norms and a clip norm to clip coefficients."""
@@ -79,6 +79,36 @@ def automatic(gamma: float = 0.01) -> Policy:
 
     policy._bounded = True  # type: ignore[attr-defined]
     return policy
+
+
+def bounded(policy: Policy) -> Policy:
+    """A policy of one's own, with no coefficient above clip_norm / norm: so that the clipped sum has a sensitivity.
+
+    Args:
+        policy: From norms [n] and a clip norm to coefficients [n], at least 0.
+
+    Returns:
+        The policy min(policy, clip_norm / norm), under which `sensitivity` is known. A coefficient that is negative or NaN counts as zero.
+
+    Raises:
+        InputError: `policy` is no function. At a call: it gives something else than [n].
+
+    Example:
+        >>> import torch
+        >>> smooth = bounded(lambda norms, clip_norm: 2 * clip_norm / (norms.square() + clip_norm**2).sqrt())
+        >>> smooth(torch.tensor([0.0, 3.0]), 4.0)
+        tensor([2.0000, 1.3333])
+    """
+    if not callable(policy):
+        raise InputError(f"bounded(policy={policy!r}): expected a function (norms, clip_norm) -> clip_coef.")
+
+    def capped(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+        coefs = coefficients(policy, norms, clip_norm)
+        most = torch.where(norms > 0, clip_norm / torch.where(norms > 0, norms, 1), math.inf)
+        return torch.minimum(torch.where(coefs >= 0, coefs, 0), most)
+
+    capped._bounded = True  # type: ignore[attr-defined]
+    return capped
 
 
 def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
@@ -422,7 +452,8 @@ def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
         policy: The policy.
 
     Returns:
-        sqrt(sum over groups of C^2), in the units of the gradient; inf for a policy of the user's, whose bound is not known.
+        sqrt(sum over groups of C^2), in the units of the gradient; inf for a policy of the user's that `bounded` has
+        given no bound.
     """
     if not _is_bounded(policy):
         return math.inf

@@ -87,7 +87,7 @@ class ClippedGrad(NamedTuple):
         aux: The auxiliary output with has_aux, else None.
         nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
         sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
-            groups, inf for a policy of the user's. Replacing one by another changes them by up to twice that.
+            groups, inf for a policy of the user's without a bound (`clipping.bounded`). Replacing one changes them by up to twice that.
         group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
             masked samples. With one clip norm for all they are `norms`; with several, what each is adapted by.
     """
@@ -323,8 +323,8 @@ def clipped_grad(
 ) -> Callable[..., ClippedGrad]:
     """The function that gives the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
 
-    Formal guarantee: with the built-in policies each sample's term has L2 norm at most `sensitivity`, up to rounding in the dtypes of
-    the norms and of the gradients; a sample whose norm is not finite, and a masked one, adds exactly zero.
+    Formal guarantee: with the built-in policies, and bounded ones, each sample's term has L2 norm at most `sensitivity`, up to rounding
+    in the dtypes of the norms and of the gradients; a sample whose norm is not finite, and a masked one, adds exactly zero.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.

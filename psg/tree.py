@@ -289,7 +289,7 @@ class Clipped(NamedTuple):
             are masked or not finite.
         nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
         sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
-            groups, inf for a policy of the user's. Replacing one by another changes them by up to twice that.
+            groups, inf for a policy of the user's without a bound (`clipping.bounded`). Replacing one changes them by up to twice that.
         group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
             masked samples.
     """
@@ -315,8 +315,8 @@ def clip(
     Of `segment_sum(g, users, num_users)` it is the sum of the users' clipped gradients, for privacy of users instead of samples. For
     that one user's samples have to be in one batch: what is clipped in parts is as long as the parts together.
 
-    Formal guarantee: that of `psg.clipped_grad`. With the built-in policies each sample's term has L2 norm at most `sensitivity`, up to
-    rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds exactly zero.
+    Formal guarantee: that of `psg.clipped_grad`. With the built-in policies, and bounded ones, each sample's term has L2 norm at most
+    `sensitivity`, up to rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds exactly zero.
 
     Args:
         tree: Per-sample gradients.

@@ -201,6 +201,28 @@ def test_the_sensitivity_of_an_own_policy_is_not_claimed(args):
     assert psg.clipped_grad(loss, 1.0, policy=lambda norms, c: norms)(*args).sensitivity == math.inf
 
 
+@given(clip_norm=st.sampled_from([0.0, 0.3, 2.0]), scale=st.floats(-2, 50), power=st.floats(0, 2), seed=st.integers(0, 2**16))
+def test_a_bounded_policy_of_ones_own_has_a_sensitivity(clip_norm, scale, power, seed):
+    torch.manual_seed(seed)
+    params, x = {"a": torch.randn(4, 3), "b": torch.randn(2, 4), "c": torch.randn(4)}, torch.randn(N, 2, 3)
+    x[0] = 0
+    own = psg.clipping.bounded(lambda norms, clip_norm: scale * clip_norm / (norms**power + 0.1))
+    out = psg.clipped_grad(lambda p, x: loss(p, x) * (x != 0).any(), clip_norm, policy=own)(params, x)
+    assert out.sensitivity == clip_norm and (out.clip_coef["a"] >= 0).all()
+    assert (out.clip_coef["a"] * out.norms <= clip_norm * (1 + 1e-12)).all()
+    assert all(leaf.isfinite().all() for leaf in out.grads.values())
+    free = scale * clip_norm / (out.norms**power + 0.1)
+    within = (free >= 0) & (free * out.norms <= clip_norm)
+    assert_trees_close(out.clip_coef["a"][within], free[within])
+
+
+def test_only_a_function_can_be_bounded():
+    with pytest.raises(psg.InputError, match="expected a function"):
+        psg.clipping.bounded("clip")
+    with pytest.raises(psg.InputError, match="a coefficient for each norm"):
+        psg.clipping.bounded(lambda norms, clip_norm: norms.sum())(torch.ones(3), 1.0)
+
+
 def test_unknown_policy_is_an_error(args):
     with pytest.raises(psg.InputError, match=r"policy='clamp'.*clip.*automatic.*normalize"):
         psg.clipped_grad(loss, 1.0, policy="clamp")(*args)
