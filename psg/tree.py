@@ -316,7 +316,8 @@ def clip(
     that one user's samples have to be in one batch: what is clipped in parts is as long as the parts together.
 
     Formal guarantee: that of `psg.clipped_grad`. With the built-in policies, and bounded ones, each sample's term has L2 norm at most
-    `sensitivity`, up to rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds exactly zero.
+    `sensitivity`, up to rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds
+    exactly zero.
 
     Args:
         tree: Per-sample gradients.
