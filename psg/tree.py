@@ -22,6 +22,7 @@ from psg._errors import InputError
 from psg.factors import Dense, Factor, Joint
 from psg.factors import concat as concat_factors
 from psg.factors._base import as_real, square, wide, widen
+from psg.factors._maps import scaled
 from psg.factors._sketch import Sketch
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "mean",
     "moments",
     "norm",
+    "precondition",
     "project",
     "segment_sum",
     "sparse_weighted_sum",
@@ -489,15 +491,58 @@ def dot(tree: Any, direction: Any) -> Tensor:
         >>> dot(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, -1.0]))
         tensor([-1., -1.])
     """
-    factors, spec = _factors(tree, "dot")
-    leaves, other = _trees.flatten(direction)
-    if spec != other:
-        raise InputError(f"psg.tree.dot: the direction has the structure {other}, the gradients have {spec}.")
+    factors, leaves = _beside(tree, direction, "dot", "direction")
+    return _total([factor.dot(leaf) for factor, leaf in zip(factors, leaves, strict=True)])
+
+
+@unaffected
+def precondition(tree: Any, diagonal: Any) -> Any:
+    """diagonal * g_n, entry by entry: Adam's second moments or a Fisher matrix' diagonal, inverted, on every sample's gradient.
+
+    Args:
+        tree: Per-sample gradients.
+        diagonal: The tree of the parameters, with real tensors [*shape].
+
+    Returns:
+        The same tree, of the dtypes of the gradients: for inner products (influence, LESS), norms, projections. Factors stay factors unless
+        they are small; of those that do, reductions form the gradients of a few samples at a time.
+
+    Raises:
+        InputError: The diagonal's tree or shapes do not fit, or it is complex.
+
+    Example:
+        >>> import torch
+        >>> g = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+        >>> gram(precondition(g, {"w": torch.tensor([1.0, 0.5])}), g)  # g_n^T D g_m
+        tensor([[ 3.,  7.],
+                [ 7., 17.]])
+
+    Source: Xia et al., "LESS: Selecting Influential Data for Targeted Instruction Tuning", 2024, section 3 (gradients as Adam takes them).
+    """
+    _, leaves = _beside(tree, diagonal, "precondition", "diagonal")
+    if any(leaf.is_complex() for leaf in leaves):
+        raise InputError("psg.tree.precondition: expected a real diagonal.")
+    parts = iter(leaves)
+
+    def conditioned(factor: Factor) -> Factor:
+        own = next(parts).to(factor.dtype)
+        found = scaled(factor, own)
+        return Dense(factor.materialize() * own) if found is None else found
+
+    return _map(tree, conditioned, "precondition")
+
+
+def _beside(tree: Any, other: Any, name: str, what: str) -> tuple[list[Factor], list[Tensor]]:
+    """The factors of a tree, and the tensors of another like the parameters'."""
+    factors, spec = _factors(tree, name)
+    leaves, own = _trees.flatten(other)
+    if spec != own:
+        raise InputError(f"psg.tree.{name}: the {what} has the structure {own}, the gradients have {spec}.")
     for i, (factor, leaf) in enumerate(zip(factors, leaves, strict=True)):
         if not isinstance(leaf, Tensor) or factor.shape != leaf.shape:
             got = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"
-            raise InputError(f"psg.tree.dot: {_place(direction, 'direction', i)} {got}, expected {tuple(factor.shape)}.")
-    return _total([factor.dot(leaf) for factor, leaf in zip(factors, leaves, strict=True)])
+            raise InputError(f"psg.tree.{name}: {_place(other, what, i)} {got}, expected {tuple(factor.shape)}.")
+    return factors, leaves
 
 
 @unaffected

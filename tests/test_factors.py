@@ -503,6 +503,17 @@ def test_a_kind_of_the_user_s_own(device):
     assert Diagonal(torch.ones(4, 3, device=device)).segment_sum(ids[:4] * 0, 1).norm().item() == pytest.approx(48**0.5)
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("kind, size, recipe", MATRIX_ROWS, ids=[f"{kind}, {size}" for kind, size, _ in MATRIX_ROWS])
+def test_precondition(kind, size, recipe, n, make, device):
+    factor, tensor = make(recipe, n, size)
+    diagonal = torch.rand(tensor.shape[1:], device=device) + 0.1
+    found = psg.tree.precondition({"w": factor}, {"w": diagonal})["w"]
+    holds_all_operations(found, tensor * diagonal)
+    assert_trees_close(psg.tree.norm({"w": found}), reference_norm(tensor * diagonal))
+    assert_trees_close(psg.tree.gram(found, factor), reference_gram(tensor * diagonal, tensor))
+
+
 # --- pairs --------------------------------------------------------------------------------------------------
 
 MET = [*itertools.product(MATRICES, MATRICES), *itertools.product(ENTRY_BY_ENTRY, PARTNERS)]

@@ -545,3 +545,26 @@ def test_results_can_be_saved(device):
         loaded = torch.load(file)
         assert type(loaded) is type(result)
         assert_trees_close(loaded[0], result[0], per_sample=False)
+
+
+@pytest.mark.parametrize(
+    "diagonal, message",
+    [
+        ({"v": torch.ones(3)}, "the diagonal has the structure"),
+        ({"w": torch.ones(2)}, r"diagonal\['w'\] has shape \(2,\), expected \(3,\)"),
+        ({"w": torch.ones(3, dtype=torch.complex128)}, "expected a real diagonal"),
+    ],
+)
+def test_a_diagonal_that_does_not_fit(diagonal, message):
+    with pytest.raises(psg.InputError, match=message):
+        psg.tree.precondition({"w": torch.ones(5, 3)}, diagonal)
+
+
+def test_a_preconditioned_table_is_summed_sparsely():
+    model = torch.nn.Embedding(10, 2)
+    loss, params = psg.stateless(model, lambda output: output.square().sum())
+    g = psg.factored_grad(loss)(params, torch.tensor([[1, 7], [7, 2]]))
+    diagonal = {"weight": torch.rand(10, 2)}
+    found = psg.tree.sparse_weighted_sum(psg.tree.precondition(g, diagonal), torch.ones(2))["weight"]
+    assert found.is_sparse and found._nnz() == 3
+    assert_trees_close(found.to_dense(), psg.tree.sum(g)["weight"] * diagonal["weight"])

@@ -23,7 +23,7 @@ Scale = Tensor | float
 @singledispatch
 def scaled(factor: Factor, scale: Scale) -> Factor | None:
     """scale * gradient[n], for a scale that broadcasts to the parameter's shape."""
-    raise NotImplementedError(type(factor))
+    return _entry_by_entry(factor, torch.as_tensor(scale, device=factor.device).expand(factor.shape))
 
 
 @scaled.register
@@ -45,8 +45,6 @@ def _(factor: Outer, scale: Scale) -> Factor | None:
 def _(factor: Rows, scale: Scale) -> Factor | None:
     entries = _entries(scale, factor)
     if entries is not None:
-        if len(entries) != 1 and entries.shape[1] != 1:
-            return _entry_by_entry(factor, entries)
         scale = entries[0] if len(entries) == 1 else entries[factor.index]
     return Rows(factor.index, factor.cotangent * scale, factor.num_rows)
 
