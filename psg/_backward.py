@@ -1,7 +1,7 @@
 """The backward pass of a capture: one for all taps and leaves. Large cotangents are taken as they arrive."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,16 @@ class Backward:
     Args:
         values: The lifted values.
         n: The number of samples.
-        settle: What may be made of a factor before the pass is over; None to leave all as they are found.
+        settles: Whether factors are settled as they are found; else they are left as they are.
 
     Attributes:
         nbytes: What the factors took when they were found.
     """
 
-    def __init__(self, values: Sequence[Lifted], n: int, settle: Callable[[Factor], Factor] | None) -> None:
+    def __init__(self, values: Sequence[Lifted], n: int, settles: bool) -> None:
         self.values = values
         self.n = n
-        self.settle = settle
+        self.settles = settles
         self.nbytes = 0
 
     def run(self, losses: Tensor, taps: list[Tap]) -> None:
@@ -52,7 +52,7 @@ class Backward:
         """Arrange that large cotangents are taken as they arrive; returns the taps whose cotangents must be asked for."""
         left = list(taps)
         taps.clear()
-        if self.settle is None or _functorch.is_traced() or not any(map(_is_worth_a_hook, left)):
+        if not self.settles or _functorch.is_traced() or not any(map(_is_worth_a_hook, left)):
             return left
         tapped = Counter(id(value) for tap in left for _, value, _ in tap.builders)
         asked: list[Tap] = []
@@ -88,7 +88,7 @@ class Backward:
 
     def _add(self, value: Lifted, factor: Factor, alone: bool = False) -> None:
         self.nbytes += factor.nbytes
-        value.terms.append(self.settle(factor) if self.settle is not None and alone else factor)
+        value.terms.append(factor.settle() if self.settles and alone else factor)
 
 
 def _is_worth_a_hook(tap: Tap) -> bool:

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 from psg import _ambient, _functorch, _random, _trees, memory
 from psg._errors import InputError, warn_once
 from psg._outside import Outside
-from psg.factors import Factor
 
 Method = Literal["auto", "capture", "vmap", "loop", "batch"]
 Randomness = Literal["different", "same", "error"]
@@ -72,7 +71,7 @@ class Call:
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         n: The number of samples.
-        settle: What may be made of a parameter's factor as soon as it is found; None to leave it as it is.
+        settles: Whether a parameter's factor is settled as soon as it is found.
         outside: What becomes of tensors with a history that fn closes over.
     """
 
@@ -88,7 +87,7 @@ class Call:
     has_aux: bool
     randomness: str
     n: int
-    settle: Callable[[Factor], Factor] | None
+    settles: bool
     outside: Outside = field(default_factory=Outside)
 
     @cached_property
@@ -228,7 +227,7 @@ def prepare(
     options: Options,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    settle: Callable[[Factor], Factor] | None = None,
+    settles: bool = False,
 ) -> Call:
     """Check the arguments of a call against the options, and flatten them.
 
@@ -238,7 +237,7 @@ def prepare(
         options: The transform's options.
         args: The positional arguments, a batch of them.
         kwargs: The keyword arguments.
-        settle: What may be made of a parameter's factor as soon as it is found; None to leave it as it is.
+        settles: Whether a parameter's factor is settled as soon as it is found.
 
     Returns:
         The call.
@@ -283,7 +282,7 @@ def prepare(
         has_aux=options.has_aux,
         randomness=options.randomness,
         n=n,
-        settle=settle,
+        settles=settles,
     )
 
 

@@ -56,7 +56,7 @@ class Task(NamedTuple):
         n: The number of samples, at least 1.
         randomness: As in torch.func.vmap.
         look: Called with every op of the function and its arguments.
-        settle: What may be made of a factor before the pass is over; None to leave all as they are found.
+        settles: Whether factors are settled before the pass is over.
         owner: The user's function, of which it is remembered what the pass that could follow it had to expect.
     """
 
@@ -68,7 +68,7 @@ class Task(NamedTuple):
     n: int
     randomness: str
     look: Callable[[Any, Any], None]
-    settle: Callable[[Factor], Factor] | None
+    settles: bool
     owner: Any
 
 
@@ -143,7 +143,7 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
 
     with torch.enable_grad():
         outputs = _functorch.vmap(watched, tensors, dims, n, task.randomness)
-    backward = Backward(mode.values, n, task.settle)
+    backward = Backward(mode.values, n, task.settles)
     backward.run(outputs[0], mode.taps)
     pull_back(mode.values, lifted, n)
     factors = [value.factor(n) for value in lifted]

@@ -228,7 +228,7 @@ def _capture_together(call: Call) -> Result:
         n=call.n,
         randomness=call.randomness,
         look=call.outside.look,
-        settle=call.settle,
+        settles=call.settles,
         owner=call.fn,
     )
     captured = capture(task)

@@ -241,7 +241,7 @@ def per_sample_norm(
         tensor([5., 0.])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_norm", fn, options, _Rows, settle=_settled)
+    run = _over_batches("per_sample_norm", fn, options, _Rows, settles=True)
 
     def finish(call: Call, result: _Reduced) -> Any:
         (norms,) = result.reduced
@@ -366,7 +366,7 @@ def clipped_grad(
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("clipped_grad", fn, options, _ClippedSums, settle=_settled)
+    run = _over_batches("clipped_grad", fn, options, _ClippedSums, settles=True)
 
     def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
         mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
@@ -517,7 +517,7 @@ def _over_batches(
     collector: Callable[[int], Any],
     factored: bool = False,
     materializes: bool = False,
-    settle: Callable[[Factor], Factor] | None = None,
+    settles: bool = False,
 ) -> Callable[..., tuple[Call, _Reduced]]:
     """Prepare a call, run it chunk by chunk, reduce each chunk and collect what is left."""
     label, sizes = _label(name, fn), _Sizes(options.chunk_size, materializes)
@@ -547,7 +547,7 @@ def _over_batches(
     ) -> tuple[Call, _Reduced]:
         kept = _ambient.keep(fn)
         with _ambient.off():
-            call = prepare(label, kept, options, args, kwargs, settle)
+            call = prepare(label, kept, options, args, kwargs, settles)
             check(call)
             return call, _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=not factored)
 
@@ -678,10 +678,6 @@ def _has_history(tensor: Tensor) -> bool:
 
 
 # One reduction a transform
-
-
-def _settled(factor: Factor) -> Factor:
-    return factor.settle()
 
 
 def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
