@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import psg
 from psg import _backward, _functorch, _ladder
 from psg._call import Options, prepare
+from psg.factors import Outer
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
 
 
@@ -270,12 +271,9 @@ def test_factors_are_settled_while_the_pass_goes_on(device, monkeypatch):
             x = Spy.apply(F.linear(x, w).tanh(), i, taken.append)
         return x.sum()
 
-    def settle(factor):
-        taken.append("settled")
-        return factor
-
+    monkeypatch.setattr(Outer, "settle", lambda factor: taken.append("settled") or factor)
     options = Options(0, None, False, "different", None, "auto")
-    call = prepare("test", fn, options, (params, torch.randn(N, 3, device=device)), {}, settle)
+    call = prepare("test", fn, options, (params, torch.randn(N, 3, device=device)), {}, settles=True)
     _ladder.run(call, "capture")
     # Layer 3's factor is settled before the pass reaches layer 2, and so on; the first layer's cotangent is asked for.
     assert taken == [3, "settled", 2, "settled", 1, "settled", 0]
