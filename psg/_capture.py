@@ -145,7 +145,12 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
         outputs = _functorch.vmap(watched, tensors, dims, n, task.randomness)
     backward = Backward(mode.values, n, task.settles)
     backward.run(outputs[0], mode.taps)
-    pull_back(mode.values, lifted, n)
+    try:
+        pull_back(mode.values, lifted, n)
+    except RuntimeError as error:
+        if not any(value.is_a_function_s_own for value in mode.values):
+            raise
+        raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
     # What fn returns of a parameter as it is must not be the caller's own memory.
     outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in mode.owned else output.detach() for output in outputs)

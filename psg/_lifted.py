@@ -58,6 +58,11 @@ class Lifted:
         lifted.made_by = step, met
         return lifted
 
+    @property
+    def is_a_function_s_own(self) -> bool:
+        """Whether an autograd.Function of the user's has computed it."""
+        return self.made_by is not None and self.made_by[0].name == "custom_function_call"
+
     def carry(self) -> "tuple[Carry | None, list[Lifted | None]]":
         """How factors are carried over to what this value was computed from, and what that is; None where they have to be formed."""
         if self.made_by is None:

@@ -23,6 +23,7 @@ from psg._ops import (
     LIKENESSES,
     METADATA,
     PREDICATES,
+    REQUIRES_GRAD,
     Node,
     Place,
     builder_at,
@@ -276,6 +277,8 @@ class Router(Watch):
             result = func(*args, **kwargs)
             if result.shape != out.shape or not torch.can_cast(result.dtype, out.dtype):
                 raise Unsupported(f"{name_of(func)} writes into a tensor of another shape or kind")
+            if torch.is_grad_enabled() and any(self._ask(REQUIRES_GRAD, tensor) for tensor in (result, out)):
+                raise Unsupported(f"{name_of(func)} writes what is differentiated into a tensor, which torch does not differentiate")
             return out.copy_(result)
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -104,7 +104,9 @@ def bounded(policy: Policy) -> Policy:
 
     def capped(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         coefs = coefficients(policy, norms, clip_norm)
-        most = torch.where(norms > 0, clip_norm / torch.where(norms > 0, norms, 1), math.inf)
+        # A norm that reads zero may be that of a gradient whose square is lost, and no coefficient may be infinite.
+        limits = torch.finfo(norms.dtype)
+        most = (clip_norm / norms.clamp(min=limits.tiny**0.5)).clamp(max=limits.max)
         return torch.minimum(torch.where(coefs >= 0, coefs, 0), most)
 
     capped._bounded = True  # type: ignore[attr-defined]
@@ -330,7 +332,8 @@ def expect_finite(groups: list[Group], policy: Policy) -> None:
     """Raise InputError for a clip norm of inf where it is what every gradient is brought to."""
     if policy is clip or not _is_bounded(policy):
         return
-    if any(group.clip_norm == math.inf for group in groups if not isinstance(group.clip_norm, Tensor)):
+    asked = (group.clip_norm for group in groups if not isinstance(group.clip_norm, Tensor) or _functorch.may_ask(group.clip_norm))
+    if any(clip_norm == math.inf for clip_norm in asked):
         raise InputError('clip_norm=inf: gradients can be brought to a finite norm only. policy="clip" leaves them as they are.')
 
 

@@ -324,7 +324,9 @@ def clipped_grad(
     """The function that gives the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
 
     Formal guarantee: with the built-in policies, and bounded ones, each sample's term has L2 norm at most `sensitivity`, up to rounding
-    in the dtypes of the norms and of the gradients; a sample whose norm is not finite, and a masked one, adds exactly zero.
+    in the dtypes of the norms and of the gradients; a sample whose norm is not finite, and a masked one, adds exactly zero. Rounding is
+    relative to the terms that a gradient adds up (over positions), which are larger than it where they cancel: down to a millionth, say,
+    `plans.using(norm="keep")` forms gradients before they are scaled.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.

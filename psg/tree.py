@@ -319,7 +319,7 @@ def clip(
 
     Formal guarantee: that of `psg.clipped_grad`. With the built-in policies, and bounded ones, each sample's term has L2 norm at most
     `sensitivity`, up to rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds
-    exactly zero.
+    exactly zero. Rounding is relative to what a gradient adds up (positions, a user's samples): see there.
 
     Args:
         tree: Per-sample gradients.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import psg
 from psg.clipping import PerGroup, PerLeaf
+from psg.factors import Outer
 from psg.testing import (
     assert_trees_close,
     loop_grad,
@@ -214,6 +215,36 @@ def test_a_bounded_policy_of_ones_own_has_a_sensitivity(clip_norm, scale, power,
     free = scale * clip_norm / (out.norms**power + 0.1)
     within = (free >= 0) & (free * out.norms <= clip_norm)
     assert_trees_close(out.clip_coef["a"][within], free[within])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bounded_policy_meets_norms_that_are_or_read_zero(dtype, device):
+    own = psg.clipping.bounded(lambda norms, clip_norm: clip_norm / norms)
+    g = torch.tensor([[0.0, 0.0], [1e-30, 0.0], [3.0, 4.0]], dtype=dtype, device=device)
+    out = psg.tree.clip(g, 1.0, policy=own)
+    assert out.clip_coef.isfinite().all() and out.grads.isfinite().all()
+    assert psg.tree.clip(g[:2], 1.0, policy=own).grads.norm() <= 1
+    users = psg.tree.segment_sum(g, torch.tensor([0, 0, 2], device=device), 4)  # two of which have no samples
+    assert psg.tree.clip(users, 1.0, policy=own).grads.isfinite().all()
+
+
+@pytest.mark.parametrize("policy", ["normalize", "automatic"])
+def test_no_gradient_can_be_brought_to_the_infinity_of_a_tensor(policy):
+    with pytest.raises(psg.InputError, match="clip_norm=inf"):
+        psg.tree.clip(torch.ones(2, 3), torch.tensor(math.inf), policy=policy)
+
+
+@pytest.mark.parametrize("dtype, difference", [(torch.bfloat16, 3e-3), (torch.float16, 1e-3)])
+def test_a_user_whose_samples_cancel_is_clipped_in_half_precision(dtype, difference, device):
+    lengths = []
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        left, noise, right = (torch.randn(1, 1, 48, dtype=torch.float32, generator=generator) for _ in range(3))
+        sides = torch.cat([left, -(left + difference * noise)]).mul(30), torch.cat([right, right])
+        samples = Outer(*(side.to(device, dtype) for side in sides))
+        user = psg.tree.segment_sum(samples, torch.zeros(2, dtype=torch.int64, device=device), 1)
+        lengths.append(psg.tree.clip(user, 1.0).grads.double().norm().item())
+    assert max(lengths) <= 1 + torch.finfo(dtype).eps
 
 
 def test_only_a_function_can_be_bounded():

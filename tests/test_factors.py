@@ -503,6 +503,21 @@ def test_a_kind_of_the_user_s_own(device):
     assert Diagonal(torch.ones(4, 3, device=device)).segment_sum(ids[:4] * 0, 1).norm().item() == pytest.approx(48**0.5)
 
 
+def test_a_kind_of_the_user_s_own_is_a_node_of_trees(device):
+    values = torch.randn(3, 4, device=device)
+    assert_trees_close(
+        psg.tree.concat([Diagonal(values), Diagonal(2 * values)]).materialize(), torch.diag_embed(torch.cat([values, 2 * values]))
+    )
+    assert_trees_close(optree.tree_map(lambda tensor: 3 * tensor, Diagonal(values)).materialize(), torch.diag_embed(3 * values))
+
+
+def test_sizes_of_segments_are_integers():
+    users = Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 2)).segment_sum(torch.tensor([0, 1, 1]), 2)
+    with pytest.raises(psg.InputError, match="convert it by its own `to`"):
+        optree.tree_map(lambda tensor: tensor.to(torch.float32), users).weighted_sum(torch.ones(2))
+    assert users.to(torch.float32).weighted_sum(torch.ones(2)).dtype == torch.float32
+
+
 @pytest.mark.parametrize("n", [0, 1, 3])
 @pytest.mark.parametrize("kind, size, recipe", MATRIX_ROWS, ids=[f"{kind}, {size}" for kind, size, _ in MATRIX_ROWS])
 def test_precondition(kind, size, recipe, n, make, device):

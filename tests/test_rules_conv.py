@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
 from cases import Problem, score
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.testing import assert_trees_close, loop_grad, tensors
+from psg.factors import Geometry
+from psg.testing import assert_trees_close, default_rtol, loop_grad, tensors
 
 OPS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -171,3 +172,37 @@ def test_lists_of_one_entry(op, option, method, device):
     params = {"weight": torch.randn(3, 3, *(2,) * dims, device=device), "bias": torch.randn(3, device=device)}
     x = torch.randn(2, 1, 3, *(7,) * dims, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method=method)(params, x), loop_grad(fn)(params, x))
+
+
+@given(
+    size=st.integers(1, 5),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 4),
+    dilation=st.integers(1, 2),
+)
+def test_taps_that_meet_padding_alone(size, kernel, stride, padding, dilation):
+    out = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    assume(out > 0)
+    met = {tap for tap in range(kernel) for t in range(out) if 0 <= stride * t + dilation * tap - padding < size}
+    geometry = Geometry((kernel,), (stride,), (padding,), (dilation,), 1)
+    assert geometry.dead_taps((size,), (out,)) == [[tap for tap in range(kernel) if tap not in met]]
+
+
+@pytest.mark.parametrize("materialize", ["samples", None])
+@pytest.mark.parametrize("kernel, size, options", [(5, 1, {"padding": 2}), (3, 2, {"padding": 1, "stride": 3}), (7, 2, {"padding": 3})])
+def test_half_precision_of_taps_that_meet_padding_alone(kernel, size, options, materialize, device):
+    # The native kernel leaves them as memory was.
+    x, w = (torch.randn(*shape, device=device).bfloat16() for shape in ((200, 20, 1, size, size), (16, 20, kernel, kernel)))
+
+    def fn(w, x):
+        return F.conv2d(x.transpose(0, 1), w, **options).float().square().sum()
+
+    filled = [torch.full((w.numel(),), 1e17, dtype=torch.bfloat16, device=device) for _ in range(30)]
+    del filled
+    with psg.plans.using(materialize=materialize, norm="gram"):
+        out = psg.clipped_grad(fn, 1.0)(w, x)
+        grads = psg.per_sample_grad(fn)(w, x[:4])
+    expected = loop_grad(fn)(w.float(), x[:4].float())
+    assert out.grads.double().norm() <= 201
+    assert_trees_close(grads.float(), expected, rtol=default_rtol(torch.bfloat16))

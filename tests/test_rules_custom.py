@@ -255,3 +255,25 @@ def test_an_autograd_function_of_a_weight_that_closes_over_the_sample(device):
 
     w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
     assert_trees_close(psg.per_sample_grad(fn)(w, x), 2 * x)
+
+
+def test_an_autograd_function_whose_backward_alone_closes_over_the_sample(device):
+    def fn(w, x):
+        class Scaled(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(w):
+                return w.clone()
+
+            @staticmethod
+            def setup_context(ctx, inputs, output): ...
+
+            @staticmethod
+            def backward(ctx, cotangent):
+                return cotangent * x
+
+        return Scaled.apply(w).sin().sum()
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), w.cos() * x[:, None])

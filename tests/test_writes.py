@@ -284,3 +284,13 @@ def test_an_op_into_a_tensor_that_does_not_fit_is_torch_s_own_error(device):
 
     with pytest.raises(RuntimeError, match="can't be cast"):
         psg.per_sample_grad(fn)(torch.randn(4, device=device), torch.randn(3, 4, device=device))
+
+
+def test_an_op_into_a_tensor_is_not_differentiated_as_in_torch(device):
+    def fn(w, x):
+        out = torch.empty(4, device=x.device)
+        torch.mv(w, x, out=out)
+        return out.sin().sum()
+
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        psg.per_sample_grad(fn)(torch.randn(4, 3, device=device), torch.randn(5, 3, device=device))

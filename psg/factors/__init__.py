@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-import optree.registry
+import optree
 import torch
-import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from psg import _functorch
@@ -94,27 +93,6 @@ def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
             return filled[0][:1].expand(sum(map(len, filled)), *filled[0].shape[1:])
     return torch.cat(list(fields))
 
-
-def _register(kind: type[Factor]) -> None:
-    # What it is held as are children; its constants (rows, geometry, shape) are the node's metadata.
-    def flatten(factor: Any) -> Any:
-        return [getattr(factor, name) for name in kind.fields], tuple(getattr(factor, name) for name in kind.constants)
-
-    def unflatten(metadata: Any, children: Any) -> Any:
-        factor = kind.__new__(kind)
-        for name, value in (*zip(kind.fields, children, strict=True), *zip(kind.constants, metadata, strict=True)):
-            setattr(factor, name, value)
-        return factor
-
-    # In optree's global namespace: a user's plain `optree.tree_map` sees the tensors too.
-    everywhere = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    register: Any = optree.register_pytree_node  # typed for collections; a factor is a node of another kind
-    register(kind, lambda factor: (*flatten(factor), kind.fields), unflatten, namespace=everywhere)
-    torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
-
-
-for _kind in (Conv, Dense, Expanded, Outer, Rows, Scaled, Segments, Sum, Views):
-    _register(_kind)
 
 # What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
 torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views])

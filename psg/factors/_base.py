@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Self
 
+import optree.registry
 import torch
+import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from psg import _functorch, plans
@@ -171,6 +173,26 @@ def expect_real(factor: "Factor") -> None:
         raise InputError(f"psg.factors.{type(factor).__name__}: of complex gradients only Dense is a factor: give them themselves.")
 
 
+def _register(kind: "type[Factor]") -> None:
+    """Make a kind a node of trees: tree_map sees its tensors, and samples can be joined."""
+
+    # What it is held as are children; its constants (rows, geometry, shape) are the node's metadata.
+    def flatten(factor: Any) -> Any:
+        return [getattr(factor, name) for name in kind.fields], tuple(getattr(factor, name) for name in kind.constants)
+
+    def unflatten(metadata: Any, children: Any) -> Any:
+        factor = kind.__new__(kind)
+        for name, value in (*zip(kind.fields, children, strict=True), *zip(kind.constants, metadata, strict=True)):
+            setattr(factor, name, value)
+        return factor
+
+    # In optree's global namespace: a user's plain `optree.tree_map` sees the tensors too.
+    everywhere = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+    register: Any = optree.register_pytree_node  # typed for collections; a factor is a node of another kind
+    register(kind, lambda factor: (*flatten(factor), kind.fields), unflatten, namespace=everywhere)
+    torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
+
+
 class Factor(ABC):
     """A per-sample gradient tensor [n, *shape], held as what it is made of.
 
@@ -185,6 +207,10 @@ class Factor(ABC):
 
     fields: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _register(cls)
 
     @property
     @abstractmethod

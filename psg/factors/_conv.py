@@ -1,6 +1,6 @@
 """Conv: an Outer over unfolded patches, unfolded only where that is cheapest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,16 @@ class Geometry(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    def dead_taps(self, size: Sequence[int], out: Sequence[int]) -> list[list[int]]:
+        """For each dimension the taps of the kernel that meet padding alone."""
+
+        def lives(tap: int, dim: int) -> bool:
+            place = self.dilation[dim] * tap - self.padding[dim]  # of the first output position; the others are strides further on
+            first = max(0, -(place // self.stride[dim]))  # whose place is not before the input
+            return first < out[dim] and place + self.stride[dim] * first < size[dim]
+
+        return [[tap for tap in range(taps) if not lives(tap, dim)] for dim, taps in enumerate(self.kernel)]
 
 
 class Conv(Planned):
@@ -136,7 +146,14 @@ class Conv(Planned):
         weight = cotangent.new_empty(weight_shape)  # only its shape is read
         none = [0] * len(stride)
         mask = [False, True, False]
-        return torch.ops.aten.convolution_backward(cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask)[1]
+        arguments = cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask
+        gradient = torch.ops.aten.convolution_backward(*arguments)[1]
+        if cotangent.dtype.itemsize < 4:
+            # Taps that meet nothing but padding oneDNN's kernel (torch 2.13) leaves as it has found their memory.
+            for dim, dead in enumerate(self.geometry.dead_taps(input.shape[2:], cotangent.shape[2:]), start=2):
+                if dead:
+                    gradient = gradient.index_fill(dim, torch.tensor(dead, device=gradient.device), 0)
+        return gradient
 
     def _by_group(self) -> Outer:
         """An Outer of n x g samples with the same inner products: left [(n g), t, o / g], right [(n g), t, k (i / g)]."""

@@ -5,6 +5,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from psg import _functorch
 from psg.factors._base import Factor, expect_real, root, square, wide, widen, zero_rows
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
@@ -188,7 +189,8 @@ class Scaled(Factor):
         if self.shared is None:
             return super().regroup(table)
         groups = Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
-        return groups.zero((table < self.n).any(1))  # whatever the entries are
+        used = (table < self.n).any(1)
+        return groups if _functorch.may_ask(used) and used.all() else groups.zero(used)  # whatever the entries are
 
     @property
     def is_made_anew(self) -> bool:

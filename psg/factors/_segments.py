@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, plans
+from psg._errors import InputError
 from psg.factors._base import Factor, add_up, wide
 from psg.factors._dense import Dense
 from psg.factors._sketch import Sketch
@@ -41,6 +42,8 @@ class Segments(Factor):
     @property
     def ids(self) -> Tensor:
         """To which segment each sample belongs."""
+        if self.sizes.is_floating_point():
+            raise InputError("psg.factors.Segments: the sizes of its segments have become floating numbers: convert it by its own `to`.")
         return torch.repeat_interleave(self.sizes, output_size=self.factor.n)
 
     # Of the samples as they are
@@ -49,7 +52,8 @@ class Segments(Factor):
         return add_up([self.factor.scale()], self.ids, self.n)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self.factor.weighted_sum(weights[self.ids])
+        # The gradients of a segment may cancel, and are not to be rounded one by one.
+        return self.factor.to(wide(self.dtype)).weighted_sum(weights[self.ids]).to(self.dtype)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
         return self.factor.sparse_sum(weights[self.ids])
