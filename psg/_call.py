@@ -405,7 +405,8 @@ def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Pat
 def _warn_of_batched_keywords(name: str, fn: Callable[..., Any], kwargs: dict[str, Any], n: int) -> None:
     """Of a mask [n, t] that is given by keyword every sample would get all: right by the rules, and seldom meant."""
     for keyword, value in kwargs.items():
-        if n > 1 and any(isinstance(leaf, Tensor) and leaf.shape[:1] == (n,) for leaf in _trees.flatten(value)[0]):
+        tensors = [leaf for leaf in _trees.flatten(value)[0] if isinstance(leaf, Tensor) and not leaf.is_nested]
+        if n > 1 and any(tensor.shape[:1] == (n,) for tensor in tensors):
             warn_once(
                 (getattr(inspect.unwrap(fn), "__code__", type(fn)), keyword),
                 f"{name}: the keyword argument {keyword!r} holds a tensor with {n} rows, as many as there are samples. Keyword arguments "

@@ -177,7 +177,10 @@ def _run_capture(call: Call) -> Result:
         return _as_compiled(_capture_together, call, state)
     # Samples that go different ways are captured apart: each group is then as one batch.
     if len(diverged.groups) > max(2, call.n // 2):
-        raise diverged
+        try:
+            raise diverged
+        finally:
+            del diverged  # whose traceback will hold this frame
     return _run_apart(_run_capture, call, diverged.groups, state)
 
 

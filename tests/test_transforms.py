@@ -226,3 +226,13 @@ def test_argnums_are_shared_unless_in_dims_says_otherwise(device):
     assert_trees_close(shared, (b[0] * x, a * x))
     own = psg.per_sample_grad(fn, argnums=(0, 1), in_dims=(None, 0, 0))(a, b, x)
     assert_trees_close(own, (b * x, a * x))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_by_keyword(device):
+    def fn(w, x, extra=None):
+        return (w * x).sum() * sum(part.sum() for part in extra.unbind())
+
+    extra = torch.nested.nested_tensor([torch.ones(2, 3, device=device), torch.ones(1, 3, device=device)])
+    w, x = torch.ones(3, device=device), torch.randn(4, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x, extra=extra), 9 * x)
