@@ -390,14 +390,14 @@ class ClippedSums(NamedTuple):
 
 
 def clipped_sums(
-    factors: Sequence[Factor], groups: list[Group], coefficients: Callable[[Tensor, float | Tensor], Tensor], mask: Tensor | None
+    factors: Sequence[Factor], groups: list[Group], choose: Callable[[Tensor, float | Tensor], Tensor], mask: Tensor | None
 ) -> ClippedSums:
     """The sums of clipped per-sample gradients.
 
     Args:
         factors: Of the leaves.
         groups: Which of them are clipped together, and their clip norms.
-        coefficients: From norms [n] and a clip norm to clip coefficients [n].
+        choose: From norms [n] and a clip norm to clip coefficients [n].
         mask: Booleans [n], or None: where it is False the sample contributes exactly zero.
 
     Returns:
@@ -420,7 +420,7 @@ def clipped_sums(
     coefs = []
     sums: dict[int, Tensor] = {}
     for group, joint, own in zip(groups, joints, apart, strict=True):
-        coef = coefficients(own, group.clip_norm)
+        coef = choose(own, group.clip_norm)
         coefs.append(coef if keep is None else torch.where(keep, coef, 0))
         sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
     return ClippedSums([sums[i] for i in range(len(factors))], norms, coefs, apart, nonfinite)

@@ -235,36 +235,15 @@ def test_an_autograd_function_of_a_weight_that_draws_draws_for_every_sample(devi
     assert_trees_close(grads.square().sum(1) / 2, values)
 
 
-def test_an_autograd_function_of_a_weight_that_closes_over_the_sample(device):
-    def fn(w, x):
-        class Scale(torch.autograd.Function):
-            generate_vmap_rule = True
-
-            @staticmethod
-            def forward(w):
-                return w * x
-
-            @staticmethod
-            def setup_context(ctx, inputs, output): ...
-
-            @staticmethod
-            def backward(ctx, cotangent):
-                return cotangent * x
-
-        return Scale.apply(w).sum() * 2
-
-    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
-    assert_trees_close(psg.per_sample_grad(fn)(w, x), 2 * x)
-
-
-def test_an_autograd_function_whose_backward_alone_closes_over_the_sample(device):
+@pytest.mark.parametrize("make", [lambda w, x: w * x, lambda w, x: w.clone()], ids=["in both passes", "in the backward alone"])
+def test_an_autograd_function_of_a_weight_that_closes_over_the_sample(make, device):
     def fn(w, x):
         class Scaled(torch.autograd.Function):
             generate_vmap_rule = True
 
             @staticmethod
             def forward(w):
-                return w.clone()
+                return make(w, x)
 
             @staticmethod
             def setup_context(ctx, inputs, output): ...
@@ -276,4 +255,4 @@ def test_an_autograd_function_whose_backward_alone_closes_over_the_sample(device
         return Scaled.apply(w).sin().sum()
 
     w, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
-    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), w.cos() * x[:, None])
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), make(w, x[:, None]).cos() * x[:, None])

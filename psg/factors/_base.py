@@ -196,8 +196,8 @@ def _register(kind: "type[Factor]") -> None:
 class Factor(ABC):
     """A per-sample gradient tensor [n, *shape], held as what it is made of.
 
-    Every kind has the same operations; none but `materialize` holds the tensor, unless that is the cheapest way to the result.
-    Reductions accumulate in float32 or better.
+    Every kind is a node of trees, to optree and to torch: tree_map sees the tensors. All have the same operations; none but `materialize`
+    holds the gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better.
 
     Attributes:
         fields: The names of what it is held as: tensors with the samples in dim 0, factors, tuples of factors. A kind is made of these in

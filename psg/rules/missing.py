@@ -14,22 +14,19 @@ from psg.factors._base import widen
 from psg.rules._registry import decomposition, reshape, rule
 
 
-@decomposition(torch.equal)
-@decomposition(Tensor.equal)
+@decomposition(torch.equal, Tensor.equal)
 def _equal(input: Tensor, other: Tensor) -> bool:
     return input.shape == other.shape and bool((input == other).all())
 
 
-@decomposition(torch.allclose)
-@decomposition(Tensor.allclose)
+@decomposition(torch.allclose, Tensor.allclose)
 def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     near = ((input - other).abs() <= atol + rtol * other.abs()) & input.isfinite() & other.isfinite()
     close = near | (input == other)
     return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
 
 
-@decomposition(torch.moveaxis)
-@decomposition(Tensor.moveaxis)
+@decomposition(torch.moveaxis, Tensor.moveaxis)
 def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
     return input.movedim(source, destination)
 
@@ -54,8 +51,7 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
     return reshape(output, output.shape), {}
 
 
-@decomposition(torch.index_add)
-@decomposition(Tensor.index_add)
+@decomposition(torch.index_add, Tensor.index_add)
 def _index_add(input: Tensor, dim: Any = None, index: Any = None, source: Any = None, *, alpha: float = 1, **others: Any) -> Any:
     """The same where that does not run: vmap selects each from the whole."""
     if others or not isinstance(dim, int) or not isinstance(index, Tensor) or not isinstance(source, Tensor):
@@ -141,8 +137,7 @@ def _pad_sequence(sequences: Any, batch_first: bool = False, padding_value: floa
     return torch.stack(rows, 0 if batch_first else 1)
 
 
-@decomposition(torch.is_nonzero)
-@decomposition(Tensor.is_nonzero)
+@decomposition(torch.is_nonzero, Tensor.is_nonzero)
 def _is_nonzero(input: Tensor) -> bool:
     return bool(input)
 

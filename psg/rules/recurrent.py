@@ -57,9 +57,7 @@ def _layer(op: Any, kind: Kind) -> None:
         builders = [run.builder(d, name) for d, own in enumerate(weights) for name in own.present()]
         return run_layer(run, input, *states), {"params": builders}
 
-    @decomposition(op)
-    @decomposition(overloads.input)
-    @decomposition(overloads.data)
+    @decomposition(op, overloads.input, overloads.data)
     def layers(*args: Any, **kwargs: Any) -> Any:
         """What the rule declines: a pack of equal lengths as padded sequences, a stack as its layers, one layer written out."""
         if kwargs or len(args) != 9:
@@ -133,8 +131,7 @@ def _written_out(
 # Packs. Their lengths are Python values: samples whose lengths differ go apart there (CONVERSIONS of psg/_ops.py).
 
 
-@decomposition(torch._VF._pack_padded_sequence)
-@decomposition(torch.ops.aten._pack_padded_sequence.default)
+@decomposition(torch._VF._pack_padded_sequence, torch.ops.aten._pack_padded_sequence.default)
 def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
     """Step after step, the rows of the sequences that have not ended: [t, b, *] or [b, t, *] -> [rows, *], rows at each step [t]."""
     input = input.transpose(0, 1) if batch_first else input
@@ -145,8 +142,7 @@ def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> 
     return torch.cat([input[t, :size] for t, size in enumerate(sizes)]), torch.tensor(sizes, device="cpu")
 
 
-@decomposition(torch._VF._pad_packed_sequence)
-@decomposition(torch.ops.aten._pad_packed_sequence.default)
+@decomposition(torch._VF._pad_packed_sequence, torch.ops.aten._pad_packed_sequence.default)
 def _pad_packed_sequence(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
     """The way back: [rows, *] -> [t, b, *] or [b, t, *], and the lengths [b]."""
     sizes = [int(size) for size in batch_sizes.unbind()]
@@ -183,8 +179,7 @@ def _cell(op: Any, kind: Kind) -> None:
         outputs = run_layer(run, input, *states)
         return outputs if kind is Lstm else outputs[0], {name: run.builder(0, name) for name in weights.present()}
 
-    @decomposition(op)
-    @decomposition(overload)
+    @decomposition(op, overload)
     def written_out(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:
         """One step in ops that vmap knows."""
         states, weights = states_of(kind, hx), Weights(w_ih, w_hh, b_ih, b_hh, None)

@@ -62,8 +62,7 @@ def lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoin
     return solve(U, solve(L, P.mT @ B, upper=False, unitriangular=True), upper=True)
 
 
-@decomposition(torch.lu_solve)
-@decomposition(Tensor.lu_solve)
+@decomposition(torch.lu_solve, Tensor.lu_solve)
 def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor | None = None) -> Any:
     """The same with its arguments in another order."""
     return lu_solve(LU_data, LU_pivots, b, out=out)
