@@ -74,7 +74,7 @@ def stateless(
         the module; a mapping among them is spread as keyword arguments, as in `module(**batch)`. What is given by keyword is the same for
         all samples (masks, flags) and reaches the module as it is. `params` maps names to the parameters that require grad, detached: they
         share their memory with the module's until that is moved, cast or assigned anew, after which stateless is to be called again. A part
-        of them is differentiated at the price of that part, the rest being as it is in the module. Neither can be pickled.
+        of them is differentiated at the price of that part; the rest are constants, as the module has them. Neither can be pickled.
 
     Raises:
         InputError: It is no module, no parameter requires grad, a lazy one has no shape yet, the module is wrapped (DataParallel, FSDP,
@@ -196,6 +196,8 @@ def _call(
     own = _held(slots)
     _warn_of_those_left_behind(module, params, own, memory)
     params = _under_all_names(module, params, own)
+    # Those that are not asked for are constants, as frozen ones are: with a history of their own the result would have one.
+    rest = {name: parameter.detach() for name, parameter in own.items() if name not in params and parameter.requires_grad}
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
     versions = {name: buffer._version for name, buffer in buffers.items()}
@@ -204,7 +206,7 @@ def _call(
     @contextlib.contextmanager
     def holding() -> Iterator[None]:
         with turn, _functorch.uncached():
-            with _holding(slots, {**params, **buffers}) if scripted is None else _scripted_holding(scripted, params):
+            with _holding(slots, {**params, **rest, **buffers}) if scripted is None else _scripted_holding(scripted, params | rest):
                 yield
 
     met = {key: name for key, name in strays.items() if name in params}

@@ -447,13 +447,24 @@ def test_a_second_name_is_an_error(shared, device):
         psg.per_sample_grad(loss)({**params, "2.weight": params["0.weight"]}, x, y)
 
 
-def test_a_part_of_the_parameters(device):
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_part_of_the_parameters(tied, device):
+    """The others are constants: nothing has a history, and nothing but the part is paid for."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+    if tied:
+        module[4].weight = module[2].weight
     loss, params = psg.stateless(module, F.mse_loss)
-    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
-    with torch.no_grad():
-        grads = psg.per_sample_grad(loss)({"0.weight": params["0.weight"]}, x, y)
-    assert_trees_close(grads["0.weight"], psg.per_sample_grad(loss)(params, x, y)["0.weight"])
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    for name in params:
+        part = {name: params[name]}
+        values, grads = psg.per_sample_value_and_grad(loss)(part, x, y)
+        assert not values.requires_grad and not grads[name].requires_grad
+        assert_trees_close(grads[name], loop_grad(loss)(params, x, y)[name])
+        factors = psg.factored_grad(loss)(part, x, y)
+        assert type(factors[name]) is type(psg.factored_grad(loss)(params, x, y)[name])
+        clipped = psg.clipped_grad(loss, clip_norm=0.1)
+        assert_trees_close(psg.jit(clipped, backend="eager")(part, x, y).grads, clipped(part, x, y).grads)
+    assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 def test_a_later_parametrization_is_an_error(device):
