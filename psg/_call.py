@@ -173,7 +173,7 @@ class Call:
             loss, aux = replace(self, kwargs=kwargs, n=1).evaluate(leaves, batch=True)
             if not self.has_aux:
                 return loss[0]
-            return loss[0], _trees.map_leaves(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, aux)
+            return loss[0], _trees.map_tensors(lambda tensor: tensor[0], aux)
 
         return replace(self, fn=fn)
 
@@ -206,15 +206,13 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments with copies of their tensors, of one that stands in several places one; what holds none is left as it is."""
     copies: dict[int, Tensor] = {}
 
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = _functorch.copy_of(leaf)
-        return copies[id(leaf)]
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _functorch.copy_of(tensor)
+        return copies[id(tensor)]
 
     holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}
-    return {name: _trees.map_leaves(copied, value) if name in holding else value for name, value in kwargs.items()}
+    return {name: _trees.map_tensors(copied, value) if name in holding else value for name, value in kwargs.items()}
 
 
 def _describe(value: Any) -> str:

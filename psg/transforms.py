@@ -48,10 +48,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from psg import _ambient, _differentiable, _functorch, _ladder, _random, _trees, clipping, memory
+from psg import _ambient, _differentiable, _functorch, _ladder, _random, _rungs, _trees, clipping, memory
 from psg._call import Call, Method, Options, Randomness, prepare
 from psg._errors import InputError
-from psg._ladder import Result
+from psg._rungs import Result
 from psg.factors import Factor, Joint
 from psg.factors._base import widen
 from psg.tree import concat
@@ -504,7 +504,7 @@ def _label(name: str, fn: Callable[..., Any]) -> str:
 
 def _first(result: Any, n: int) -> Any:
     """The first n samples of a result all of whose tensors have the samples in dim 0."""
-    return _trees.map_leaves(lambda leaf: leaf[:n] if isinstance(leaf, Tensor) else leaf, result)
+    return _trees.map_tensors(lambda tensor: tensor[:n], result)
 
 
 def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
@@ -559,7 +559,7 @@ def _over_batches(
 def _run_chunks(call: Call, method: str, sizes: "_Sizes", collect: Callable[[int, Result], None]) -> None:
     """Run a call chunk by chunk, and have each result collected with the position of its first sample."""
     if call.n == 0:
-        collect(0, _ladder.empty(call.single() if method == "batch" else call))
+        collect(0, _rungs.empty(call.single() if method == "batch" else call))
         return
     state, start = call.shared_draws(), 0
     while start < call.n:
