@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
-from psg import memory
+from psg import _ladder, memory
 from psg.testing import assert_trees_close
 
 
@@ -26,13 +26,13 @@ def problem(device):
 def chunks_of(monkeypatch):
     """The sizes of the chunks that calls are split into from now on."""
     sizes = []
-    run = psg.transforms._ladder.run
+    run = _ladder.run
 
     def counting(call, method):
         sizes.append(call.n)
         return run(call, method)
 
-    monkeypatch.setattr(psg.transforms._ladder, "run", counting)
+    monkeypatch.setattr(_ladder, "run", counting)
     return sizes
 
 
