@@ -28,16 +28,15 @@ from psg import _functorch, _pass
 from psg._capture import Captured
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
+from psg._operands import run_rule
 from psg._ops import (
     GRAD_FN,
     METADATA,
     PREDICATES,
     Node,
     Place,
-    builder_at,
     leaves_of,
     name_of,
-    place_name,
     places_of,
     replace_at,
     substitute,
@@ -333,21 +332,11 @@ class _BatchMode(Watch):
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
-        values = {place: value.value for place, value in own.items()}
-        bound = replace_at(bound | split.options, split.data | values)
-        shared = [place for place, _ in places_of(bound) if place[0] in rule.params and place not in split.data]
-        result = rule.call(bound, map(place_name, shared))
-        if result is NotImplemented:
-            return NotImplemented
-        outputs, builders = _registry.outputs_and_builders(name_of(func), result, len(next(iter(split.data.values()))))
-        single = isinstance(result[0], Tensor)
-        if torch.is_grad_enabled():
-            targets = [(value.name, value, builder_at(name_of(func), builders, place)) for place, value in own.items()]
-            read = [tensor for place, tensor in places_of(bound) if place not in own]
-            outputs = self.tap(name_of(func), outputs, single, targets, read, choice)
-        for value in own.values():
-            value.uses.append(f"{name_of(func)}: rule")
-        return split.join(*outputs)
+        bound = replace_at(bound | split.options, split.data)
+        others = {place: tensor for place, tensor in places_of(bound) if place not in own}
+        shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
+        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, len(next(iter(split.data.values()))), choice)
+        return NotImplemented if ran is None else split.join(*ran[0])
 
     def backward(self, losses: Tensor) -> None:
         """Three backward passes: the cotangents, and which sample each row of them belongs to."""

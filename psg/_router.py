@@ -14,7 +14,7 @@ from psg._errors import Unsupported, UnsupportedByVmap
 from psg._habits import Habits, Retry
 from psg._inside import Product
 from psg._lifted import Lifted, Watch, with_history
-from psg._operands import Operands
+from psg._operands import Operands, run_rule
 from psg._ops import (
     FACTORIES,
     GRAD_FN,
@@ -25,8 +25,6 @@ from psg._ops import (
     PREDICATES,
     REQUIRES_GRAD,
     Node,
-    Place,
-    builder_at,
     call_key,
     derives,
     name_of,
@@ -454,31 +452,23 @@ class Router(Watch):
         if operands is None or not operands.are_worth(rule, self._may_derive(func)):
             return NotImplemented
         own, data, shared = operands.own, operands.data, operands.shared
-        arguments = replace_at(arguments, operands.numbers)
+        if operands.numbers:
+            arguments = replace_at(arguments, operands.numbers)
 
         single: bool | None = None  # unknown while the rule has not accepted the call
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             nonlocal single
-            if own:
-                inputs = with_history(inputs)
-            values: dict[Place, Any] = dict(zip(data, inputs, strict=True))
-            values.update((place, value.value) for place, value in own.items())
-            result = rule.call(replace_at(arguments, values), map(place_name, (*own, *shared)))
-            if result is NotImplemented:
+            given = dict(zip(data, with_history(inputs) if own else inputs, strict=True))
+            ran = run_rule(self, op, rule, arguments, own, given, shared, self.n)
+            if ran is None:
                 return ()
-            outputs, builders = _registry.outputs_and_builders(op, result, self.n)
-            single = isinstance(result[0], Tensor)
-            if own and torch.is_grad_enabled():
-                targets = [(place_name(place), value, builder_at(op, builders, place)) for place, value in own.items()]
-                outputs = self.tap(op, outputs, single, targets, (*inputs, *shared.values()))
+            outputs, single = ran
             return outputs
 
         outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
         if single is None:
             return NotImplemented
-        for value in own.values():
-            value.uses.append(f"{op}: rule")
         for tensor in data.values():
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
