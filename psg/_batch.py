@@ -43,6 +43,7 @@ from psg._ops import (
     target_of,
 )
 from psg._owners import loss_weights, owners
+from psg._writes import written
 from psg.factors import Dense, Factor
 from psg.factors._base import as_real, groups
 from psg.rules import _registry
@@ -203,7 +204,9 @@ class _BatchMode(Watch):
             return func(*args, **kwargs)
         leaves = leaves_of(args, kwargs)
         self.look(func, leaves, self.by_handle.keys())
-        self._protect(func, target_of(func, args, kwargs))
+        target = target_of(func, args, kwargs)
+        if target is not None:
+            self._protect(func, target)
         refuse_updates(func, args, kwargs)
         if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
             raise InputError(
@@ -265,14 +268,12 @@ class _BatchMode(Watch):
 
     def _protect(self, func: Any, target: Any) -> None:
         """Refuse to write into memory that the caller owns."""
-        for own in target if isinstance(target, (tuple, list)) else ():
-            self._protect(func, own)
-        memory = _functorch.memory_of(target) if isinstance(target, Tensor) and target.numel() else None
-        if memory in self.owned:
+        memories = set(map(_functorch.memory_of, written(target)))
+        if memories & self.owned:
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
-        if memory in self.given:
+        if memories & self.given:
             raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:

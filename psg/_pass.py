@@ -62,26 +62,6 @@ def remember(owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
         now.remember(owner, tensors, held)
 
 
-Refuse = Callable[[Any], None]
-
-_refusing: ContextVar[Refuse | None] = ContextVar("psg_refusing", default=None)
-
-
-@contextlib.contextmanager
-def refusing(refuse: Refuse) -> Iterator[None]:
-    """A context in which `refuse` is called with what fn is about to write into."""
-    token = _refusing.set(refuse)
-    try:
-        yield
-    finally:
-        _refusing.reset(token)
-
-
-def refusal() -> Refuse | None:
-    """What is to be called with it; None outside of such contexts."""
-    return _refusing.get()
-
-
 def straighten(func: Any, output: Any) -> Any:
     """The output of an op, arranged so that its cotangent comes contiguous where torch's CPU kernel is wrong for another layout.
 

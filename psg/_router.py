@@ -10,7 +10,7 @@ from torch._functorch.autograd_function import custom_function_call
 
 from psg import _functorch, _random, _trees
 from psg._agreed import run_agreed
-from psg._errors import Unsupported, UnsupportedByVmap
+from psg._errors import Unsupported
 from psg._habits import Habits, Retry
 from psg._inside import Product
 from psg._lifted import Lifted, Watch, with_history
@@ -36,6 +36,7 @@ from psg._ops import (
     target_of,
 )
 from psg._outside import REQUIRING
+from psg._writes import Aliases, written
 from psg.rules import _registry
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 from psg.rules.rows import LOOKUPS
@@ -54,11 +55,7 @@ class Router(Watch):
         look: Callable[[Any, Any], None],
     ) -> None:
         super().__init__(n, params, inputs)
-        self.noncontiguous = noncontiguous  # samples are not contiguous, which each by itself is
-        # What may be a copy here and a view of a sample's own, or the other way round, and what it was made of.
-        self.selected: set[Any] = set()
-        self.reshaped: set[Any] = set()
-        self.laid_out: set[Any] = set()  # whose layout is another than a sample's own may be
+        self.aliases = Aliases(noncontiguous)
         self.look = look
         self.habits = habits
         self.hooks = _functorch.saved_tensor_hooks()
@@ -86,7 +83,7 @@ class Router(Watch):
             if any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
             output = self._route(func, args, kwargs, tensors)
-            self._note(func, args, tensors, output)
+            self.aliases.note(func, args, tensors, output)
             if marked:
                 target = target_of(func, args, kwargs)
                 self.own.claim(output, target)
@@ -204,24 +201,10 @@ class Router(Watch):
 
     # What a pass must not meet
 
-    def _note(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> None:
-        """Note what must not be written into: copies here that are views of a sample's own, or the other way round."""
-        if func is Tensor.__getitem__:
-            if _selects(args[1]):
-                self.selected.update(map(_functorch.storage_of, (args[0], output)))
-            elif _lays_out(args[1]):
-                self.laid_out.add(_functorch.storage_of(output))
-        elif func in _RESHAPING and (self.noncontiguous or self.laid_out):
-            storages = {_functorch.storage_of(tensors[0]), _functorch.storage_of(output)}
-            if self.noncontiguous:
-                self.reshaped |= storages
-            if storages & self.laid_out:
-                self.selected |= storages
-
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
-        written = target if isinstance(target, (tuple, list)) else (target,)
-        memories = {_functorch.memory_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
+        tensors = written(target)
+        memories = set(map(_functorch.memory_of, tensors))
         if memories & self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
         # A list is written into by ops for lists, which vmap does not have: constants can stay what they are.
@@ -229,13 +212,7 @@ class Router(Watch):
         if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             raise Retry(f"{op} writes into a value computed from parameters", derives=False)
-        storages = {_functorch.storage_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
-        if storages & self.selected:
-            raise UnsupportedByVmap(
-                f"{op} writes into what an index has selected, or is selected from, which may be a view of a sample's own"
-            )
-        if storages & self.reshaped:
-            raise Retry(f"{op} writes into a tensor in another shape, of samples that are not contiguous as each is by itself", copied=True)
+        self.aliases.refuse(op, tensors)
         if memories & self.given:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)
@@ -473,31 +450,6 @@ class Router(Watch):
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
-
-
-_RESHAPING = {
-    *(Tensor.contiguous, Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel),
-    *(torch.reshape, torch.flatten, torch.ravel),
-}
-"""Ops that copy where a view will not do."""
-
-
-def _selects(index: Any) -> bool:
-    """Whether an index has a number of each sample's own: of a sample it gives a view, under vmap a copy."""
-    items = index if isinstance(index, (tuple, list)) else (index,)
-    return any(
-        isinstance(item, Tensor)
-        and item.ndim == 0
-        and item.dtype != torch.bool
-        and not item.is_floating_point()
-        and _functorch.is_sampled(item)
-        for item in items
-    )
-
-
-def _lays_out(index: Any) -> bool:
-    """Whether it has tensors among others: torch lays out what they select by the layout of what it is selected from, vmap does not."""
-    return isinstance(index, (tuple, list)) and len(index) > 1 and any(isinstance(item, Tensor) and item.ndim > 0 for item in index)
 
 
 _AUTOGRAD = {torch.autograd.grad, *REQUIRING}
