@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from psg import _functorch, _pass
+from psg import _copies, _functorch, _pass
 from psg._capture import Captured
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
@@ -84,7 +84,7 @@ def capture_batch(
     while True:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
-            given = [_functorch.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
+            given = [_copies.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
             inputs = [] if copied else [*given, *beside]
             return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, look, choices)  # noqa: B023
         except _WritesInput:

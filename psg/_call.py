@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from psg import _ambient, _functorch, _random, _trees, memory
+from psg import _ambient, _copies, _functorch, _random, _trees, memory
 from psg._errors import InputError, warn_once
 from psg._outside import Outside
 
@@ -160,7 +160,7 @@ class Call:
         def own(leaf: Any, dim: int | None) -> Any:
             if dim is not None:
                 return leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
-            return _functorch.copy_of(leaf) if isinstance(leaf, Tensor) else leaf
+            return _copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf
 
         return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
 
@@ -208,7 +208,7 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = _functorch.copy_of(tensor)
+            copies[id(tensor)] = _copies.copy_of(tensor)
         return copies[id(tensor)]
 
     holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}

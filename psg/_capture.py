@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _functorch, _random
+from psg import _copies, _functorch, _random
 from psg._backward import Backward
 from psg._errors import PsgError, Unsupported
 from psg._habits import Habits, Retry, habits_of, remember
@@ -94,7 +94,7 @@ def capture(task: Task) -> Captured:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [
-                _functorch.sample_by_sample(tensor, dim) if habits.copied and i not in task.params else tensor.detach()
+                _copies.sample_by_sample(tensor, dim) if habits.copied and i not in task.params else tensor.detach()
                 for i, (tensor, dim) in enumerate(zip(tensors, task.in_dims, strict=True))
             ]
             captured, differentiates = _one_pass(task._replace(tensors=given), habits)

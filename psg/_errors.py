@@ -30,6 +30,15 @@ class UnsupportedByVmap(Unsupported):
     """Neither this rung nor `vmap(grad)` can; a loop can."""
 
 
+class Stale(Exception):
+    """A function under vmap has used a tensor that was made under another one, which has ended."""
+
+    @staticmethod
+    def seen_in(error: Exception) -> bool:
+        """Whether this is what an error tells of."""
+        return isinstance(error, Stale) or "escaped from inside a function being vmapped" in str(error)
+
+
 class FallbackWarning(UserWarning):
     """A call went down the ladder (capture, vmap, loop): the result is right and the call is slower. Says why."""
 

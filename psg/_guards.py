@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _functorch, _pass
 from psg._call import Call
 from psg._errors import PsgError, StateError
+from psg._marks import Marks
 from psg._ops import LIKENESSES, leaves_of, target_of
 from psg.rules._registry import find_decomposition, find_leak
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
@@ -34,7 +35,7 @@ class VmapGuard(TorchFunctionMode):
         self.traced = _functorch.is_traced()
         self.failure: str | None = None
         grad = _functorch.current_level()
-        self.own = _functorch.Marks(grad - 1, grad)
+        self.own = Marks(grad - 1, grad)
         self.own.claim(samples)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from psg import _functorch, _pass, _random
 from psg._call import Call
-from psg._errors import InputError, PsgError, StateError, UnsupportedByVmap, warn_once
+from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, warn_once
 from psg._rungs import RUNGS, Result
 from psg.factors import Sum
 from psg.rules._registry import are_disabled
@@ -73,7 +73,7 @@ def run(call: Call, method: str) -> Result:
 
 
 def _refuse_stale(call: Call, error: Exception) -> None:
-    if _functorch.Stale.seen_in(error):
+    if Stale.seen_in(error):
         raise StateError(
             f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
             "made from the samples or the parameters of that call, and is dead. Make it anew in every call, and clear what is kept now; "

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
-from psg import _functorch, _random, _trees
+from psg import _autograd, _functorch, _random, _trees
 from psg._agreed import run_agreed
 from psg._errors import Unsupported
 from psg._habits import Habits, Retry
 from psg._inside import Product
 from psg._lifted import Lifted, Watch, with_history
+from psg._marks import Marks
 from psg._operands import Operands, run_rule
 from psg._ops import (
     FACTORIES,
@@ -58,7 +59,7 @@ class Router(Watch):
         self.aliases = Aliases(noncontiguous)
         self.look = look
         self.habits = habits
-        self.hooks = _functorch.saved_tensor_hooks()
+        self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.differentiates = False
@@ -67,7 +68,7 @@ class Router(Watch):
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
         """Learn vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
         self.level = _functorch.current_level()
-        self.own = _functorch.Marks(self.level)
+        self.own = Marks(self.level)
         self.own.claim(samples)
         for value, handle in zip(self.params, handles, strict=True):
             if value.value is not None:
@@ -108,7 +109,7 @@ class Router(Watch):
         if here:
             if func in _AUTOGRAD:
                 return self._run_autograd(func, args, kwargs, tensors)
-            if _functorch.saved_tensor_hooks() != self.hooks:
+            if _autograd.saved_tensor_hooks() != self.hooks:
                 raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
             if isinstance(kwargs.get("out"), Tensor):
                 return self._run_into(func, args, **kwargs)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _ambient, _functorch, _pass, _random, _trees
+from psg import _ambient, _autograd, _copies, _functorch, _pass, _random, _trees
 from psg._agreed import Diverged
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import Task, capture
-from psg._errors import InputError, PsgError
+from psg._errors import InputError, PsgError, Stale
 from psg._guards import Again, LoopGuard, VmapGuard
 from psg.factors import Dense, Factor, concat
 
@@ -53,7 +53,7 @@ def empty(call: Call) -> Result:
             for leaf, dim in zip(call.leaves, call.dims, strict=True)
         ]
         # Copies: a function that writes into its arguments must not write into the caller's.
-        leaves = [_functorch.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = [_copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         _, aux = call.evaluate(leaves, copies=True)
         aux = _trees.map_tensors(lambda tensor: tensor.detach().new_zeros(0, *tensor.shape), aux)
     return Result(torch.zeros(0, dtype=first.dtype.to_real(), device=first.device), aux, factors, "empty", [[] for _ in factors])
@@ -174,9 +174,9 @@ def _vmap_together(call: Call) -> Result:
     gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
     batched = torch.func.vmap(gradient, in_dims=tuple(call.dims[i] for i in order), randomness=call.randomness)
     # Clones: a function that writes into its arguments must not write into the caller's.
-    gradients, (values, *extra) = batched(*(_functorch.sample_by_sample(call.leaves[i], call.dims[i]) for i in order))
+    gradients, (values, *extra) = batched(*(_copies.sample_by_sample(call.leaves[i], call.dims[i]) for i in order))
     if len(values) != call.n:
-        raise _functorch.Stale(f"a batch of another size than {call.n}")
+        raise Stale(f"a batch of another size than {call.n}")
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
 
 
@@ -216,7 +216,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tupl
                 gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded))
             else:
                 with again:
-                    found = _functorch.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
+                    found = _autograd.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
                 gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
     return (*gradients, *(values if history else [value.detach() for value in values]))
 
@@ -228,7 +228,7 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> No
         vars(leaf)["_psg_sample"] = True
     for node in nodes:
         if hasattr(node, "variable") and "_psg_sample" in vars(node.variable) and id(node.variable) not in ids:
-            raise _functorch.Stale("a value of the parameters of another sample")
+            raise Stale("a value of the parameters of another sample")
     call.outside.expect(nodes, seen | ids)
 
 

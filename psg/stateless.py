@@ -148,7 +148,7 @@ def stateless(
                 return criterion(output, *target)
 
         try:
-            with turn, _functorch.uncached():
+            with turn, _ambient.uncached():
                 return _call(module, params, run, turn, strays, memory)
         except TypeError as error:
             last = ", the last of them for criterion(output, target)" if takes_target else ""
@@ -203,7 +203,7 @@ def _call(
 
     @contextlib.contextmanager
     def holding() -> Iterator[None]:
-        with turn, _functorch.uncached():
+        with turn, _ambient.uncached():
             with _holding(slots, {**params, **buffers}) if scripted is None else _scripted_holding(scripted, params):
                 yield
 
