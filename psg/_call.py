@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from psg import _ambient, _copies, _functorch, _random, _trees, memory
-from psg._errors import InputError, warn_once
+from psg._errors import InputError, code_of, warn_once
 from psg._outside import Outside
 
 Method = Literal["auto", "capture", "vmap", "loop", "batch"]
@@ -91,16 +91,27 @@ class Call:
     outside: Outside = field(default_factory=Outside)
 
     @cached_property
-    def tensors(self) -> list[int]:
-        """The positions of the leaves that are tensors."""
-        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @cached_property
+    def tensor_dims(self) -> list[int | None]:
+        """For each of them the dimension of the samples, or None."""
+        return [dim for leaf, dim in zip(self.leaves, self.dims, strict=True) if isinstance(leaf, Tensor)]
+
+    @cached_property
+    def tensor_params(self) -> list[int]:
+        """The positions among them of those to differentiate, in the order of `params`."""
+        positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return [positions.index(position) for position in self.params]
 
     @property
     def needs_derivative(self) -> bool:
         """Whether what comes out of a run of this call must have a derivative: for a transform, or for plain autograd."""
         if _functorch.transform_active() or self.has_tangent:
             return True
-        return torch.is_grad_enabled() and any(t.requires_grad for t in (*(self.leaves[i] for i in self.tensors), *self.outside.met))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.met))
 
     @property
     def has_tangent(self) -> bool:
@@ -109,7 +120,7 @@ class Call:
 
     def shared_draws(self) -> _random.State | None:
         """The generators' states, if samples share what they draw: what one attempt or chunk drew, the next is to draw again."""
-        return _random.get_state(self.leaves[i] for i in self.tensors) if self.randomness == "same" else None
+        return _random.get_state(self.tensors) if self.randomness == "same" else None
 
     def gradient_tree(self, leaves: Sequence[Any]) -> Any:
         """The tree that is differentiated, or the tuple of them, with these leaves."""
@@ -189,17 +200,6 @@ class Call:
         """The same call on the samples at these indices."""
         leaves = [leaf if dim is None else leaf.index_select(dim, index) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
         return replace(self, leaves=leaves, n=len(index))
-
-    def filled(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves, with other tensors in the places of `self.tensors`."""
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[position] = tensor
-        return leaves
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
-        """The same call with other tensors in the places of `self.tensors`."""
-        return replace(self, leaves=self.filled(tensors))
 
 
 def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -406,7 +406,7 @@ def _warn_of_batched_keywords(name: str, fn: Callable[..., Any], kwargs: dict[st
         tensors = [leaf for leaf in _trees.flatten(value)[0] if isinstance(leaf, Tensor) and not leaf.is_nested]
         if n > 1 and any(tensor.shape[:1] == (n,) for tensor in tensors):
             warn_once(
-                (getattr(inspect.unwrap(fn), "__code__", type(fn)), keyword),
+                (code_of(fn), keyword),
                 f"{name}: the keyword argument {keyword!r} holds a tensor with {n} rows, as many as there are samples. Keyword arguments "
                 f"are the same for all samples: each gets all {n} rows. To give each its own pass it by position (in a dict, for "
                 "psg.stateless). If it is meant to be shared, bind it with functools.partial.",

@@ -115,12 +115,9 @@ def capture(task: Task) -> Captured:
 def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
     """What the pass gives, and whether the function called autograd."""
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
-    inputs = [tensor for position, tensor in enumerate(tensors) if position not in task.params]
-    inputs = () if habits.copied else [*inputs, *task.beside]
-    noncontiguous = not habits.copied and any(
-        dim is not None and i not in task.params and not tensor.movedim(dim, 0).is_contiguous()
-        for i, (tensor, dim) in enumerate(zip(task.tensors, task.in_dims, strict=True))
-    )
+    data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in task.params]
+    inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.beside]
+    noncontiguous = not habits.copied and any(dim is not None and not tensor.movedim(dim, 0).is_contiguous() for tensor, dim in data)
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
     for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0

@@ -61,8 +61,8 @@ class Sizes:
         self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
 
     def _shapes(self, call: Call) -> Any:
-        leaves = [(call.leaves[i], call.dims[i]) for i in call.tensors]
-        return tuple((leaf.dtype, tuple(size for d, size in enumerate(leaf.shape) if d != dim)) for leaf, dim in leaves)
+        tensors = zip(call.tensors, call.tensor_dims, strict=True)
+        return tuple((tensor.dtype, tuple(size for d, size in enumerate(tensor.shape) if d != dim)) for tensor, dim in tensors)
 
 
 class Rows:

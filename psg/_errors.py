@@ -1,10 +1,12 @@
 """The errors and the one warning that psg raises on its own account."""
 
+import inspect
 import sys
 import traceback
 import warnings
 from collections.abc import Hashable
 from types import FrameType
+from typing import Any
 
 
 class PsgError(Exception):
@@ -51,6 +53,12 @@ def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWar
     if key not in warned:
         warned.add(key)
         warnings.warn(message, category, stacklevel=_stack_level())
+
+
+def code_of(function: Any) -> Hashable:
+    """What tells functions apart that are warned of once: the code under wrappers; of what is not written in Python, the type."""
+    function = inspect.unwrap(function)
+    return getattr(function, "__code__", type(function))
 
 
 def user_line(error: BaseException | None = None) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from psg import _functorch, _pass, _random
 from psg._call import Call
-from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, warn_once
+from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, warn_once
 from psg._rungs import RUNGS, Result
 from psg.factors import Sum
 from psg.rules._registry import are_disabled
@@ -64,7 +64,7 @@ def run(call: Call, method: str) -> Result:
         _warn_of_descent(call, rung, reasons)
     if rung == "capture" and all(isinstance(factor, Sum) and not factor.terms for factor in result.factors):
         warn_once(
-            (getattr(inspect.unwrap(call.fn), "__code__", type(call.fn)), "unused"),
+            (code_of(call.fn), "unused"),
             f"{call.name}: fn uses none of what it is differentiated for, so every gradient is zero. A module has to be called with the "
             "parameters that fn is given: torch.func.functional_call(module, params, x), or psg.stateless(module, criterion).",
             UserWarning,
@@ -99,5 +99,5 @@ def _warn_of_descent(call: Call, rung: str, reasons: list[tuple[str, str]]) -> N
         f"{call.name}: {why}. The result comes from method={rung!r} and is right; the cost is {_COST[rung]}. "
         f"Pass method={rung!r} to choose it without this warning."
     )
-    fn = inspect.unwrap(call.fn)
-    warn_once((getattr(fn, "__code__", type(fn)), getattr(fn, "__qualname__", None), rung, reasons[-1][1]), message)
+    name = getattr(inspect.unwrap(call.fn), "__qualname__", None)
+    warn_once((code_of(call.fn), name, rung, reasons[-1][1]), message)

@@ -242,7 +242,7 @@ class Router(Watch):
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
-        if decompose is None or self._may_derive(func) and not self._data(args, kwargs):
+        if decompose is None or self._may_derive(func) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
             return NotImplemented  # or of parameters alone: one step
         with self:
             return decompose(*args, **kwargs)
@@ -333,10 +333,6 @@ class Router(Watch):
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors of a call beside lifted values."""
         return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
-
-    def _data(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Those among them that depend on the sample."""
-        return list(filter(_functorch.is_wrapped, self._others(args, kwargs)))
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""

@@ -133,12 +133,12 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
 
 
 def _capture_together(call: Call) -> Result:
-    outputs, order = _Outputs(call), call.tensors
+    outputs = _Outputs(call)
     task = Task(
-        function=lambda tensors, copies: outputs.of(call.filled(tensors), copies),
-        tensors=[call.leaves[i] for i in order],
-        in_dims=[call.dims[i] for i in order],
-        params=[order.index(i) for i in call.params],
+        function=lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies),
+        tensors=call.tensors,
+        in_dims=call.tensor_dims,
+        params=call.tensor_params,
         beside=call.keyword_tensors,
         n=call.n,
         randomness=call.randomness,
@@ -162,19 +162,19 @@ def _run_vmap(call: Call) -> Result:
 
 
 def _vmap_together(call: Call) -> Result:
-    outputs, order, differentiated = _Outputs(call), call.tensors, call.needs_derivative
+    outputs, differentiated = _Outputs(call), call.needs_derivative
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
         with VmapGuard(call, tensors, differentiated) as guard:
-            values = outputs.of(call.filled(tensors))
+            values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
         return values[0], values
 
-    gradient = torch.func.grad(function, argnums=tuple(order.index(i) for i in call.params), has_aux=True)
-    batched = torch.func.vmap(gradient, in_dims=tuple(call.dims[i] for i in order), randomness=call.randomness)
+    gradient = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
+    batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
     # Clones: a function that writes into its arguments must not write into the caller's.
-    gradients, (values, *extra) = batched(*(_copies.sample_by_sample(call.leaves[i], call.dims[i]) for i in order))
+    gradients, (values, *extra) = batched(*map(_copies.sample_by_sample, call.tensors, call.tensor_dims))
     if len(values) != call.n:
         raise Stale(f"a batch of another size than {call.n}")
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
@@ -182,7 +182,7 @@ def _vmap_together(call: Call) -> Result:
 
 def _run_loop(call: Call) -> Result:
     outputs, rows = _Outputs(call), []
-    state = _random.get_state(call.leaves[i] for i in call.tensors)
+    state = _random.get_state(call.tensors)
     gradient = _nested_gradient if _functorch.transform_active() else _recorded_gradient
     for i in range(call.n):
         if call.randomness == "same":
@@ -192,7 +192,7 @@ def _run_loop(call: Call) -> Result:
         rows.append(gradient(call, leaves, outputs))
         if i:
             _trees.expect_same(before, outputs.tree, "aux")
-        if call.randomness == "error" and not _random.same_state(state, _random.get_state(leaves[i] for i in call.tensors)):
+        if call.randomness == "error" and not _random.same_state(state, _random.get_state(call.tensors)):
             raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
     stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
     count = len(call.params)
@@ -261,13 +261,13 @@ def _batch_together(call: Call) -> Result:
                 f'{call.name}, method="batch": {call.paths[position]} has a dimension of samples; only what the samples share can be '
                 "differentiated."
             )
-    outputs, order = _Outputs(call, batch=True), call.tensors
+    outputs = _Outputs(call, batch=True)
 
     def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
-        return outputs.of(call.filled(tensors), copies)
+        return outputs.of(_trees.fill(call.leaves, tensors), copies)
 
-    params = {order.index(position): call.paths[position] for position in call.params}
-    captured = capture_batch(function, [call.leaves[i] for i in order], call.keyword_tensors, params, call.n, call.outside.look)
+    params = {i: call.paths[position] for i, position in zip(call.tensor_params, call.params, strict=True)}
+    captured = capture_batch(function, call.tensors, call.keyword_tensors, params, call.n, call.outside.look)
     values, *extra = captured.outputs
     return Result(values, outputs.aux(extra), captured.factors, "batch", captured.uses)
 
