@@ -1,4 +1,4 @@
-"""What surrounds a call: autocast is for fn alone, inference mode and torch.compile are for neither.
+"""What surrounds a call: autocast is for fn alone; inference mode, torch.compile and cached parametrizations are for neither.
 
 Under autocast, what psg computes around fn keeps the precision that it states. Under inference mode nothing could be differentiated. And
 torch.compile is not to trace a pass that watches fn's ops, neither from outside nor, where fn is compiled, from within: its graph breaks

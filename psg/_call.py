@@ -49,11 +49,6 @@ class Options:
             raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InputError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
-
-
 @dataclass(frozen=True)
 class Call:
     """A function, and a batch to call it on, flattened.
@@ -202,23 +197,6 @@ class Call:
         return replace(self, leaves=leaves, n=len(index))
 
 
-def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with copies of their tensors, of one that stands in several places one; what holds none is left as it is."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = _copies.copy_of(tensor)
-        return copies[id(tensor)]
-
-    holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}
-    return {name: _trees.map_tensors(copied, value) if name in holding else value for name, value in kwargs.items()}
-
-
-def _describe(value: Any) -> str:
-    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, (tuple, list, dict)) else type(value).__name__
-
-
 def prepare(
     name: str,
     fn: Callable[..., Any],
@@ -307,6 +285,28 @@ class Paths:
 
     def __getitem__(self, position: int) -> str:
         return self._paths[position]
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
+
+
+def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with copies of their tensors, of one that stands in several places one; what holds none is left as it is."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copies.copy_of(tensor)
+        return copies[id(tensor)]
+
+    holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}
+    return {name: _trees.map_tensors(copied, value) if name in holding else value for name, value in kwargs.items()}
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, (tuple, list, dict)) else type(value).__name__
 
 
 def _argument_numbers(name: str, argnums: int | tuple[int, ...], count: int) -> list[int]:
