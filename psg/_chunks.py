@@ -74,10 +74,13 @@ class Rows:
         self.whole: list[Tensor] = []
 
     def add(self, start: int, rows: list[Tensor]) -> None:
+        if not rows or len(rows[0]) == self.n:
+            self.parts.append(rows)  # all that there is
+            return
         history = any(map(_has_history, rows))
         if self.whole and history:  # earlier samples had none
             self.parts, self.whole = [[whole[:start] for whole in self.whole]], []
-        if not self.parts and rows and len(rows[0]) < self.n and not history:
+        if not self.parts and not history:
             if start == 0:
                 self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
             self.whole = [whole.to(torch.promote_types(whole.dtype, row.dtype)) for whole, row in zip(self.whole, rows, strict=True)]

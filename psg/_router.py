@@ -81,7 +81,7 @@ class Router(Watch):
             kwargs = kwargs or {}
             tensors, others = operands_of(args, kwargs)
             marked = self.own.owns(tensors) and func not in LIKENESSES
-            if any(isinstance(other, torch.Generator) for other in others):
+            if others and any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
             output = self._route(func, args, kwargs, tensors)
             self.aliases.note(func, args, tensors, output)

@@ -1,4 +1,8 @@
-"""What fn must not write into: what it is not given to keep, and what is a view of something else for a sample than for the batch."""
+"""What fn must not write into, beside the parameters and the inputs, which every pass knows (`_lifted.Watch`).
+
+That is what others hold, such as a module's buffers, and what is a view for a sample by itself and a copy under vmap, or the other way
+round.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
