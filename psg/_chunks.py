@@ -26,6 +26,7 @@ def run(call: Call, method: str, sizes: "Sizes", collect: Callable[[int, Result]
         result = _ladder.run(chunk, method)
         sizes.learn(call, chunk.n, result)
         collect(start, result)
+        del result  # what it holds is not for the next chunk to bear
         start += chunk.n
 
 

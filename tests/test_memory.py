@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import weakref
 from functools import partial
 
 import pytest
@@ -34,6 +35,22 @@ def chunks_of(monkeypatch):
 
     monkeypatch.setattr(_ladder, "run", counting)
     return sizes
+
+
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_norm, partial(psg.clipped_grad, clip_norm=1.0)])
+def test_what_a_chunk_holds_is_let_go_of_before_the_next(transform, problem, monkeypatch):
+    loss, params, batch = problem
+    held, run = [], _ladder.run
+
+    def watched(call, method):
+        assert not any(factor() for factor in held)
+        result = run(call, method)
+        held.extend(map(weakref.ref, result.factors))
+        return result
+
+    monkeypatch.setattr(_ladder, "run", watched)
+    transform(loss, chunk_size=5)(params, *batch)
+    assert len(held) == 4 * len(params)
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", "64 KiB", "1 B", "1.5 GB"])
