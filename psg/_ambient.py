@@ -1,4 +1,4 @@
-"""What surrounds a call: autocast is for fn alone, inference mode and torch.compile are for neither.
+"""What surrounds a call: autocast is for fn alone; inference mode, torch.compile and cached parametrizations are for neither.
 
 Under autocast, what psg computes around fn keeps the precision that it states. Under inference mode nothing could be differentiated. And
 torch.compile is not to trace a pass that watches fn's ops, neither from outside nor, where fn is compiled, from within: its graph breaks
@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.nn.utils import parametrize
 
-from psg import _functorch
+from psg import _autograd
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,7 +51,7 @@ def off() -> contextlib.AbstractContextManager[Any]:
 
     And unseen by a `torch.utils.checkpoint` around it, which counts what autograd saves, and drops what the body itself will need.
     """
-    inference, checkpointed = torch.is_inference_mode_enabled(), _functorch.is_checkpointed()
+    inference, checkpointed = torch.is_inference_mode_enabled(), _autograd.is_checkpointed()
     enabled = [device for device, _ in autocast()]
     return _off(inference, checkpointed, enabled) if inference or checkpointed or enabled else contextlib.nullcontext()
 
@@ -59,7 +60,7 @@ def off() -> contextlib.AbstractContextManager[Any]:
 def _off(inference: bool, checkpointed: bool, enabled: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if checkpointed:
-            stack.enter_context(_functorch.unhooked())
+            stack.enter_context(_autograd.unhooked())
         if inference:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
@@ -152,6 +153,28 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 def compiling() -> contextlib.AbstractContextManager[Any]:
     """A context: a model that asks `torch.compiler.is_compiling()` hears that it must not look into its tensors."""
     return _compiling
+
+
+class uncached:
+    """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps values of whatever parameters came first.
+
+    That is one state for all threads: where it is on, they take turns.
+    """
+
+    _turn = threading.RLock()
+
+    def __enter__(self) -> None:
+        uncached._turn.acquire()
+        self._kept = parametrize._cache_enabled, parametrize._cache
+        if parametrize._cache_enabled:
+            parametrize._cache_enabled, parametrize._cache = 0, {}
+        else:
+            uncached._turn.release()
+
+    def __exit__(self, *_: object) -> None:
+        if self._kept[0]:
+            parametrize._cache_enabled, parametrize._cache = self._kept
+            uncached._turn.release()
 
 
 def unaffected(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch
+from psg import _autograd, _functorch
 from psg._errors import Unsupported
 from psg._lifted import Lifted, Tap
 from psg.factors import Dense, Factor
@@ -39,7 +39,7 @@ class Backward:
             return  # no parameter was used
         asked = self._hooked(taps)
         targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values]
-        cotangents = iter(_functorch.gradients(losses, targets))
+        cotangents = iter(_autograd.gradients(losses, targets))
         with torch.no_grad():
             for tap in asked:
                 self._collect(tap, [next(cotangents) for _ in tap.edges])

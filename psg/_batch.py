@@ -24,26 +24,26 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from psg import _functorch, _pass
+from psg import _copies, _functorch, _pass
 from psg._capture import Captured
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
+from psg._operands import run_rule
 from psg._ops import (
     GRAD_FN,
     METADATA,
     PREDICATES,
     Node,
     Place,
-    builder_at,
     leaves_of,
     name_of,
-    place_name,
     places_of,
     replace_at,
     substitute,
     target_of,
 )
 from psg._owners import loss_weights, owners
+from psg._writes import written
 from psg.factors import Dense, Factor
 from psg.factors._base import as_real, groups
 from psg.rules import _registry
@@ -84,7 +84,7 @@ def capture_batch(
     while True:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
-            given = [_functorch.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
+            given = [_copies.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
             inputs = [] if copied else [*given, *beside]
             return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, look, choices)  # noqa: B023
         except _WritesInput:
@@ -204,7 +204,9 @@ class _BatchMode(Watch):
             return func(*args, **kwargs)
         leaves = leaves_of(args, kwargs)
         self.look(func, leaves, self.by_handle.keys())
-        self._protect(func, target_of(func, args, kwargs))
+        target = target_of(func, args, kwargs)
+        if target is not None:
+            self._protect(func, target)
         refuse_updates(func, args, kwargs)
         if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
             raise InputError(
@@ -266,14 +268,12 @@ class _BatchMode(Watch):
 
     def _protect(self, func: Any, target: Any) -> None:
         """Refuse to write into memory that the caller owns."""
-        for own in target if isinstance(target, (tuple, list)) else ():
-            self._protect(func, own)
-        memory = _functorch.memory_of(target) if isinstance(target, Tensor) and target.numel() else None
-        if memory in self.owned:
+        memories = set(map(_functorch.memory_of, written(target)))
+        if memories & self.owned:
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
-        if memory in self.given:
+        if memories & self.given:
             raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
@@ -333,21 +333,11 @@ class _BatchMode(Watch):
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
-        values = {place: value.value for place, value in own.items()}
-        bound = replace_at(bound | split.options, split.data | values)
-        shared = [place for place, _ in places_of(bound) if place[0] in rule.params and place not in split.data]
-        result = rule.call(bound, map(place_name, shared))
-        if result is NotImplemented:
-            return NotImplemented
-        outputs, builders = _registry.outputs_and_builders(name_of(func), result, len(next(iter(split.data.values()))))
-        single = isinstance(result[0], Tensor)
-        if torch.is_grad_enabled():
-            targets = [(value.name, value, builder_at(name_of(func), builders, place)) for place, value in own.items()]
-            read = [tensor for place, tensor in places_of(bound) if place not in own]
-            outputs = self.tap(name_of(func), outputs, single, targets, read, choice)
-        for value in own.values():
-            value.uses.append(f"{name_of(func)}: rule")
-        return split.join(*outputs)
+        bound = replace_at(bound | split.options, split.data)
+        others = {place: tensor for place, tensor in places_of(bound) if place not in own}
+        shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
+        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, len(next(iter(split.data.values()))), choice)
+        return NotImplemented if ran is None else split.join(*ran[0])
 
     def backward(self, losses: Tensor) -> None:
         """Three backward passes: the cotangents, and which sample each row of them belongs to."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from psg import _ambient, _functorch, _random, _trees, memory
-from psg._errors import InputError, warn_once
+from psg import _ambient, _copies, _functorch, _random, _trees, memory
+from psg._errors import InputError, code_of, warn_once
 from psg._outside import Outside
 
 Method = Literal["auto", "capture", "vmap", "loop", "batch"]
@@ -47,11 +47,6 @@ class Options:
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InputError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
 
 
 @dataclass(frozen=True)
@@ -91,16 +86,27 @@ class Call:
     outside: Outside = field(default_factory=Outside)
 
     @cached_property
-    def tensors(self) -> list[int]:
-        """The positions of the leaves that are tensors."""
-        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @cached_property
+    def tensor_dims(self) -> list[int | None]:
+        """For each of them the dimension of the samples, or None."""
+        return [dim for leaf, dim in zip(self.leaves, self.dims, strict=True) if isinstance(leaf, Tensor)]
+
+    @cached_property
+    def tensor_params(self) -> list[int]:
+        """The positions among them of those to differentiate, in the order of `params`."""
+        positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return [positions.index(position) for position in self.params]
 
     @property
     def needs_derivative(self) -> bool:
         """Whether what comes out of a run of this call must have a derivative: for a transform, or for plain autograd."""
         if _functorch.transform_active() or self.has_tangent:
             return True
-        return torch.is_grad_enabled() and any(t.requires_grad for t in (*(self.leaves[i] for i in self.tensors), *self.outside.met))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.met))
 
     @property
     def has_tangent(self) -> bool:
@@ -109,7 +115,7 @@ class Call:
 
     def shared_draws(self) -> _random.State | None:
         """The generators' states, if samples share what they draw: what one attempt or chunk drew, the next is to draw again."""
-        return _random.get_state(self.leaves[i] for i in self.tensors) if self.randomness == "same" else None
+        return _random.get_state(self.tensors) if self.randomness == "same" else None
 
     def gradient_tree(self, leaves: Sequence[Any]) -> Any:
         """The tree that is differentiated, or the tuple of them, with these leaves."""
@@ -160,7 +166,7 @@ class Call:
         def own(leaf: Any, dim: int | None) -> Any:
             if dim is not None:
                 return leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
-            return _functorch.copy_of(leaf) if isinstance(leaf, Tensor) else leaf
+            return _copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf
 
         return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
 
@@ -173,7 +179,7 @@ class Call:
             loss, aux = replace(self, kwargs=kwargs, n=1).evaluate(leaves, batch=True)
             if not self.has_aux:
                 return loss[0]
-            return loss[0], _trees.map_leaves(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, aux)
+            return loss[0], _trees.map_tensors(lambda tensor: tensor[0], aux)
 
         return replace(self, fn=fn)
 
@@ -189,36 +195,6 @@ class Call:
         """The same call on the samples at these indices."""
         leaves = [leaf if dim is None else leaf.index_select(dim, index) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
         return replace(self, leaves=leaves, n=len(index))
-
-    def filled(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves, with other tensors in the places of `self.tensors`."""
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[position] = tensor
-        return leaves
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
-        """The same call with other tensors in the places of `self.tensors`."""
-        return replace(self, leaves=self.filled(tensors))
-
-
-def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with copies of their tensors, of one that stands in several places one; what holds none is left as it is."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = _functorch.copy_of(leaf)
-        return copies[id(leaf)]
-
-    holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}
-    return {name: _trees.map_leaves(copied, value) if name in holding else value for name, value in kwargs.items()}
-
-
-def _describe(value: Any) -> str:
-    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, (tuple, list, dict)) else type(value).__name__
 
 
 def prepare(
@@ -309,6 +285,28 @@ class Paths:
 
     def __getitem__(self, position: int) -> str:
         return self._paths[position]
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
+
+
+def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with copies of their tensors, of one that stands in several places one; what holds none is left as it is."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copies.copy_of(tensor)
+        return copies[id(tensor)]
+
+    holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}
+    return {name: _trees.map_tensors(copied, value) if name in holding else value for name, value in kwargs.items()}
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, (tuple, list, dict)) else type(value).__name__
 
 
 def _argument_numbers(name: str, argnums: int | tuple[int, ...], count: int) -> list[int]:
@@ -408,7 +406,7 @@ def _warn_of_batched_keywords(name: str, fn: Callable[..., Any], kwargs: dict[st
         tensors = [leaf for leaf in _trees.flatten(value)[0] if isinstance(leaf, Tensor) and not leaf.is_nested]
         if n > 1 and any(tensor.shape[:1] == (n,) for tensor in tensors):
             warn_once(
-                (getattr(inspect.unwrap(fn), "__code__", type(fn)), keyword),
+                (code_of(fn), keyword),
                 f"{name}: the keyword argument {keyword!r} holds a tensor with {n} rows, as many as there are samples. Keyword arguments "
                 f"are the same for all samples: each gets all {n} rows. To give each its own pass it by position (in a dict, for "
                 "psg.stateless). If it is meant to be shared, bind it with functools.partial.",

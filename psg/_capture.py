@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _functorch, _random
+from psg import _copies, _functorch, _random
 from psg._backward import Backward
 from psg._errors import PsgError, Unsupported
 from psg._habits import Habits, Retry, habits_of, remember
@@ -94,7 +94,7 @@ def capture(task: Task) -> Captured:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [
-                _functorch.sample_by_sample(tensor, dim) if habits.copied and i not in task.params else tensor.detach()
+                _copies.sample_by_sample(tensor, dim) if habits.copied and i not in task.params else tensor.detach()
                 for i, (tensor, dim) in enumerate(zip(tensors, task.in_dims, strict=True))
             ]
             captured, differentiates = _one_pass(task._replace(tensors=given), habits)
@@ -115,12 +115,9 @@ def capture(task: Task) -> Captured:
 def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
     """What the pass gives, and whether the function called autograd."""
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
-    inputs = [tensor for position, tensor in enumerate(tensors) if position not in task.params]
-    inputs = () if habits.copied else [*inputs, *task.beside]
-    noncontiguous = not habits.copied and any(
-        dim is not None and i not in task.params and not tensor.movedim(dim, 0).is_contiguous()
-        for i, (tensor, dim) in enumerate(zip(task.tensors, task.in_dims, strict=True))
-    )
+    data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in task.params]
+    inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.beside]
+    noncontiguous = not habits.copied and any(dim is not None and not tensor.movedim(dim, 0).is_contiguous() for tensor, dim in data)
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
     for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0

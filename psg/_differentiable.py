@@ -14,7 +14,7 @@ from torch import Tensor
 
 from psg import _functorch, _random, _trees
 from psg._call import Call
-from psg._errors import warn_once
+from psg._errors import code_of, warn_once
 from psg._outside import Recorded, Replaced
 
 Compute = Callable[[Call, str], Any]
@@ -40,33 +40,31 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     if needed and not attach:
         return compute(call, reference)
     outside = Recorded()
-    before = _random.get_state(call.leaves[i] for i in call.tensors)
+    before = _random.get_state(call.tensors)
     with torch.no_grad():
         result = compute(replace(call, outside=outside), method)
     if not needed and not outside.met:
         return result
     if not attach:
         warn_once(
-            (getattr(call.fn, "__code__", type(call.fn)), "outside"),
+            (code_of(call.fn), "outside"),
             f"{call.name}: fn closes over a tensor of shape {tuple(outside.met[0].shape)} that requires grad, so the gradients come from "
             "vmap(grad) and are dense, with a history. To have them factored, detach it (module.requires_grad_(False)) or call under "
             "torch.no_grad().",
         )
-    if not attach or not _random.same_state(before, _random.get_state(call.leaves[i] for i in call.tensors)):
+    if not attach or not _random.same_state(before, _random.get_state(call.tensors)):
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one.
         _random.set_state(before)
         return compute(replace(call, outside=Replaced(outside.met, outside.met)), reference)
 
-    tensors = [call.leaves[i] for i in call.tensors]
-
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        own, others = inputs[: len(tensors)], list(inputs[len(tensors) :])
-        renewed = replace(call.with_tensors(own), outside=Replaced(outside.met, others))
+        own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
+        renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.met, others))
         return _tensors(_trees.flatten(compute(renewed, reference))[0])
 
     leaves, spec = _trees.flatten(result)
-    attached = iter(_Primitive.apply(again, _tensors(leaves), *tensors, *outside.met))
-    return _trees.unflatten(spec, [next(attached) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    attached = _Primitive.apply(again, _tensors(leaves), *call.tensors, *outside.met)
+    return _trees.unflatten(spec, _trees.fill(leaves, attached))
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

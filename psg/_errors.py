@@ -1,10 +1,12 @@
 """The errors and the one warning that psg raises on its own account."""
 
+import inspect
 import sys
 import traceback
 import warnings
 from collections.abc import Hashable
 from types import FrameType
+from typing import Any
 
 
 class PsgError(Exception):
@@ -30,6 +32,15 @@ class UnsupportedByVmap(Unsupported):
     """Neither this rung nor `vmap(grad)` can; a loop can."""
 
 
+class Stale(Exception):
+    """A function under vmap has used a tensor that was made under another one, which has ended."""
+
+    @staticmethod
+    def seen_in(error: Exception) -> bool:
+        """Whether this is what an error tells of."""
+        return isinstance(error, Stale) or "escaped from inside a function being vmapped" in str(error)
+
+
 class FallbackWarning(UserWarning):
     """A call went down the ladder (capture, vmap, loop): the result is right and the call is slower. Says why."""
 
@@ -42,6 +53,12 @@ def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWar
     if key not in warned:
         warned.add(key)
         warnings.warn(message, category, stacklevel=_stack_level())
+
+
+def code_of(function: Any) -> Hashable:
+    """What tells functions apart that are warned of once: the code under wrappers; of what is not written in Python, the type."""
+    function = inspect.unwrap(function)
+    return getattr(function, "__code__", type(function))
 
 
 def user_line(error: BaseException | None = None) -> str:

@@ -6,15 +6,12 @@ wraps. The light way, taken here, reads the wrapped value, pops vmap off the int
 Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
 """
 
-import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -23,17 +20,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
-
-class Stale(Exception):
-    """A function under vmap has used a tensor that was made under another one, which has ended."""
-
-    @staticmethod
-    def seen_in(error: Exception) -> bool:
-        """Whether this is what an error tells of."""
-        return isinstance(error, Stale) or "escaped from inside a function being vmapped" in str(error)
+from psg._errors import Stale
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -45,16 +34,6 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 def transform_active() -> bool:
     """Whether the caller runs inside a torch.func transform (grad, vmap, jvp, ...)."""
     return _C.peek_interpreter_stack() is not None
-
-
-def now() -> int:
-    """The moment, as `made_before` counts it."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def made_before(node: Any, moment: int) -> bool:
-    """Whether autograd recorded the op that this node stands for before a moment."""
-    return node._sequence_nr() < moment
 
 
 def is_traced() -> bool:
@@ -91,6 +70,10 @@ def current_level() -> int:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether some torch.func transform has wrapped this tensor."""
     return _C.is_functorch_wrapped_tensor(tensor)
+
+
+level_of = _C.maybe_get_level
+"""The level of the transform that has wrapped this tensor; negative if none has, or if it has ended."""
 
 
 def is_batched(tensor: Tensor, level: int) -> bool:
@@ -197,47 +180,6 @@ class OneLevel(torch.autograd.function._SingleLevelFunction):
             return cls.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Marks:
-    """What one pass under vmap makes, so that what another has left behind is known for it: a new pass has the level of the last.
-
-    Args:
-        levels: The pass' own.
-    """
-
-    def __init__(self, *levels: int) -> None:
-        self._levels = levels
-        self._mark = object()
-
-    def claim(self, output: Any, target: Any = None) -> None:
-        """Mark what is made from the samples or the parameters of this pass, and what that is written into."""
-        for tensor in (*output, target) if isinstance(output, (tuple, list)) else (output, target):
-            if isinstance(tensor, Tensor) and _C.maybe_get_level(tensor) in self._levels:
-                vars(tensor)["_psg_pass"] = self._mark
-
-    def mark(self, output: Any) -> None:
-        """Mark what no transform has wrapped, and was computed from the parameters of this pass nevertheless."""
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, Tensor) and not is_wrapped(tensor):
-                vars(tensor)["_psg_pass"] = self._mark
-
-    def has_marked(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of these is of that kind."""
-        return any(isinstance(leaf, Tensor) and leaf.__dict__.get("_psg_pass") is self._mark and not is_wrapped(leaf) for leaf in leaves)
-
-    def owns(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of these is marked. Raises Stale if one was made by another pass at this level."""
-        marked = False
-        for leaf in leaves:
-            mark = leaf.__dict__.get("_psg_pass") if isinstance(leaf, Tensor) else None
-            if mark is self._mark:
-                marked = True
-            elif mark is not None:
-                level = _C.maybe_get_level(leaf)
-                if level in self._levels or level < 0:  # what grad has wrapped has none after its end
-                    raise Stale("a tensor of an earlier pass")
-        return marked
-
-
 def tangents_apart() -> bool:
     """Whether the caller runs in a jvp inside of two vmaps, psg's and one of fn's own, which may have the tangents without the values."""
     kinds = [interpreter.key() for interpreter in _C.get_interpreter_stack() or ()]
@@ -273,62 +215,6 @@ def bare(tensor: Tensor) -> Tensor:
     while is_wrapped(tensor):
         tensor = value_of(tensor)
     return tensor
-
-
-def saved_tensor_hooks() -> object:
-    """The hooks through which autograd now saves tensors for the backward pass; None if there are none."""
-    return _autograd._top_saved_tensors_default_hooks(True)
-
-
-def sample_by_sample(tensor: Tensor, dim: int | None) -> Tensor:
-    """A copy in which every sample is contiguous, as it is by itself.
-
-    Else a view of its entries may be a copy under vmap, and the other way round.
-    """
-    if dim is None:
-        return copy_of(tensor)
-    return tensor.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
-
-
-_SPARSEST = 64
-
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """A copy in the layout of the tensor, with what lies between its entries: fn may branch on the one, and read the other.
-
-    Not where that is much more than the entries, nor where it is differentiated: there, as `clone`, without gaps.
-    """
-    copy = tensor.clone()
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return copy
-    if copy.stride() == tensor.stride() or copy.numel() == 0 or tensor.requires_grad or is_wrapped(tensor):
-        return copy
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if extent > _SPARSEST * copy.numel():
-        return copy
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    copy.as_strided((extent,), (1,)).copy_(tensor.as_strided((extent,), (1,)))
-    return copy
-
-
-def is_checkpointed() -> bool:
-    """Whether what autograd saves now is dropped and computed again for the backward pass, by `torch.utils.checkpoint`."""
-    hooks: Any = saved_tensor_hooks()
-    return hooks is not None and any(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
-
-
-@contextlib.contextmanager
-def unhooked() -> Iterator[None]:
-    """A context in which autograd saves tensors as if there were no hooks."""
-    hooks: list[Any] = []
-    try:
-        while (top := saved_tensor_hooks()) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
-            hooks.append(top)
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -406,42 +292,6 @@ def lacks_batching(func: Any) -> bool:
         return False  # what draws random numbers does as vmap's `randomness` says
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return not has("FuncTorchBatched") and not has("CompositeImplicitAutograd")
-
-
-class uncached:
-    """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps values of whatever parameters came first.
-
-    That is one state for all threads: where it is on, they take turns.
-    """
-
-    _turn = threading.RLock()
-
-    def __enter__(self) -> None:
-        uncached._turn.acquire()
-        self._kept = parametrize._cache_enabled, parametrize._cache
-        if parametrize._cache_enabled:
-            parametrize._cache_enabled, parametrize._cache = 0, {}
-        else:
-            uncached._turn.release()
-
-    def __exit__(self, *_: object) -> None:
-        if self._kept[0]:
-            parametrize._cache_enabled, parametrize._cache = self._kept
-            uncached._turn.release()
-
-
-def gradients(losses: Tensor, targets: Sequence[Any], create_graph: bool = False) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True)`, without its checks of shapes."""
-    return torch.autograd.graph._engine_run_backward(
-        (losses,), (torch.ones_like(losses),), create_graph, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
-    )
-
-
-def accumulate(loss: Tensor) -> None:
-    """`loss.backward(retain_graph=True)`, which a mode does not see: it sees the ops that backward passes of fn's own call."""
-    torch.autograd.graph._engine_run_backward(
-        (loss,), (torch.ones_like(loss),), True, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def vmap(

@@ -1,14 +1,15 @@
-"""Sorts the tensors of a call for the rule that is to run it: parameters, data, what is frozen, numbers."""
+"""Sorts the tensors of a call for the rule that is to run it: parameters, data, what is frozen, numbers. And runs it."""
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from psg import _functorch
 from psg._agreed import python_value
 from psg._lifted import Lifted, Watch
-from psg._ops import Place, places_of
-from psg.rules._registry import Rule
+from psg._ops import Place, builder_at, place_name, places_of, replace_at
+from psg.rules._registry import Rule, outputs_and_builders
 
 
 class Operands(NamedTuple):
@@ -72,3 +73,44 @@ class Operands(NamedTuple):
         # The samples share the data. To run once what they share saves time; a factor, where it is less than a gradient, memory.
         held = 2 * sum(tensor.numel() for tensor in self.data.values())  # with the cotangent about
         return any(held < value.leaf[0].numel() for value in self.own.values())
+
+
+def run_rule(
+    watch: Watch,
+    op: str,
+    rule: Rule,
+    arguments: dict[str, Any],
+    own: dict[Place, Lifted],
+    data: dict[Place, Tensor],
+    shared: dict[Place, Tensor],
+    n: int,
+    guess: Any = None,
+) -> tuple[tuple[Tensor, ...], bool] | None:
+    """Run a rule on the physical batch and tap what it gives.
+
+    Args:
+        watch: The pass.
+        op: What messages call the op.
+        rule: Its rule.
+        arguments: The call's, by name.
+        own: Lifted values among them: the rule takes their one unexpanded value.
+        data: What goes in with the samples, or rows, in dim 0, in the places of theirs.
+        shared: Frozen parameters among them.
+        n: The number of samples, or of rows.
+        guess: As `Watch.tap` takes it.
+
+    Returns:
+        The outputs, and whether there is but one, which is no tuple to the function; None if the rule declines.
+    """
+    values: dict[Place, Any] = {**data, **{place: value.value for place, value in own.items()}}
+    result = rule.call(replace_at(arguments, values), map(place_name, (*own, *shared)))
+    if result is NotImplemented:
+        return None
+    outputs, builders = outputs_and_builders(op, result, n)
+    single = isinstance(result[0], Tensor)
+    if own and torch.is_grad_enabled():
+        targets = [(place_name(place), value, builder_at(op, builders, place)) for place, value in own.items()]
+        outputs = watch.tap(op, outputs, single, targets, (*data.values(), *shared.values()), guess)
+    for value in own.values():
+        value.uses.append(f"{op}: rule")
+    return outputs, single

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch
+from psg import _autograd, _functorch
 from psg._errors import warn_once
 from psg._ops import METADATA, PREDICATES, leaves_of, substitute
 
@@ -51,7 +51,7 @@ class Recorded(Outside):
 
     def __init__(self) -> None:
         super().__init__()
-        self._start = _functorch.now()
+        self._start = _autograd.now()
         self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
@@ -82,11 +82,11 @@ class Recorded(Outside):
 
     def _is_new(self, node: Any) -> bool:
         """Whether a node of a graph is an op of fn's."""
-        return not hasattr(node, "variable") and not _functorch.made_before(node, self._start)
+        return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
         if tensor.grad_fn is not None:
-            return _functorch.made_before(tensor.grad_fn, self._start)
+            return _autograd.made_before(tensor.grad_fn, self._start)
         base = id(tensor._base if tensor._is_view() else tensor)
         return base not in own and base not in self._made
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch
+from psg import _autograd
 
 Held = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -62,26 +62,6 @@ def remember(owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
         now.remember(owner, tensors, held)
 
 
-Refuse = Callable[[Any], None]
-
-_refusing: ContextVar[Refuse | None] = ContextVar("psg_refusing", default=None)
-
-
-@contextlib.contextmanager
-def refusing(refuse: Refuse) -> Iterator[None]:
-    """A context in which `refuse` is called with what fn is about to write into."""
-    token = _refusing.set(refuse)
-    try:
-        yield
-    finally:
-        _refusing.reset(token)
-
-
-def refusal() -> Refuse | None:
-    """What is to be called with it; None outside of such contexts."""
-    return _refusing.get()
-
-
 def straighten(func: Any, output: Any) -> Any:
     """The output of an op, arranged so that its cotangent comes contiguous where torch's CPU kernel is wrong for another layout.
 
@@ -124,7 +104,7 @@ def gradients(
         found: Sequence[Tensor | None] = [torch.ones_like(loss) if loss is target else None for target in targets]
     elif not any(isinstance(node, BackwardCFunction) for node in nodes):
         with watch:
-            found = _functorch.gradients(loss, targets)
+            found = _autograd.gradients(loss, targets)
     else:
         # Whatever a function adds to its leaves itself is found in their `.grad`; nobody else's is to change.
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
@@ -135,7 +115,7 @@ def gradients(
             leaf.grad = None
         try:
             with watch, _unhooked(others):
-                _functorch.accumulate(loss)
+                _autograd.accumulate(loss)
             found = [target.grad for target in targets]
         finally:
             for leaf, grad in zip(others, before, strict=True):

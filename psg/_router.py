@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
-from psg import _functorch, _random, _trees
+from psg import _autograd, _functorch, _random, _trees
 from psg._agreed import run_agreed
-from psg._errors import Unsupported, UnsupportedByVmap
+from psg._errors import Unsupported
 from psg._habits import Habits, Retry
 from psg._inside import Product
 from psg._lifted import Lifted, Watch, with_history
-from psg._operands import Operands
+from psg._marks import Marks
+from psg._operands import Operands, run_rule
 from psg._ops import (
     FACTORIES,
     GRAD_FN,
@@ -25,8 +26,6 @@ from psg._ops import (
     PREDICATES,
     REQUIRES_GRAD,
     Node,
-    Place,
-    builder_at,
     call_key,
     derives,
     name_of,
@@ -38,6 +37,7 @@ from psg._ops import (
     target_of,
 )
 from psg._outside import REQUIRING
+from psg._writes import Aliases, written
 from psg.rules import _registry
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 from psg.rules.rows import LOOKUPS
@@ -56,14 +56,10 @@ class Router(Watch):
         look: Callable[[Any, Any], None],
     ) -> None:
         super().__init__(n, params, inputs)
-        self.noncontiguous = noncontiguous  # samples are not contiguous, which each by itself is
-        # What may be a copy here and a view of a sample's own, or the other way round, and what it was made of.
-        self.selected: set[Any] = set()
-        self.reshaped: set[Any] = set()
-        self.laid_out: set[Any] = set()  # whose layout is another than a sample's own may be
+        self.aliases = Aliases(noncontiguous)
         self.look = look
         self.habits = habits
-        self.hooks = _functorch.saved_tensor_hooks()
+        self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.differentiates = False
@@ -72,7 +68,7 @@ class Router(Watch):
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
         """Learn vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
         self.level = _functorch.current_level()
-        self.own = _functorch.Marks(self.level)
+        self.own = Marks(self.level)
         self.own.claim(samples)
         for value, handle in zip(self.params, handles, strict=True):
             if value.value is not None:
@@ -85,10 +81,10 @@ class Router(Watch):
             kwargs = kwargs or {}
             tensors, others = operands_of(args, kwargs)
             marked = self.own.owns(tensors) and func not in LIKENESSES
-            if any(isinstance(other, torch.Generator) for other in others):
+            if others and any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
             output = self._route(func, args, kwargs, tensors)
-            self._note(func, args, tensors, output)
+            self.aliases.note(func, args, tensors, output)
             if marked:
                 target = target_of(func, args, kwargs)
                 self.own.claim(output, target)
@@ -113,7 +109,7 @@ class Router(Watch):
         if here:
             if func in _AUTOGRAD:
                 return self._run_autograd(func, args, kwargs, tensors)
-            if _functorch.saved_tensor_hooks() != self.hooks:
+            if _autograd.saved_tensor_hooks() != self.hooks:
                 raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
             if isinstance(kwargs.get("out"), Tensor):
                 return self._run_into(func, args, **kwargs)
@@ -206,24 +202,10 @@ class Router(Watch):
 
     # What a pass must not meet
 
-    def _note(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> None:
-        """Note what must not be written into: copies here that are views of a sample's own, or the other way round."""
-        if func is Tensor.__getitem__:
-            if _selects(args[1]):
-                self.selected.update(map(_functorch.storage_of, (args[0], output)))
-            elif _lays_out(args[1]):
-                self.laid_out.add(_functorch.storage_of(output))
-        elif func in _RESHAPING and (self.noncontiguous or self.laid_out):
-            storages = {_functorch.storage_of(tensors[0]), _functorch.storage_of(output)}
-            if self.noncontiguous:
-                self.reshaped |= storages
-            if storages & self.laid_out:
-                self.selected |= storages
-
     def _protect(self, op: str, target: Any) -> None:
         """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
-        written = target if isinstance(target, (tuple, list)) else (target,)
-        memories = {_functorch.memory_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
+        tensors = written(target)
+        memories = set(map(_functorch.memory_of, tensors))
         if memories & self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
         # A list is written into by ops for lists, which vmap does not have: constants can stay what they are.
@@ -231,13 +213,7 @@ class Router(Watch):
         if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
             # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
             raise Retry(f"{op} writes into a value computed from parameters", derives=False)
-        storages = {_functorch.storage_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
-        if storages & self.selected:
-            raise UnsupportedByVmap(
-                f"{op} writes into what an index has selected, or is selected from, which may be a view of a sample's own"
-            )
-        if storages & self.reshaped:
-            raise Retry(f"{op} writes into a tensor in another shape, of samples that are not contiguous as each is by itself", copied=True)
+        self.aliases.refuse(op, tensors)
         if memories & self.given:
             # An activation in place on the sample itself, say: harmless to the caller on a copy.
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)
@@ -266,7 +242,7 @@ class Router(Watch):
             self._avoid_leak(func, args, kwargs, "inside")
         # The gradient of a transform of the function's own is differentiated by this pass.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
-        if decompose is None or self._may_derive(func) and not self._data(args, kwargs):
+        if decompose is None or self._may_derive(func) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
             return NotImplemented  # or of parameters alone: one step
         with self:
             return decompose(*args, **kwargs)
@@ -357,10 +333,6 @@ class Router(Watch):
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors of a call beside lifted values."""
         return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
-
-    def _data(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Those among them that depend on the sample."""
-        return list(filter(_functorch.is_wrapped, self._others(args, kwargs)))
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
@@ -454,60 +426,27 @@ class Router(Watch):
         if operands is None or not operands.are_worth(rule, self._may_derive(func)):
             return NotImplemented
         own, data, shared = operands.own, operands.data, operands.shared
-        arguments = replace_at(arguments, operands.numbers)
+        if operands.numbers:
+            arguments = replace_at(arguments, operands.numbers)
 
         single: bool | None = None  # unknown while the rule has not accepted the call
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             nonlocal single
-            if own:
-                inputs = with_history(inputs)
-            values: dict[Place, Any] = dict(zip(data, inputs, strict=True))
-            values.update((place, value.value) for place, value in own.items())
-            result = rule.call(replace_at(arguments, values), map(place_name, (*own, *shared)))
-            if result is NotImplemented:
+            given = dict(zip(data, with_history(inputs) if own else inputs, strict=True))
+            ran = run_rule(self, op, rule, arguments, own, given, shared, self.n)
+            if ran is None:
                 return ()
-            outputs, builders = _registry.outputs_and_builders(op, result, self.n)
-            single = isinstance(result[0], Tensor)
-            if own and torch.is_grad_enabled():
-                targets = [(place_name(place), value, builder_at(op, builders, place)) for place, value in own.items()]
-                outputs = self.tap(op, outputs, single, targets, (*inputs, *shared.values()))
+            outputs, single = ran
             return outputs
 
         outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
         if single is None:
             return NotImplemented
-        for value in own.values():
-            value.uses.append(f"{op}: rule")
         for tensor in data.values():
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
-
-
-_RESHAPING = {
-    *(Tensor.contiguous, Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel),
-    *(torch.reshape, torch.flatten, torch.ravel),
-}
-"""Ops that copy where a view will not do."""
-
-
-def _selects(index: Any) -> bool:
-    """Whether an index has a number of each sample's own: of a sample it gives a view, under vmap a copy."""
-    items = index if isinstance(index, (tuple, list)) else (index,)
-    return any(
-        isinstance(item, Tensor)
-        and item.ndim == 0
-        and item.dtype != torch.bool
-        and not item.is_floating_point()
-        and _functorch.is_sampled(item)
-        for item in items
-    )
-
-
-def _lays_out(index: Any) -> bool:
-    """Whether it has tensors among others: torch lays out what they select by the layout of what it is selected from, vmap does not."""
-    return isinstance(index, (tuple, list)) and len(index) > 1 and any(isinstance(item, Tensor) and item.ndim > 0 for item in index)
 
 
 _AUTOGRAD = {torch.autograd.grad, *REQUIRING}

@@ -181,13 +181,14 @@ class _Reads(TorchFunctionMode):
         self._generators = generators
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in (*args, *(kwargs or {}).values()):
+        kwargs = kwargs or {}
+        for leaf in (*args, *kwargs.values()):
             if isinstance(leaf, torch.Generator) and id(leaf) not in self._generators:
                 self._generators[id(leaf)] = leaf, leaf.get_state()
-        for tensor in read_by(func, args, kwargs or {}):
+        for tensor in read_by(func, args, kwargs):
             if tensor.numel():
                 tensor.detach().flatten()[0].item()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _captured(graph: GraphModule) -> list[Tensor]:

@@ -128,6 +128,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return unflatten(spec, [function(leaf) for leaf in leaves])
 
 
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same tree with the function applied to every tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
 def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The leaves, with these tensors in the places of theirs, in order."""
     rest = iter(tensors)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from psg import _ambient, _functorch, _pass, _trees
+from psg import _ambient, _functorch, _pass, _trees, _writes
 from psg._errors import InputError, StateError, warn_once
 from psg._ops import LIKE_ANOTHER, LIKENESSES, leaves_of, name_of
 from psg._outside import UNDIFFERENTIATED
@@ -148,7 +148,7 @@ def stateless(
                 return criterion(output, *target)
 
         try:
-            with turn, _functorch.uncached():
+            with turn, _ambient.uncached():
                 return _call(module, params, run, turn, strays, memory)
         except TypeError as error:
             last = ", the last of them for criterion(output, target)" if takes_target else ""
@@ -205,13 +205,13 @@ def _call(
 
     @contextlib.contextmanager
     def holding() -> Iterator[None]:
-        with turn, _functorch.uncached():
+        with turn, _ambient.uncached():
             with _holding(slots, {**params, **rest, **buffers}) if scripted is None else _scripted_holding(scripted, params | rest):
                 yield
 
     met = {key: name for key, name in strays.items() if name in params}
     refuse = _refuses_writes(children, buffers)
-    with holding(), _pass.refusing(refuse) if buffers else contextlib.nullcontext():
+    with holding(), _writes.refusing(refuse) if buffers else contextlib.nullcontext():
         with _Strays(met, _KEPT_BY_MODULE) if met else contextlib.nullcontext():
             output = run({id(parameter): name for name, parameter in own.items() if name in params})
         now = buffers if scripted is not None else _held(buffer_slots)
@@ -245,8 +245,8 @@ def _refuses_writes(children: dict[str, nn.Module], buffers: dict[str, Tensor]) 
     def refuse(target: Any) -> None:
         if not names:
             names.update((_functorch.memory_of(buffer), name) for name, buffer in buffers.items() if buffer.numel())
-        for tensor in target if isinstance(target, (tuple, list)) else (target,):
-            if isinstance(tensor, Tensor) and (name := names.get(_functorch.memory_of(tensor))) is not None:
+        for tensor in _writes.written(target):
+            if (name := names.get(_functorch.memory_of(tensor))) is not None:
                 raise StateError(_changing(children, name))
 
     return refuse

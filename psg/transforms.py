@@ -48,13 +48,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from psg import _ambient, _differentiable, _functorch, _ladder, _random, _trees, clipping, memory
+from psg import _ambient, _chunks, _differentiable, _trees, clipping
 from psg._call import Call, Method, Options, Randomness, prepare
 from psg._errors import InputError
-from psg._ladder import Result
+from psg._rungs import Result
 from psg.factors import Factor, Joint
-from psg.factors._base import widen
-from psg.tree import concat
 
 
 class Batching(NamedTuple):
@@ -146,13 +144,7 @@ def per_sample_grad(
                 [4., 4.]])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_grad", fn, options, _Rows, materializes=True)
-
-    def finish(call: Call, result: _Reduced) -> Any:
-        grads = call.gradient_tree(result.reduced)
-        return (grads, result.aux) if has_aux else grads
-
-    return _wrap("per_sample_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _materialize)), _first)
+    return _transform("per_sample_grad", fn, options, _chunks.Rows, _materialize, _gradients, materializes=True)
 
 
 @_ambient.untraced
@@ -194,12 +186,7 @@ def per_sample_value_and_grad(
                 [4., 4.]]))
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_value_and_grad", fn, options, _Rows, materializes=True)
-
-    def finish(call: Call, result: _Reduced) -> Any:
-        return ((result.values, result.aux) if has_aux else result.values), call.gradient_tree(result.reduced)
-
-    return _wrap("per_sample_value_and_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _materialize)), _first)
+    return _transform("per_sample_value_and_grad", fn, options, _chunks.Rows, _materialize, _values_and_gradients, materializes=True)
 
 
 @_ambient.untraced
@@ -241,13 +228,7 @@ def per_sample_norm(
         tensor([5., 0.])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("per_sample_norm", fn, options, _Rows, settles=True)
-
-    def finish(call: Call, result: _Reduced) -> Any:
-        (norms,) = result.reduced
-        return (norms, result.aux) if has_aux else norms
-
-    return _wrap("per_sample_norm", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _norm)), _first)
+    return _transform("per_sample_norm", fn, options, _chunks.Rows, _norm, _norms, settles=True)
 
 
 @_ambient.untraced
@@ -299,13 +280,7 @@ def factored_grad(
         torch.Size([5, 5])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("factored_grad", fn, options, _Factors, factored=True)
-
-    def finish(call: Call, result: _Reduced) -> Any:
-        grads = call.gradient_tree(result.reduced)
-        return (grads, result.aux) if has_aux else grads
-
-    return _wrap("factored_grad", fn, options, lambda args, kwargs: finish(*run(args, kwargs, _factors)), _first)
+    return _transform("factored_grad", fn, options, _chunks.Factors, _factors, _gradients, factored=True)
 
 
 @_ambient.untraced
@@ -368,13 +343,13 @@ def clipped_grad(
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("clipped_grad", fn, options, _ClippedSums, settles=True)
+    run = _over_batches("clipped_grad", fn, options, _chunks.ClippedSums, settles=True)
 
     def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
         mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
         groups: list[clipping.Group] = []
 
-        def reduce(call: Call, result: Result, start: int) -> _Clipped:
+        def reduce(call: Call, result: Result, start: int) -> _chunks.Clipped:
             return _clip(call, result, groups, chosen, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
@@ -402,15 +377,64 @@ class _Reduced(NamedTuple):
     aux: Any
 
 
-class _Clipped(NamedTuple):
-    """What is left of a chunk in clipped_grad: the losses, and then what `clipping.ClippedSums` has."""
+def _transform(
+    name: str,
+    fn: Callable[..., Any],
+    options: Options,
+    collector: Callable[[int], Any],
+    reduce: Callable[[Call, Result, int], Any],
+    finish: Callable[[Call, _Reduced], Any],
+    factored: bool = False,
+    materializes: bool = False,
+    settles: bool = False,
+) -> Callable[..., Any]:
+    """The function that runs a call chunk by chunk, reduces each chunk, and finishes what is left of all together."""
+    run = _over_batches(name, fn, options, collector, factored, materializes, settles)
+    return _wrap(name, fn, options, lambda args, kwargs: finish(*run(args, kwargs, reduce)), _first)
 
-    values: Tensor
-    sums: list[Tensor]
-    norms: Tensor
-    coefs: list[Tensor]
-    group_norms: list[Tensor]
-    nonfinite: Tensor
+
+def _over_batches(
+    name: str,
+    fn: Callable[..., Any],
+    options: Options,
+    collector: Callable[[int], Any],
+    factored: bool = False,
+    materializes: bool = False,
+    settles: bool = False,
+) -> Callable[..., tuple[Call, _Reduced]]:
+    """Prepare a call, run it chunk by chunk, reduce each chunk and collect what is left."""
+    label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, materializes)
+
+    def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
+        reduced, values, aux = collector(call.n), _chunks.Rows(call.n), _chunks.Rows(call.n)
+        first: Any = None
+
+        def collect(start: int, result: Result) -> None:
+            nonlocal first
+            reduced.add(start, reduce(call, result, start))
+            values.add(start, [result.values])
+            tree = _trees.flatten(result.aux)
+            first = first or tree
+            _trees.expect_same(first, tree, "aux", lead=1)
+            aux.add(start, [leaf for leaf in tree[0] if isinstance(leaf, Tensor)])
+
+        _chunks.run(call, method, sizes, collect)
+        leaves, spec = first
+        return _Reduced(reduced.result(), values.result()[0], _trees.unflatten(spec, _trees.fill(leaves, aux.result())))
+
+    def run(
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reduce: Callable[[Call, Result, int], Any],
+        check: Callable[[Call], None] = lambda call: None,
+    ) -> tuple[Call, _Reduced]:
+        kept = _ambient.keep(fn)
+        with _ambient.off():
+            call = prepare(label, kept, options, args, kwargs, settles)
+            check(call)
+            return call, _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=not factored)
+
+    return run
 
 
 def _wrap(
@@ -421,13 +445,15 @@ def _wrap(
     trim: Callable[[Any, int], Any],
     masked: bool = False,
 ) -> Callable[..., Any]:
+    label = _label(name, fn)
+
     # The result has fn's name and docstring, but not its signature: it takes a batch.
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         return call(args, kwargs)
 
     def pad(args: tuple[Any, ...], kwargs: dict[str, Any], size_for: Callable[[int], int]) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        own = prepare(_label(name, fn), fn, options, args, {})
+        own = prepare(label, fn, options, args, {})
         if own.n == 0:
             return args, kwargs, 0
         index = torch.arange(size_for(own.n), device=own.leaves[own.params[0]].device)
@@ -443,9 +469,9 @@ def _wrap(
         return _trees.unflatten(own.spec, own.take(source).leaves), kwargs, own.n
 
     del transformed.__wrapped__
-    transformed.batching = Batching(_label(name, fn), fn, pad, trim)  # type: ignore[attr-defined]
+    transformed.batching = Batching(label, fn, pad, trim)  # type: ignore[attr-defined]
     made = _ambient.untraced(transformed)
-    mark(made, _label(name, fn))
+    mark(made, label)
     return made
 
 
@@ -504,7 +530,7 @@ def _label(name: str, fn: Callable[..., Any]) -> str:
 
 def _first(result: Any, n: int) -> Any:
     """The first n samples of a result all of whose tensors have the samples in dim 0."""
-    return _trees.map_leaves(lambda leaf: leaf[:n] if isinstance(leaf, Tensor) else leaf, result)
+    return _trees.map_tensors(lambda tensor: tensor[:n], result)
 
 
 def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
@@ -512,174 +538,7 @@ def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
     return result._replace(**{name: _first(getattr(result, name), n) for name in rows})
 
 
-def _over_batches(
-    name: str,
-    fn: Callable[..., Any],
-    options: Options,
-    collector: Callable[[int], Any],
-    factored: bool = False,
-    materializes: bool = False,
-    settles: bool = False,
-) -> Callable[..., tuple[Call, _Reduced]]:
-    """Prepare a call, run it chunk by chunk, reduce each chunk and collect what is left."""
-    label, sizes = _label(name, fn), _Sizes(options.chunk_size, materializes)
-
-    def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
-        reduced, values, aux = collector(call.n), _Rows(call.n), _Rows(call.n)
-        rest: Any = None
-
-        def collect(start: int, result: Result) -> None:
-            nonlocal rest
-            reduced.add(start, reduce(call, result, start))
-            values.add(start, [result.values])
-            tree = _trees.flatten(result.aux)
-            rest = rest or tree
-            _trees.expect_same(rest, tree, "aux", lead=1)
-            aux.add(start, [leaf for leaf in tree[0] if isinstance(leaf, Tensor)])
-
-        _run_chunks(call, method, sizes, collect)
-        leaves, spec = rest
-        return _Reduced(reduced.result(), values.result()[0], _trees.unflatten(spec, _trees.fill(leaves, aux.result())))
-
-    def run(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reduce: Callable[[Call, Result, int], Any],
-        check: Callable[[Call], None] = lambda call: None,
-    ) -> tuple[Call, _Reduced]:
-        kept = _ambient.keep(fn)
-        with _ambient.off():
-            call = prepare(label, kept, options, args, kwargs, settles)
-            check(call)
-            return call, _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=not factored)
-
-    return run
-
-
-def _run_chunks(call: Call, method: str, sizes: "_Sizes", collect: Callable[[int, Result], None]) -> None:
-    """Run a call chunk by chunk, and have each result collected with the position of its first sample."""
-    if call.n == 0:
-        collect(0, _ladder.empty(call.single() if method == "batch" else call))
-        return
-    state, start = call.shared_draws(), 0
-    while start < call.n:
-        _random.set_state(state)
-        chunk = call.chunk(start, sizes.next(call))
-        result = _ladder.run(chunk, method)
-        sizes.learn(call, chunk.n, result)
-        collect(start, result)
-        start += chunk.n
-
-
-class _Sizes:
-    """How many samples a chunk takes.
-
-    Args:
-        chunk_size: As the transforms take it.
-        materializes: Whether a chunk's gradients are formed.
-    """
-
-    def __init__(self, chunk_size: int | str | None, materializes: bool) -> None:
-        self.chunk_size = chunk_size
-        self.materializes = materializes
-        self.bytes: dict[Any, int] = {}  # that a sample takes, by the shapes of the call
-
-    def next(self, call: Call) -> int:
-        if not isinstance(self.chunk_size, str):
-            return self.chunk_size or call.n
-        taken = self.bytes.get(self._shapes(call))
-        if taken is None:
-            return max(1, min(call.n // 16, 64))
-        return max(1, memory.budget(self.chunk_size, call.leaves[call.params[0]].device) // taken)
-
-    def learn(self, call: Call, count: int, result: Result) -> None:
-        if not isinstance(self.chunk_size, str) or self._shapes(call) in self.bytes:
-            return
-        # Factors hold what the layers have read and what came back to them. The graph holds as much again, in the ops between them.
-        held = 2 * max(result.nbytes, sum(factor.nbytes for factor in result.factors))
-        formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
-        self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
-
-    def _shapes(self, call: Call) -> Any:
-        leaves = [(call.leaves[i], call.dims[i]) for i in call.tensors]
-        return tuple((leaf.dtype, tuple(size for d, size in enumerate(leaf.shape) if d != dim)) for leaf, dim in leaves)
-
-
-# What chunks leave, put together
-
-
-class _Rows:
-    """Tensors with the samples in dim 0: written into place as they come, unless they have a history."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.parts: list[list[Tensor]] = []
-        self.whole: list[Tensor] = []
-
-    def add(self, start: int, rows: list[Tensor]) -> None:
-        history = any(map(_has_history, rows))
-        if self.whole and history:  # earlier samples had none
-            self.parts, self.whole = [[whole[:start] for whole in self.whole]], []
-        if not self.parts and rows and len(rows[0]) < self.n and not history:
-            if start == 0:
-                self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
-            self.whole = [whole.to(torch.promote_types(whole.dtype, row.dtype)) for whole, row in zip(self.whole, rows, strict=True)]
-            for whole, row in zip(self.whole, rows, strict=True):
-                whole[start : start + len(row)] = row
-        else:
-            self.parts.append(rows)
-
-    def result(self) -> list[Tensor]:
-        if len(self.parts) == 1:
-            return self.parts[0]
-        return self.whole or [torch.cat(column) for column in zip(*self.parts, strict=True)]
-
-
-class _Factors:
-    """Factors of one chunk after another."""
-
-    def __init__(self, n: int) -> None:
-        self.parts: list[list[Any]] = []
-
-    def add(self, start: int, factors: list[Any]) -> None:
-        self.parts.append(factors)
-
-    def result(self) -> list[Any]:
-        return self.parts[0] if len(self.parts) == 1 else concat(self.parts)
-
-
-class _ClippedSums:
-    """Clipped sums, added up as they come in at least float32; the rest of what clipped_grad gives as rows."""
-
-    def __init__(self, n: int) -> None:
-        self.rows = _Rows(n)
-        self.sums: list[Tensor] = []
-        self.dtypes: list[torch.dtype] = []
-
-    def add(self, start: int, part: _Clipped) -> None:
-        self.rows.add(start, [part.norms, part.values, *part.coefs, *part.group_norms])
-        sums = [*part.sums, part.nonfinite]
-        if not self.sums:
-            self.sums, self.dtypes = sums, [total.dtype for total in sums]
-            return
-        self.sums = [widen(total) for total in self.sums]
-        if any(map(_has_history, [*self.sums, *sums])):
-            self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)]
-        else:
-            torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
-
-    def result(self) -> _Clipped:
-        norms, values, *groups = self.rows.result()
-        *sums, nonfinite = [total.to(dtype) for total, dtype in zip(self.sums, self.dtypes, strict=True)]
-        half = len(groups) // 2
-        return _Clipped(values, sums, norms, groups[:half], groups[half:], nonfinite)
-
-
-def _has_history(tensor: Tensor) -> bool:
-    return tensor.requires_grad or _functorch.is_wrapped(tensor) or _functorch.is_traced()
-
-
-# One reduction a transform
+# What a transform leaves of a chunk
 
 
 def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
@@ -694,8 +553,25 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
     return [Joint(result.factors).norm]
 
 
-def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _Clipped:
+def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _chunks.Clipped:
     # A policy may close over what is differentiated.
     coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, policy))
     values = result.values if mask is None else torch.where(mask, result.values, 0)
-    return _Clipped(values, *clipping.clipped_sums(result.factors, groups, coefficients, mask))
+    return _chunks.Clipped(values, *clipping.clipped_sums(result.factors, groups, coefficients, mask))
+
+
+# What it returns of all
+
+
+def _gradients(call: Call, whole: _Reduced) -> Any:
+    tree = call.gradient_tree(whole.reduced)
+    return (tree, whole.aux) if call.has_aux else tree
+
+
+def _values_and_gradients(call: Call, whole: _Reduced) -> Any:
+    return ((whole.values, whole.aux) if call.has_aux else whole.values), call.gradient_tree(whole.reduced)
+
+
+def _norms(call: Call, whole: _Reduced) -> Any:
+    (norms,) = whole.reduced
+    return (norms, whole.aux) if call.has_aux else norms

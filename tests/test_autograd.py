@@ -141,6 +141,15 @@ def test_a_live_backbone_is_differentiated_where_it_is_used(args):
     assert type(psg.factored_grad(features)(params, x)["a"]).__name__ == "Outer"
 
 
+def test_under_autocast_functions_are_warned_of_one_by_one(device):
+    """All of them are called through one wrapper, by whose code they were told apart."""
+    outer = torch.ones(3, requires_grad=True, device=device)
+    w, x = torch.ones(3, device=device), torch.ones(2, 3, device=device)
+    for fn in (lambda w, x: (w * x * outer).sum(), lambda w, x: (w + x * outer).square().sum()):
+        with torch.autocast(device.type, torch.bfloat16), pytest.warns(psg.FallbackWarning, match="closes over a tensor"):
+            psg.factored_grad(fn)(w, x)
+
+
 CONSTANTS = {
     "detached": lambda live, x: live.detach() * x,
     "data": lambda live, x: live.data * x,

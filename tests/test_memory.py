@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import weakref
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
-from psg import memory
+from psg import _ladder, memory
 from psg.testing import assert_trees_close
 
 
@@ -26,14 +27,30 @@ def problem(device):
 def chunks_of(monkeypatch):
     """The sizes of the chunks that calls are split into from now on."""
     sizes = []
-    run = psg.transforms._ladder.run
+    run = _ladder.run
 
     def counting(call, method):
         sizes.append(call.n)
         return run(call, method)
 
-    monkeypatch.setattr(psg.transforms._ladder, "run", counting)
+    monkeypatch.setattr(_ladder, "run", counting)
     return sizes
+
+
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_norm, partial(psg.clipped_grad, clip_norm=1.0)])
+def test_what_a_chunk_holds_is_let_go_of_before_the_next(transform, problem, monkeypatch):
+    loss, params, batch = problem
+    held, run = [], _ladder.run
+
+    def watched(call, method):
+        assert not any(factor() for factor in held)
+        result = run(call, method)
+        held.extend(map(weakref.ref, result.factors))
+        return result
+
+    monkeypatch.setattr(_ladder, "run", watched)
+    transform(loss, chunk_size=5)(params, *batch)
+    assert len(held) == 4 * len(params)
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", "64 KiB", "1 B", "1.5 GB"])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, _pass
+from psg import _functorch, _writes
 from psg._errors import StateError
 from psg._ops import target_of
 from psg.rules._registry import leak
@@ -82,7 +82,7 @@ def refuse_updates(func: Any, args: Any, kwargs: Any) -> None:
     Raises:
         StateError: It does.
     """
-    refuse = _pass.refusal()
+    refuse = _writes.refusal()
     if refuse is not None and (target := target_of(func, args, kwargs)) is not None:
         refuse(target)
     if func not in _UPDATING:

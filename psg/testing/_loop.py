@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from psg import _pass
+from psg._copies import copy_of
 from psg._errors import InputError
-from psg._functorch import copy_of
 from psg._trees import NAMESPACE, Tree, flatten, unflatten
 
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations know no user's trees

@@ -1,0 +1,58 @@
+"""What psg asks of autograd's internals, behind a few functions: its engine, its nodes and the hooks through which it saves tensors."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+
+
+def gradients(losses: Tensor, targets: Sequence[Any], create_graph: bool = False) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True)`, without its checks of shapes."""
+    return torch.autograd.graph._engine_run_backward(
+        (losses,), (torch.ones_like(losses),), create_graph, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
+
+
+def accumulate(loss: Tensor) -> None:
+    """`loss.backward(retain_graph=True)`, which a mode does not see: it sees the ops that backward passes of fn's own call."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), True, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def now() -> int:
+    """The moment, as `made_before` counts it."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def made_before(node: Any, moment: int) -> bool:
+    """Whether autograd recorded the op that this node stands for before a moment."""
+    return node._sequence_nr() < moment
+
+
+def saved_tensor_hooks() -> object:
+    """The hooks through which autograd now saves tensors for the backward pass; None if there are none."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_checkpointed() -> bool:
+    """Whether what autograd saves now is dropped and computed again for the backward pass, by `torch.utils.checkpoint`."""
+    hooks: Any = saved_tensor_hooks()
+    return hooks is not None and any(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
+
+
+@contextlib.contextmanager
+def unhooked() -> Iterator[None]:
+    """A context in which autograd saves tensors as if there were no hooks."""
+    hooks: list[Any] = []
+    try:
+        while (top := saved_tensor_hooks()) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            hooks.append(top)
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,0 +1,151 @@
+"""A call run chunk by chunk: how many samples a chunk takes, and what is left of chunks put together."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, _ladder, _random, _rungs, memory
+from psg._call import Call
+from psg._rungs import Result
+from psg.factors._base import widen
+from psg.tree import concat
+
+
+def run(call: Call, method: str, sizes: "Sizes", collect: Callable[[int, Result], None]) -> None:
+    """Run a call chunk by chunk, and have each result collected with the position of its first sample; of no samples an empty one."""
+    # No generator: it would turn a StopIteration of fn's own into another error.
+    if call.n == 0:
+        collect(0, _rungs.empty(call.single() if method == "batch" else call))
+        return
+    state, start = call.shared_draws(), 0
+    while start < call.n:
+        _random.set_state(state)
+        chunk = call.chunk(start, sizes.next(call))
+        result = _ladder.run(chunk, method)
+        sizes.learn(call, chunk.n, result)
+        collect(start, result)
+        del result  # what it holds is not for the next chunk to bear
+        start += chunk.n
+
+
+class Sizes:
+    """How many samples a chunk takes.
+
+    Args:
+        chunk_size: As the transforms take it.
+        materializes: Whether a chunk's gradients are formed.
+    """
+
+    def __init__(self, chunk_size: int | str | None, materializes: bool) -> None:
+        self.chunk_size = chunk_size
+        self.materializes = materializes
+        self.bytes: dict[Any, int] = {}  # that a sample takes, by the shapes of the call
+
+    def next(self, call: Call) -> int:
+        """How many samples of this call are to be run next."""
+        if not isinstance(self.chunk_size, str):
+            return self.chunk_size or call.n
+        taken = self.bytes.get(self._shapes(call))
+        if taken is None:
+            return max(1, min(call.n // 16, 64))
+        return max(1, memory.budget(self.chunk_size, call.leaves[call.params[0]].device) // taken)
+
+    def learn(self, call: Call, count: int, result: Result) -> None:
+        """Learn from the result of so many what a sample of such calls takes."""
+        if not isinstance(self.chunk_size, str) or self._shapes(call) in self.bytes:
+            return
+        # Factors hold what the layers have read and what came back to them. The graph holds as much again, in the ops between them.
+        held = 2 * max(result.nbytes, sum(factor.nbytes for factor in result.factors))
+        formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
+        self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
+
+    def _shapes(self, call: Call) -> Any:
+        tensors = zip(call.tensors, call.tensor_dims, strict=True)
+        return tuple((tensor.dtype, tuple(size for d, size in enumerate(tensor.shape) if d != dim)) for tensor, dim in tensors)
+
+
+class Rows:
+    """Tensors with the samples in dim 0: written into place as they come, unless they have a history."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.parts: list[list[Tensor]] = []
+        self.whole: list[Tensor] = []
+
+    def add(self, start: int, rows: list[Tensor]) -> None:
+        if not rows or len(rows[0]) == self.n:
+            self.parts.append(rows)  # all that there is
+            return
+        history = any(map(_has_history, rows))
+        if self.whole and history:  # earlier samples had none
+            self.parts, self.whole = [[whole[:start] for whole in self.whole]], []
+        if not self.parts and not history:
+            if start == 0:
+                self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
+            self.whole = [whole.to(torch.promote_types(whole.dtype, row.dtype)) for whole, row in zip(self.whole, rows, strict=True)]
+            for whole, row in zip(self.whole, rows, strict=True):
+                whole[start : start + len(row)] = row
+        else:
+            self.parts.append(rows)
+
+    def result(self) -> list[Tensor]:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return self.whole or [torch.cat(column) for column in zip(*self.parts, strict=True)]
+
+
+class Factors:
+    """Factors of one chunk after another."""
+
+    def __init__(self, n: int) -> None:
+        self.parts: list[list[Any]] = []
+
+    def add(self, start: int, factors: list[Any]) -> None:
+        self.parts.append(factors)
+
+    def result(self) -> list[Any]:
+        return self.parts[0] if len(self.parts) == 1 else concat(self.parts)
+
+
+class Clipped(NamedTuple):
+    """What is left of a chunk in clipped_grad: the losses, and then what `clipping.ClippedSums` has."""
+
+    values: Tensor
+    sums: list[Tensor]
+    norms: Tensor
+    coefs: list[Tensor]
+    group_norms: list[Tensor]
+    nonfinite: Tensor
+
+
+class ClippedSums:
+    """Clipped sums, added up as they come in at least float32; the rest of what clipped_grad gives as rows."""
+
+    def __init__(self, n: int) -> None:
+        self.rows = Rows(n)
+        self.sums: list[Tensor] = []
+        self.dtypes: list[torch.dtype] = []
+
+    def add(self, start: int, part: Clipped) -> None:
+        self.rows.add(start, [part.norms, part.values, *part.coefs, *part.group_norms])
+        sums = [*part.sums, part.nonfinite]
+        if not self.sums:
+            self.sums, self.dtypes = sums, [total.dtype for total in sums]
+            return
+        self.sums = [widen(total) for total in self.sums]
+        if any(map(_has_history, [*self.sums, *sums])):
+            self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)]
+        else:
+            torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
+
+    def result(self) -> Clipped:
+        norms, values, *groups = self.rows.result()
+        *sums, nonfinite = [total.to(dtype) for total, dtype in zip(self.sums, self.dtypes, strict=True)]
+        half = len(groups) // 2
+        return Clipped(values, sums, norms, groups[:half], groups[half:], nonfinite)
+
+
+def _has_history(tensor: Tensor) -> bool:
+    return tensor.requires_grad or _functorch.is_wrapped(tensor) or _functorch.is_traced()

@@ -1,0 +1,37 @@
+"""Copies of what fn is given, for a function that may write into it, or look at its layout."""
+
+import torch
+from torch import Tensor
+
+from psg import _functorch
+
+
+def sample_by_sample(tensor: Tensor, dim: int | None) -> Tensor:
+    """A copy in which every sample is contiguous, as it is by itself.
+
+    Else a view of its entries may be a copy under vmap, and the other way round.
+    """
+    if dim is None:
+        return copy_of(tensor)
+    return tensor.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
+
+
+_SPARSEST = 64
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in the layout of the tensor, with what lies between its entries: fn may branch on the one, and read the other.
+
+    Not where that is much more than the entries, nor where it is differentiated: there, as `clone`, without gaps.
+    """
+    copy = tensor.clone()
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return copy
+    if copy.stride() == tensor.stride() or copy.numel() == 0 or tensor.requires_grad or _functorch.is_wrapped(tensor):
+        return copy
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if extent > _SPARSEST * copy.numel():
+        return copy
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    copy.as_strided((extent,), (1,)).copy_(tensor.as_strided((extent,), (1,)))
+    return copy

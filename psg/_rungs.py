@@ -1,0 +1,280 @@
+"""The rungs of the ladder: from a call to its result by the capture pass, by vmap(grad), in a loop, or as a function of a whole batch."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _ambient, _autograd, _copies, _functorch, _pass, _random, _trees
+from psg._agreed import Diverged
+from psg._batch import NotFinite, capture_batch
+from psg._call import Call
+from psg._capture import Task, capture
+from psg._errors import InputError, PsgError, Stale
+from psg._guards import Again, LoopGuard, VmapGuard
+from psg.factors import Dense, Factor, concat
+
+
+class Result(NamedTuple):
+    """What every rung gives.
+
+    Attributes:
+        values: The losses, [n].
+        aux: The auxiliary output: every tensor in its tree with the samples in dim 0; None without has_aux.
+        factors: The per-sample gradient of each leaf to differentiate, in the order of `Call.params`.
+        rung: Which rung gave it.
+        uses: Of each leaf to differentiate the ops that met it; empty lists below capture.
+        reasons: Why each rung above did not, as (rung, reason).
+        nbytes: What the factors took when they were found, where that is known to be more than what they take now.
+    """
+
+    values: Tensor
+    aux: Any
+    factors: list[Factor]
+    rung: str
+    uses: list[list[str]]
+    reasons: tuple[tuple[str, str], ...] = ()
+    nbytes: int = 0
+
+
+def empty(call: Call) -> Result:
+    """The result for no samples. fn is called only for the structure of its auxiliary output, on one sample of zeros."""
+    factors: list[Factor] = []
+    for position in call.params:
+        leaf, dim = call.leaves[position], call.dims[position]
+        factors.append(Dense((leaf.unsqueeze(0) if dim is None else leaf.movedim(dim, 0))[:0]))
+    first = call.leaves[call.params[0]]
+    aux = None
+    if call.has_aux:
+        leaves = [
+            leaf.new_zeros([size for d, size in enumerate(leaf.shape) if d != dim]) if dim is not None else leaf
+            for leaf, dim in zip(call.leaves, call.dims, strict=True)
+        ]
+        # Copies: a function that writes into its arguments must not write into the caller's.
+        leaves = [_copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        _, aux = call.evaluate(leaves, copies=True)
+        aux = _trees.map_tensors(lambda tensor: tensor.detach().new_zeros(0, *tensor.shape), aux)
+    return Result(torch.zeros(0, dtype=first.dtype.to_real(), device=first.device), aux, factors, "empty", [[] for _ in factors])
+
+
+class _Outputs:
+    """What fn returns: inside a transform as tensors, and outside of it as an auxiliary tree again, with batched ones.
+
+    Attributes:
+        tree: The leaves and the structure of the auxiliary output that came last.
+    """
+
+    def __init__(self, call: Call, batch: bool = False) -> None:
+        self.call = call
+        self.batch = batch
+        self.tree: tuple[list[Any], Any] = [], None
+
+    def of(self, leaves: Sequence[Any], copies: bool = True) -> tuple[Tensor, ...]:
+        """The loss, or those of a batch, and the tensors of the auxiliary output."""
+        loss, aux = self.call.evaluate(leaves, self.batch, copies)
+        if not self.call.has_aux:
+            return (loss,)
+        self.tree = _trees.flatten(aux)
+        return (loss, *(leaf for leaf in self.tree[0] if isinstance(leaf, Tensor)))
+
+    def aux(self, tensors: Sequence[Tensor]) -> Any:
+        """The auxiliary output with these tensors; None without one."""
+        leaves, spec = self.tree
+        return None if spec is None else _trees.unflatten(spec, _trees.fill(leaves, tensors))
+
+
+def _run_capture(call: Call) -> Result:
+    if _functorch.transform_active():
+        raise PsgError('method="capture": it runs inside a torch.func transform, which sees through the other methods only')
+    state = call.shared_draws()
+    try:
+        return _capture_together(call)
+    except Diverged as error:
+        diverged = error.with_traceback(None)  # which holds what the pass held
+    with contextlib.suppress(PsgError, RuntimeError):
+        return _as_compiled(_capture_together, call, state)
+    # Samples that go different ways are captured apart: each group is then as one batch.
+    if len(diverged.groups) > max(2, call.n // 2):
+        try:
+            raise diverged
+        finally:
+            del diverged  # whose traceback will hold this frame
+    return _run_apart(_run_capture, call, diverged.groups, state)
+
+
+def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.State | None) -> Result:
+    """Run a function once more whose samples have gone different ways.
+
+    Many a model looks for a shorter way, without a mask that masks nothing, unless it is compiled: then it goes one way for all samples.
+    """
+    _random.set_state(state)
+    with _ambient.compiling():
+        return together(call)
+
+
+def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor], state: _random.State | None) -> Result:
+    """Run groups of the samples one after the other, each from this state of the random generators, if one is given."""
+    results = []
+    for index in groups:
+        _random.set_state(state)
+        results.append(rung(call.take(index)))
+    back = torch.cat(groups).argsort()
+    columns = zip(*(result.factors for result in results), strict=True)
+    return Result(
+        values=torch.cat([result.values for result in results])[back],
+        aux=_trees.map_tensors(lambda tensor: tensor[back], _trees.concat([result.aux for result in results], "aux")),
+        factors=[concat(column).take(back) for column in columns],
+        rung=results[0].rung,
+        uses=results[0].uses,
+        nbytes=sum(result.nbytes for result in results),
+    )
+
+
+def _capture_together(call: Call) -> Result:
+    outputs = _Outputs(call)
+    task = Task(
+        function=lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies),
+        tensors=call.tensors,
+        in_dims=call.tensor_dims,
+        params=call.tensor_params,
+        beside=call.keyword_tensors,
+        n=call.n,
+        randomness=call.randomness,
+        look=call.outside.look,
+        settles=call.settles,
+        owner=call.fn,
+    )
+    captured = capture(task)
+    values, *extra = captured.outputs
+    return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, nbytes=captured.nbytes)
+
+
+def _run_vmap(call: Call) -> Result:
+    state = call.shared_draws()
+    try:
+        return _vmap_together(call)
+    except RuntimeError as error:
+        if "data-dependent control flow" not in str(error):
+            raise
+    return _as_compiled(_vmap_together, call, state)
+
+
+def _vmap_together(call: Call) -> Result:
+    outputs, differentiated = _Outputs(call), call.needs_derivative
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Any]:
+        with VmapGuard(call, tensors, differentiated) as guard:
+            values = outputs.of(_trees.fill(call.leaves, tensors))
+        if guard.failure is not None:
+            raise PsgError(f"the function handles an error: {guard.failure}")
+        return values[0], values
+
+    gradient = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
+    batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
+    # Clones: a function that writes into its arguments must not write into the caller's.
+    gradients, (values, *extra) = batched(*map(_copies.sample_by_sample, call.tensors, call.tensor_dims))
+    if len(values) != call.n:
+        raise Stale(f"a batch of another size than {call.n}")
+    return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
+
+
+def _run_loop(call: Call) -> Result:
+    outputs, rows = _Outputs(call), []
+    state = _random.get_state(call.tensors)
+    gradient = _nested_gradient if _functorch.transform_active() else _recorded_gradient
+    for i in range(call.n):
+        if call.randomness == "same":
+            _random.set_state(state)
+        leaves = call.sample(i)
+        before = outputs.tree
+        rows.append(gradient(call, leaves, outputs))
+        if i:
+            _trees.expect_same(before, outputs.tree, "aux")
+        if call.randomness == "error" and not _random.same_state(state, _random.get_state(call.tensors)):
+            raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
+    stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
+    count = len(call.params)
+    factors: list[Factor] = [Dense(values) for values in stacked[:count]]
+    return Result(stacked[count], outputs.aux(stacked[count + 1 :]), factors, "loop", [[] for _ in factors])
+
+
+def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:
+    """One sample's gradients, loss and auxiliary tensors by plain autograd, which can run whatever PyTorch can."""
+    history = call.needs_derivative
+    for position in call.params:
+        if not leaves[position].requires_grad:
+            leaves[position].requires_grad_()
+    own, called = [leaves[position] for position in call.params], _pass.Pass()
+    with torch.enable_grad():
+        with _pass.opened(called), LoopGuard(call, leaves) as guard:
+            values = outputs.of(leaves)
+        loss, again = values[0], Again(call, guard.met, called)
+        with called.again():
+            if not history:
+                gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded))
+            else:
+                with again:
+                    found = _autograd.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
+                gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
+    return (*gradients, *(values if history else [value.detach() for value in values]))
+
+
+def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> None:
+    """Refuse what a loss has been computed from beside its sample and what is closed over."""
+    ids = set(map(id, own))
+    for leaf in own:
+        vars(leaf)["_psg_sample"] = True
+    for node in nodes:
+        if hasattr(node, "variable") and "_psg_sample" in vars(node.variable) and id(node.variable) not in ids:
+            raise Stale("a value of the parameters of another sample")
+    call.outside.expect(nodes, seen | ids)
+
+
+def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:
+    """The same for an enclosing transform, which sees through torch.func alone."""
+
+    def function(*own: Tensor) -> tuple[Tensor, Any]:
+        for position, leaf in zip(call.params, own, strict=True):
+            leaves[position] = leaf
+        with LoopGuard(call):
+            values = outputs.of(leaves)
+        return values[0], values
+
+    own = [leaves[position] for position in call.params]
+    gradients, values = torch.func.grad(function, argnums=tuple(range(len(own))), has_aux=True)(*own)
+    return (*gradients, *values)
+
+
+def _run_batch(call: Call) -> Result:
+    try:
+        return _batch_together(call)
+    except NotFinite as error:
+        return _run_apart(_run_batch, call, error.groups, None)
+
+
+def _batch_together(call: Call) -> Result:
+    for position in call.params:
+        if call.dims[position] is not None:
+            raise InputError(
+                f'{call.name}, method="batch": {call.paths[position]} has a dimension of samples; only what the samples share can be '
+                "differentiated."
+            )
+    outputs = _Outputs(call, batch=True)
+
+    def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
+        return outputs.of(_trees.fill(call.leaves, tensors), copies)
+
+    params = {i: call.paths[position] for i, position in zip(call.tensor_params, call.params, strict=True)}
+    captured = capture_batch(function, call.tensors, call.keyword_tensors, params, call.n, call.outside.look)
+    values, *extra = captured.outputs
+    return Result(values, outputs.aux(extra), captured.factors, "batch", captured.uses)
+
+
+RUNGS: dict[str, Callable[[Call], Result]] = {
+    "capture": _run_capture,
+    "vmap": _run_vmap,
+    "loop": _run_loop,
+    "batch": _run_batch,
+}
