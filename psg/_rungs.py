@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _ambient, _autograd, _copies, _functorch, _pass, _random, _trees
+from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _trees
 from psg._agreed import Diverged
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
@@ -262,13 +262,19 @@ def _batch_together(call: Call) -> Result:
                 "differentiated."
             )
     outputs = _Outputs(call, batch=True)
+    states: list[_random.State] = []
 
     def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
-        return outputs.of(_trees.fill(call.leaves, tensors), copies)
+        states[:] = [_random.get_state(call.tensors)]
+        values = outputs.of(_trees.fill(call.leaves, tensors), copies)
+        states.append(_random.get_state(call.tensors))
+        return values
 
     params = {i: call.paths[position] for i, position in zip(call.tensor_params, call.params, strict=True)}
     captured = capture_batch(function, call.tensors, call.keyword_tensors, params, call.n, call.outside.look)
     values, *extra = captured.outputs
+    if call.n > 1 and not _functorch.is_traced():
+        _exchange.refuse_meeting(call, values, *states)
     return Result(values, outputs.aux(extra), captured.factors, "batch", captured.uses)
 
 

@@ -276,9 +276,6 @@ def test_differentiable(device):
 
 
 def test_rows_shared_by_samples_are_found_out(device):
-    def centred(p, x):
-        return F.linear(x - x.mean(0), p["w"]).square().sum(1)  # another sample moves the row, no loss but its own depends on it
-
     def mixed(p, x):
         rows = F.linear(x, p["w"])
         return (rows - rows.mean(0)).square().sum(1)
@@ -295,8 +292,81 @@ def test_rows_shared_by_samples_are_found_out(device):
     for fn in (mixed, opposed, alternating):
         with pytest.raises(psg.StateError, match=r"linear has a row on which more than one loss depends"):
             psg.per_sample_grad(fn, method="batch")(params, x)
-    with pytest.raises(Mismatch):
-        psg.check(centred, method="batch")(params, x)
+
+
+def towers(p, x, ids):
+    """A softmax in the batch: the others' rows of the table are as good as weights of a linear layer."""
+    return F.cross_entropy(p["left"][ids] @ p["right"][ids].T, torch.arange(len(ids), device=ids.device), reduction="none")
+
+
+def centred(p, x, ids):
+    """Another sample moves the row, on which no loss but its own depends."""
+    return F.linear(x - x.mean(0), p["right"]).square().sum(1)
+
+
+def weighted_by_counts(p, x, ids):
+    return F.linear(x, p["right"]).square().sum(1) / ids.bincount()[ids]
+
+
+@pytest.mark.parametrize("n", [2, 3, 16])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("fn", [towers, centred, weighted_by_counts])
+def test_samples_that_meet_where_no_gradient_tells_are_found_out(fn, dropout, n, device):
+    params = {"left": torch.randn(n, 4, device=device), "right": torch.randn(n, 4, device=device)}
+    ids = torch.arange(n, device=device) % (2 if fn is weighted_by_counts else n)
+    ids = ids.sort().values if fn is weighted_by_counts and n > 3 else ids
+    x = torch.randn(n, 4, device=device)
+
+    def dropped(p, x, ids):
+        return F.dropout(fn(p, x, ids)[:, None].expand(n, 3), 0.3).sum(1) if dropout else fn(p, x, ids)
+
+    with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+        psg.clipped_grad(dropped, 1.0, method="batch")(params, x, ids)
+
+
+def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
+    """With noise of the batch's own, written into an input; and a function that never gives the same twice is not compared."""
+    params, x, scale = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(8, WIDTH, device=device), torch.ones(3, device=device)
+    count = iter(range(1000))
+
+    def noisy(p, x, scale):
+        return F.dropout(F.linear(x, p["w"]), 0.5).mul(scale.mul_(2)).square().sum(1)
+
+    def unsteady(p, x, scale):
+        return noisy(p, x, scale) * next(count)
+
+    gradients = []
+    for fn in (noisy, unsteady):
+        torch.manual_seed(1)
+        gradients.append(psg.per_sample_grad(fn, in_dims=(None, 0, None), method="batch")(params, x, scale)["w"])
+        after = torch.rand(3)
+        torch.manual_seed(1)
+        twice = scale.clone()
+        F.dropout(x.new_ones(8, 3), 0.5)
+        F.dropout(x.new_ones(8, 3), 0.5)  # the first call has written into its input, and was made again with a copy
+        assert torch.equal(torch.rand(3), after)
+        assert torch.equal(scale, twice) and torch.equal(scale, torch.ones_like(scale))
+    assert gradients[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_by_groups_of_other_sizes_is_no_meeting(dtype, device):
+    """A mixture of experts gives each as many rows as happen to come."""
+    router, layers = torch.randn(8, 4), torch.randn(4, 8, 8) / 3
+    params, x = {"router": router.to(device, dtype), "layers": layers.to(device, dtype)}, torch.randn(64, 8, device=device, dtype=dtype)
+
+    def routed(p, x):
+        gates = (x @ p["router"]).softmax(1)
+        best = gates.argmax(1)
+        output = torch.zeros_like(x)
+        for expert in best.unique().tolist():
+            rows = (best == expert).nonzero()[:, 0]
+            output = output.index_add(0, rows, F.linear(x[rows], p["layers"][expert]) * gates[rows, expert, None])
+        return output.float().square().sum(1)
+
+    grads = psg.per_sample_grad(routed, method="batch")(params, x)
+    narrow = torch.finfo(dtype).eps
+    assert_trees_close(grads, loop_grad(one(routed))(params, x), rtol=30 * narrow, atol=30 * narrow)
 
 
 @pytest.mark.parametrize(
@@ -496,7 +566,7 @@ def test_activation_checkpointing(whole, device):
 
     params, x = detached(layers), torch.randn(4, 3, 4, device=device)
     grads = psg.per_sample_grad(fn, method="batch")(params, x)
-    assert len(calls) == 4  # forward, and again for each of the three backward passes
+    assert len(calls) == 5  # forward, again for each of the three backward passes, and for the batch of which samples are exchanged
     assert_trees_close(grads, loop_grad(one(fn))(params, x))
 
 

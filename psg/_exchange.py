@@ -1,0 +1,65 @@
+"""Whether the samples of a batch meet where no gradient tells: measured by exchanging most of them.
+
+Whose each row is, gradients tell (psg/_owners.py). But samples may also meet before the first parameter does, as in x - x.mean(0), or in
+integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, a loss shares rows of the
+parameters with the others, and none of data. So fn runs once more, without gradients, on a batch of the same shape and with the same random
+numbers, all but whose first quarter are copies of one sample of that. The losses of the first quarter are to stay what they were.
+"""
+
+import torch
+from torch import Tensor
+
+from psg import _copies, _functorch, _random
+from psg._call import Call
+from psg._errors import StateError
+
+
+def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _random.State) -> None:
+    """Refuse a function of a whole batch whose losses change when other samples do.
+
+    Args:
+        call: Of at least two samples.
+        losses: What it has given, [n].
+        before: The generators' states when it ran.
+        after: The same when it had run.
+
+    Raises:
+        StateError: At least half of the losses that were compared have changed. Fewer may be a router's ties that rounding has turned.
+    """
+    kept = max(1, call.n // 4)
+    every = torch.arange(call.n, device=losses.device)
+    now = _random.get_state(call.tensors)
+    try:
+        exchanged = _losses(call.take(every.clamp(max=kept - 1)), before)
+        # A function that has drawn other numbers, or that gives other losses for the same batch, cannot be compared.
+        if not _random.same_state(_random.get_state(call.tensors), after) or not _differ(exchanged, losses, kept, call):
+            return
+        again = _losses(call.take(every), before)
+    finally:
+        _random.set_state(now)
+    if not _differ(again, losses, kept, call) and _differ(exchanged, again, kept, call):
+        raise StateError(
+            f'method="batch": the losses of some samples change when others are exchanged (compared: {kept} of {call.n}). They meet in a '
+            "statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient tells what "
+            "one sample does. Let losses[i] depend on sample i alone."
+        )
+
+
+def _losses(call: Call, state: _random.State) -> Tensor:
+    """What fn gives with random numbers from this state; it finds all but the parameters in copies, for it may write into them."""
+    _random.set_state(state)
+    leaves = list(call.leaves)
+    for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
+        if dim is None and position not in call.params and isinstance(leaf, Tensor):
+            leaves[position] = _copies.copy_of(leaf)
+    with torch.no_grad():
+        return call.evaluate(leaves, batch=True, copies=True)[0]
+
+
+def _differ(losses: Tensor, others: Tensor, kept: int, call: Call) -> bool:
+    """Whether at least half of the first so many are further apart than rounding puts them."""
+    floats = [tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()]
+    floats.append(_functorch.autocast_dtype(losses) or losses.dtype)
+    eps = max(torch.finfo(dtype).eps for dtype in floats)
+    same = torch.isclose(losses[:kept], others[:kept].to(losses), rtol=eps ** (2 / 3), atol=10 * eps, equal_nan=True)
+    return 2 * int(same.count_nonzero()) <= kept
