@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import psg
 from psg.rules import _registry
-from psg.testing import Mismatch, assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
+from psg.testing import assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
 
 WIDTH, VOCABULARY = 6, 11
 
