@@ -228,7 +228,7 @@ class PerGroup:
     Args:
         label: From a leaf's path to its group's label. The path is a tuple of keys, of one for a dict of parameters:
             `("encoder.weight",)`, whose name is `path[0]`.
-        clip_norm: The clip norm of every label.
+        clip_norm: The clip norm of every label that a leaf has.
 
     Example:
         >>> import torch, psg
@@ -261,7 +261,7 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
         The groups; every leaf is in exactly one.
 
     Raises:
-        InputError: A clip norm is no number, negative or NaN; a label has none; a tree does not fit.
+        InputError: A clip norm is no number, negative or NaN; a label has none, or no leaf; a tree does not fit.
     """
     indices = range(spec.num_leaves)
     if isinstance(clip_norm, PerLeaf):
@@ -279,6 +279,11 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
             raise InputError(
                 f"PerGroup(label=...) gives {error.args[0]!r}, which has no clip norm; there are {list(clip_norm.clip_norm)!r}."
             ) from None
+        if unused := [label for label in clip_norm.clip_norm if label not in members]:
+            raise InputError(
+                f"PerGroup(clip_norm=...): no leaf has the label {unused[0]!r}; there are {list(members)!r}. label takes the path of a leaf, a "
+                "tuple of keys, and a parameter's name is path[0]."
+            )
     else:
         groups = [Group(tuple(indices), clip_norm)]
     for group in groups:

@@ -347,6 +347,13 @@ def test_a_group_without_clip_norm_is_an_error(args):
         psg.clipped_grad(loss, PerGroup(label=lambda path: "other", clip_norm={"body": 1.0}))(*args)
 
 
+def test_a_clip_norm_for_no_leaf_is_an_error(args):
+    """A label that asks for part of a name in a path finds nothing, and all leaves are one group."""
+    by_name = PerGroup(lambda path: "bias" if "ias" in path else "weight", {"bias": 1.0, "weight": 2.0})
+    with pytest.raises(psg.InputError, match=r"no leaf has the label 'bias'; there are \['weight'\].*path\[0\]"):
+        psg.clipped_grad(loss, by_name)(*args)
+
+
 @pytest.mark.parametrize("bad", [-1.0, math.nan])
 def test_a_bad_clip_norm_inside_groups_is_an_error(bad, args):
     with pytest.raises(psg.InputError, match=r"clip_norm.*at least 0"):
