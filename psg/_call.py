@@ -395,7 +395,8 @@ def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Pat
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{paths[position]} has {size}" for position, size in sizes.items())
         raise InputError(
-            f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it)."
+            f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it); "
+            "stack a list of samples, padded to one length."
         )
     return next(iter(sizes.values()))
 
