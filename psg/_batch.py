@@ -218,7 +218,7 @@ class _BatchMode(Watch):
             answer = met[0].ask(func) if met else func(*args, **kwargs)
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         if not met:
-            return _pass.straighten(func, func(*args, **kwargs))
+            return _pass.run(func, args, kwargs)
         if _functorch.current_level() != self.level:
             names = ", ".join(value.name for value in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')

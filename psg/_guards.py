@@ -100,7 +100,7 @@ class LoopGuard(TorchFunctionMode):
         self.outside.look(func, leaves, self.own)
         args, kwargs = self.outside.replace((args, kwargs))
         refuse_updates(func, args, kwargs)
-        return _pass.straighten(func, func(*args, **kwargs))
+        return _pass.run(func, args, kwargs)
 
 
 class Again(TorchFunctionMode):
