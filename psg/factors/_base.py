@@ -107,19 +107,6 @@ def norm_of_norms(parts: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dim=1)
 
 
-def groups(owners: Tensor, n: int) -> Tensor:
-    """The rows of every owner below n, [n, most rows of one], filled up with the number of rows; an owner of n is none."""
-    rows = len(owners)
-    ordered, order = owners.sort(stable=True)
-    counts = torch.bincount(owners, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()) if n else 0)
-    table = torch.full((n, width), rows, device=owners.device)
-    starts = counts.cumsum(0) - counts
-    kept = ordered < n
-    table[ordered[kept], torch.arange(rows, device=owners.device)[kept] - starts[ordered[kept]]] = order[kept]
-    return table
-
-
 def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
     """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
     order = table.reshape(-1)

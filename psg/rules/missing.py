@@ -100,18 +100,6 @@ for _name in (
             decomposition(getattr(_holder, f"{_name}_"))(_written_back(getattr(Tensor, _name)))
 
 
-@decomposition(F.kl_div)
-def _kl_div(
-    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False
-) -> Any:
-    if size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean", "batchmean"):
-        return NotImplemented
-    terms = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
-    if reduction == "batchmean":
-        return terms.sum() / input.shape[0] if input.ndim else terms.sum()
-    return {"none": lambda: terms, "sum": terms.sum, "mean": terms.mean}[reduction]()
-
-
 def _global_average(dims: int) -> Callable[..., Any]:
     def average(input: Tensor, output_size: Any) -> Any:
         sizes = output_size if isinstance(output_size, (tuple, list)) else (output_size,)
