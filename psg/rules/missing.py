@@ -52,9 +52,9 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
 
 
 @decomposition(torch.index_add, Tensor.index_add)
-def _index_add(input: Tensor, dim: Any = None, index: Any = None, source: Any = None, *, alpha: float = 1, **others: Any) -> Any:
+def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha: float = 1, **others: Any) -> Any:
     """The same where that does not run: vmap selects each from the whole."""
-    if others or not isinstance(dim, int) or not isinstance(index, Tensor) or not isinstance(source, Tensor):
+    if others or not isinstance(dim, int):
         return NotImplemented
     if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
         return NotImplemented

@@ -187,8 +187,6 @@ def _matmul_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | N
 
 @splits(torch.einsum)
 def _einsum_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
-    if not isinstance(arguments["equation"], str):
-        return None
     operands: dict[Place, Tensor] = {("operands", k): tensor for k, tensor in enumerate(arguments["operands"])}
     written = einsum_labels(arguments["equation"], [tensor.ndim for tensor in operands.values()])
     return None if written is None else _contraction(operands, *written, own)
