@@ -279,7 +279,7 @@ class Conv(Planned):
     # Costs, in operations for one sample.
 
     def _norm_costs(self) -> dict[str, float]:
-        return {"gram": min(self._gram_costs().values()), "chunks": self._materialize_cost()}
+        return {"gram": min(self._gram_costs().values()), "chunks": self._chunks_cost()}
 
     def _gram_costs(self) -> dict[str, float]:
         t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
@@ -354,8 +354,6 @@ class Conv(Planned):
         return self._is_depthwise and slow and self.positions > 1
 
     def _materialize_cost(self) -> float:
-        if self.geometry.groups > 1:
-            return self._sum_cost()
         return 2 * self.positions * self.shape.numel() + 2 * plans.used(self.device, self.dtype) * self._patch_bytes()
 
     def _sum_cost(self) -> float:

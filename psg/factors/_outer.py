@@ -141,7 +141,7 @@ class Outer(Planned):
         t, byte = self.positions, plans.used(self.device, self.dtype)
         return {
             "gram": t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size()),
-            "chunks": self._materialize_cost() + byte * self._bytes(),
+            "chunks": self._chunks_cost(),
         }
 
     def _materialize_cost(self) -> float:

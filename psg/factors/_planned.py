@@ -33,6 +33,10 @@ class Planned(Additive):
     def _sum_cost(self) -> float:
         """What a weighted sum costs, in operations for one sample."""
 
+    def _chunks_cost(self) -> float:
+        """What a norm by "chunks" costs: materialising, and reading what is still in cache."""
+        return self._materialize_cost() + plans.used(self.device, self.dtype) * self._bytes()
+
     def _bytes(self) -> int:
         """What one sample's gradient takes."""
         return self.shape.numel() * self.dtype.itemsize
