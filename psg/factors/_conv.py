@@ -15,7 +15,12 @@ from psg.factors._planned import Planned
 
 
 class Geometry(NamedTuple):
-    """The options of a convolution, one entry a spatial dimension."""
+    """The options of a convolution, one entry a spatial dimension.
+
+    Example:
+        >>> Geometry(kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1).kernel
+        (3, 3)
+    """
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,6 +51,12 @@ class Conv(Planned):
 
     Raises:
         InputError: The tensors are complex.
+
+    Example:
+        >>> import torch
+        >>> geometry = Geometry(kernel=(2,), stride=(1,), padding=(0,), dilation=(1,), groups=1)
+        >>> Conv(torch.ones(1, 1, 1, 3), torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), geometry).materialize()
+        tensor([[[[6., 9.]]]])
 
     Source: Rochette, Manoel & Tramel, "Efficient Per-Example Gradient Computations in Convolutional Neural Networks", 2019 (the grouped
     convolution); Bu, Mao & Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy",

@@ -25,6 +25,13 @@ class Outer(Planned):
     Raises:
         InputError: They are complex.
 
+    Example:
+        >>> import torch
+        >>> gradient = Outer(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 4.0]]]))  # one sample, one position
+        >>> gradient.materialize(), gradient.norm().square()
+        (tensor([[[3., 4.],
+                 [6., 8.]]]), tensor([125.]))
+
     Source: Goodfellow, "Efficient Per-Example Gradient Computations", 2015 (one position); Li et al., "Large Language Models Can Be
     Strong Differentially Private Learners", 2022, section 4 (positions, the Gram form of the norm).
     """

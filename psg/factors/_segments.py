@@ -23,6 +23,13 @@ class Segments(Factor):
     Args:
         factor: Of the samples: those of the first segment, then those of the second, and so on.
         sizes: How many samples each segment has, integers [m].
+
+    Example:
+        >>> import torch
+        >>> from psg.factors import Dense
+        >>> Segments(Dense(torch.tensor([[1.0], [2.0], [4.0]])), torch.tensor([2, 1])).materialize()
+        tensor([[3.],
+                [4.]])
     """
 
     fields = ("factor", "sizes")

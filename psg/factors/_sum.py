@@ -25,6 +25,13 @@ class Sum(Additive):
         terms: Factors of the same samples and shape.
         like: An empty tensor [n, 0] whose dtype and device are those of the gradient.
         shape: The parameter's shape.
+
+    Example:
+        >>> import torch
+        >>> one = Dense(torch.tensor([[3.0, 4.0]]))
+        >>> twice = Sum([one, one], torch.empty(1, 0), torch.Size([2]))
+        >>> twice.norm(), Sum([], torch.empty(1, 0), torch.Size([2])).materialize()
+        (tensor([10.]), tensor([[0., 0.]]))
     """
 
     fields = ("terms", "like")
