@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.factors import Conv, Dense, Expanded, Factor, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views, merge
+from psg.factors import Conv, Dense, Expanded, Factor, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views, _maps, merge
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -253,6 +253,42 @@ def spoil(factor, at):
         lambda part: part.masked_fill(at.reshape(-1, *[1] * (part.dim() - 1)), float("nan")) if part.is_floating_point() else part,
         lambda own: spoil(own, at),
     )
+
+
+@each_count
+@pytest.mark.parametrize("kind, size, recipe", MATRIX_ROWS, ids=[f"{kind}, {size}" for kind, size, _ in MATRIX_ROWS])
+def test_linear_maps(kind, size, recipe, n, make):
+    """Those that give a factor give that of the map; the others say that the gradient has to be formed."""
+    factor, tensor = make(recipe, n, size)
+    a, b = factor.shape
+    weights, matrix = torch.randn(a, b).to(tensor), torch.randn(3, a).to(tensor)
+    maps = {
+        "scaled by a number": (_maps.scaled(factor, 2.0), 2 * tensor),
+        "transposed": (_maps.transposed(factor), tensor.mT),
+        "premultiplied": (_maps.premultiplied(factor, matrix), matrix @ tensor),
+        "in a row": (_maps.reshaped(factor, torch.Size((a * b,))), tensor.reshape(n, a * b)),
+        "its first rows": (_maps.narrowed(factor, 0, 0, a - 1), tensor[:, :-1]),
+        "its last column": (_maps.narrowed(factor, 1, b - 1, 1), tensor[:, :, -1:]),
+    }
+    for shape in ((), (a, 1), (b,), (a, b)):
+        own = torch.randn(shape).to(tensor)
+        maps[f"scaled by {shape}"] = _maps.scaled(factor, own), own * tensor
+        total = _maps.contracted(factor, weights, torch.Size(shape))
+        found = None if total is None else Dense(total)
+        maps[f"contracted to {shape}"] = found, (weights * tensor).sum_to_size(n, *(1,) * (2 - len(shape)), *shape).reshape(n, *shape)
+    for name, (found, expected) in maps.items():
+        if found is not None:
+            assert_trees_close(found.materialize(), expected, atol=1e-9, name=name)
+
+
+def test_regions_that_share_no_entry():
+    """Known where each is a box of the parameter's dimensions; where one is not, nothing is."""
+    shape, left, right = torch.Size((4, 6)), Region((4, 2), (6, 1), 0), Region((4, 2), (6, 1), 2)
+    diagonal, over_the_end, of_two_rows = Region((4,), (7,), 0), Region((3,), (1,), 4), Region((2, 2), (1, 1), 2)
+    assert left.is_apart(right, shape) and not left.is_apart(left, shape)
+    for joined in (diagonal, over_the_end, of_two_rows):
+        assert not joined.is_apart(right, shape) and not right.is_apart(joined, shape)
+    assert not Region((0, 6), (6, 1), 0).is_apart(right, torch.Size((0, 6)))
 
 
 @each_count

@@ -126,8 +126,7 @@ def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
         total = part.new_zeros(n, *part.shape[1:]) if total is None else total
         total.index_add_(0, owners[start : start + len(part)], part)
         start += len(part)
-    if total is None:
-        raise ValueError("add_up: no parts")
+    assert total is not None
     return total
 
 

@@ -87,9 +87,9 @@ class Segments(Factor):
         if not self._may_ask:
             total = add_up(self.factor.parts(), self.ids, self.n).to(self.dtype)
             yield torch.arange(self.n, device=self.device), Dense(total)
-            return
-        yield from ((members, self.factor.regroup(table)) for members, table in self._tables)
-        if not self._tables:
+        elif self._tables:
+            yield from ((members, self.factor.regroup(table)) for members, table in self._tables)
+        else:
             yield self.sizes.new_empty(0), self.factor.take(slice(0))
 
     @cached_property

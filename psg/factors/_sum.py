@@ -133,8 +133,7 @@ class Sum(Additive):
         return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 
     def _zeros(self, *shape: int) -> Tensor:
-        dtype = wide(self.dtype)
-        return self.like.new_zeros(shape, dtype=dtype.to_real())
+        return self.like.new_zeros(shape, dtype=wide(self.dtype).to_real())
 
     def _reduce(self, function: Callable[[Factor], Tensor], zero: Tensor) -> Tensor:
         return reduce(torch.add, (function(term) for term in self.terms), zero)

@@ -141,10 +141,6 @@ class Views(Additive):
         in_order = region.stride == tuple(size[k + 1 :].numel() for k in range(len(size)))
         return len(self.regions) == 1 and in_order and size.numel() == self.shape.numel()
 
-    def with_factors(self, factors: Sequence[Factor]) -> "Views":
-        """Others in the same regions."""
-        return Views(factors, self.regions, self.shape)
-
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
 
