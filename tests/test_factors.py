@@ -393,7 +393,7 @@ def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make,
     factor, tensor = make(recipe, n, size)
     sketches = [Sketch(dim, random.Random(dim)) for dim in (5, 64)]
     whole = [factor.project(sketch) for sketch in sketches]
-    monkeypatch.setattr(psg.plans, "chunk_bytes", lambda device: 100)
+    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: 100)
     monkeypatch.setattr(psg.factors._base, "_LARGE", 1)
     assert_trees_close([factor.project(sketch) for sketch in sketches], whole)
     assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
@@ -594,7 +594,7 @@ def test_gram(first, second, size, make):
 @pytest.mark.parametrize("positions", [(1, 1), (2, 3), (4, 4)])
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
 def test_gram_of_more_pairs_than_a_cache_holds(positions, chunk, monkeypatch, device):
-    monkeypatch.setattr(psg.plans, "chunk_bytes", lambda device: chunk)
+    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: chunk)
     x, y = (Outer(*torch.randn(2, n, t, 40, device=device)) for n, t in zip((7, 5), positions, strict=True))
     assert_trees_close(x.gram(y), reference_gram(x.materialize(), y.materialize()))
     assert_trees_close(x.gram(), reference_gram(x.materialize()))
@@ -718,7 +718,7 @@ def holds_all_operations(factor, tensor):
 @each_count
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_products_of_one_position_by_either_way(multiplies, n, device, monkeypatch):
-    monkeypatch.setattr("psg.plans.multiplies", lambda device: multiplies)
+    monkeypatch.setattr("psg._machine.multiplies", lambda device: multiplies)
     left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
     holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
 
@@ -731,7 +731,7 @@ def test_sums_and_products_of_dense_gradients_in_blocks(n, m, width, blocks, see
     def wherever_they_fit(rows, *_):
         return blocks if rows.numel() and rows.shape[1] % blocks == 0 else 1
 
-    with mock.patch.multiple(psg.plans, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
+    with mock.patch.multiple(psg._machine, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
         assert_trees_close(Dense(x).weighted_sum(weights), reference_weighted_sum(x, weights), per_sample=False)
         assert_trees_close(Dense(x).gram(Dense(y)), reference_gram(x, y))
         assert_trees_close(Dense(x).gram(), reference_gram(x))

@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from psg import plans
+from psg import _machine, plans
 from psg.factors._base import Additive, Factor, wide
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
@@ -120,7 +120,7 @@ class Sum(Additive):
         spread = [term for term in self.terms if _is_spread(term)]
         if not planned or len(self.terms) == 1 or len(planned) + len(spread) < len(self.terms):
             return "gram"
-        byte = plans.used(self.device, self.dtype)
+        byte = _machine.used(self.device, self.dtype)
         formed = [term._chunks_cost() for term in planned]
         costs = [term._norm_costs() for term in planned]
         # With what is spread over the entries every position meets them all, as in a materialised gradient.
@@ -128,7 +128,7 @@ class Sum(Additive):
         for i, j in itertools.combinations(range(len(planned)), 2):
             # Every position of one with every position of the other: the geometric mean of what each costs with itself.
             apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
-        apart += _OPS * (len(self.terms) - 1) * plans.dispatched(self.device) / max(1, self.n)
+        apart += _OPS * (len(self.terms) - 1) * _machine.dispatched(self.device) / max(1, self.n)
         together = sum(formed) + len(spread) * byte * planned[0]._bytes()
         return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 

@@ -2,6 +2,8 @@
 
 A leaf is a tensor [n, *shape] or a `psg.factors.Factor` that stands for one. Nothing is materialised unless that is the cheapest way.
 Complex leaves count as pairs of real numbers. Reductions accumulate in float32 or better.
+
+What takes per-sample gradients raises InputError for a tree that holds none, or whose leaves disagree on n.
 """
 
 import torch

@@ -27,7 +27,7 @@ def squared_norm(tree: Any) -> Tensor:
         [n], real.
 
     Raises:
-        InputError: The tree holds no per-sample gradients, or its leaves disagree on n. So do all functions of this module.
+        InputError: The tree holds no per-sample gradients, or its leaves disagree on n.
 
     Example:
         >>> import torch
