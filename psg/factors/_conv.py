@@ -290,7 +290,8 @@ class Conv(Planned):
     # Costs, in operations for one sample.
 
     def _norm_costs(self) -> dict[str, float]:
-        return {"gram": min(self._gram_costs().values()), "chunks": self._chunks_cost()}
+        byte = _machine.used(self.device, self.dtype)
+        return {"gram": min(self._gram_costs().values()), "chunks": self._chunks_cost(byte)}
 
     def _gram_costs(self) -> dict[str, float]:
         t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()

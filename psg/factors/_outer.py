@@ -148,7 +148,7 @@ class Outer(Planned):
         t, byte = self.positions, _machine.used(self.device, self.dtype)
         return {
             "gram": t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size()),
-            "chunks": self._chunks_cost(),
+            "chunks": self._chunks_cost(byte),
         }
 
     def _materialize_cost(self) -> float:

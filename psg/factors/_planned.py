@@ -33,9 +33,9 @@ class Planned(Additive):
     def _sum_cost(self) -> float:
         """What a weighted sum costs, in operations for one sample."""
 
-    def _chunks_cost(self) -> float:
-        """What a norm by "chunks" costs: materialising, and reading what is still in cache."""
-        return self._materialize_cost() + _machine.used(self.device, self.dtype) * self._bytes()
+    def _chunks_cost(self, byte: float) -> float:
+        """What a norm by "chunks" costs: materialising, and reading it from cache, where a byte costs so much."""
+        return self._materialize_cost() + byte * self._bytes()
 
     def _bytes(self) -> int:
         """What one sample's gradient takes."""
@@ -50,8 +50,9 @@ class Planned(Additive):
         byte = _machine.taken_out(self.device, self.dtype)
         more += self._sum_cost() + byte * (self.nbytes // max(1, self.n))
         costs = {plan: cost + more for plan, cost in self._norm_costs().items()}
-        if plans.may_keep(self.n * self._bytes()):
-            costs["keep"] = self._materialize_cost() + (_machine.kept(self.device, self.dtype) + byte) * self._bytes()
+        held = self._bytes()
+        if plans.may_keep(self.n * held):
+            costs["keep"] = self._materialize_cost() + (_machine.kept(self.device, self.dtype) + byte) * held
         return plans.choose("norm", costs, self, self._norm_and_sum_by)
 
     def _norm_and_sum_by(self, plan: str) -> tuple[Any, ...]:

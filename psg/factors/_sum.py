@@ -121,7 +121,7 @@ class Sum(Additive):
         if not planned or len(self.terms) == 1 or len(planned) + len(spread) < len(self.terms):
             return "gram"
         byte = _machine.used(self.device, self.dtype)
-        formed = [term._chunks_cost() for term in planned]
+        formed = [term._chunks_cost(byte) for term in planned]
         costs = [term._norm_costs() for term in planned]
         # With what is spread over the entries every position meets them all, as in a materialised gradient.
         apart = sum(min(cost.values()) for cost in costs) + len(spread) * sum(term._materialize_cost() for term in planned)
