@@ -42,14 +42,16 @@ from psg._ops import (
     substitute,
     target_of,
 )
-from psg._owners import loss_weights, owners
+from psg._owners import groups, loss_weights, owners
 from psg._writes import written
 from psg.factors import Dense, Factor
-from psg.factors._base import as_real, groups
+from psg.factors._base import as_real
 from psg.rules import _registry
+from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import refuse_updates
 from psg.rules.products import sum_to
-from psg.rules.rows import ELEMENTWISE, EXPANSIONS, IN_PLACE, LOOKUPS, WRITTEN_OUT, split_rows
+from psg.rules.rows import split_rows
+from psg.rules.unlifted import ELEMENTWISE, EXPANSIONS, IN_PLACE, WRITTEN_OUT
 
 
 def capture_batch(

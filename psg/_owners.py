@@ -66,3 +66,16 @@ def owners(op: str, cotangent: Tensor, weighted: Sequence[Tensor], weights: Sequ
             "must depend on rows of its own; normalise over no batch, or use a smaller chunk_size or a wider dtype."
         )
     return torch.where(used, found, n)
+
+
+def groups(samples: Tensor, n: int) -> Tensor:
+    """The rows of each of n samples, from what `owners` gives: [n, most rows of one], filled up with the number of rows for none."""
+    rows = len(samples)
+    ordered, order = samples.sort(stable=True)
+    counts = torch.bincount(samples, minlength=n + 1)[:n]
+    width = max(1, int(counts.max()) if n else 0)
+    table = torch.full((n, width), rows, device=samples.device)
+    starts = counts.cumsum(0) - counts
+    kept = ordered < n
+    table[ordered[kept], torch.arange(rows, device=samples.device)[kept] - starts[ordered[kept]]] = order[kept]
+    return table

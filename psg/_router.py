@@ -39,8 +39,8 @@ from psg._ops import (
 from psg._outside import REQUIRING
 from psg._writes import Aliases, written
 from psg.rules import _registry
+from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
-from psg.rules.rows import LOOKUPS
 
 
 class Router(Watch):

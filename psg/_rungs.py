@@ -86,8 +86,9 @@ class _Outputs:
 
 
 def _run_capture(call: Call) -> Result:
-    if _functorch.transform_active():
-        raise PsgError('method="capture": it runs inside a torch.func transform, which sees through the other methods only')
+    if _functorch.transform_active() or call.has_tangent:
+        where = "a level of torch.autograd.forward_ad" if call.has_tangent else "a torch.func transform"
+        raise PsgError(f'method="capture": it runs inside {where}, which sees through the other methods only')
     state = call.shared_draws()
     try:
         return _capture_together(call)

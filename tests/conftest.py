@@ -11,7 +11,7 @@ import pytest
 import torch
 from seeding import seed
 
-from psg import _errors, plans
+from psg import _errors, _machine
 
 torch.set_num_threads(1)
 
@@ -80,4 +80,4 @@ def _size(request, monkeypatch):
 
 
 def as_large(monkeypatch):
-    monkeypatch.setattr(plans, "dispatched", lambda device: 0)
+    monkeypatch.setattr(_machine, "dispatched", lambda device: 0)

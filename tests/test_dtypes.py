@@ -107,3 +107,26 @@ def test_clipped_sums_of_half_precision_keep_their_bound(device):
             with psg.plans.using(norm=norm):
                 out = psg.clipped_grad(fn, clip_norm=2e-3)(args[0], args[1][:1])
             assert abs(out.grads.double().norm() / 2e-3 - 1) < 0.01
+
+
+def test_autocast_of_a_recurrent_layer_of_data_in_the_low_dtype(device):
+    """As a layer before it leaves them: data of 16 bits, weights of 32."""
+    layer = torch.nn.LSTM(3, 4, batch_first=True).to(device, torch.float32)
+
+    def fn(params, x):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            output, _ = torch.func.functional_call(layer, params, (x.to(torch.bfloat16)[None],))
+        return output.float().square().mean()
+
+    params = {name: p.detach() for name, p in layer.named_parameters()}
+    x = torch.randn(N, 5, 3, device=device, dtype=torch.float32)
+    assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x), rtol=psg.testing.default_rtol(torch.bfloat16))
+
+
+def test_derivatives_of_weighted_sums_of_16_bits(device):
+    left = torch.randn(N, 2, 3, device=device).to(torch.bfloat16).requires_grad_()
+    weights = torch.randn(N, device=device, dtype=torch.float32)
+    right = torch.randn(N, 2, 4, device=device).to(torch.bfloat16)
+    (found,) = torch.autograd.grad(Outer(left, right).weighted_sum(weights).float().sum(), left)
+    expected = (weights[:, None] * right.float().sum(2))[:, :, None].expand(left.shape)
+    assert_trees_close(found.float(), expected, rtol=psg.testing.default_rtol(torch.bfloat16))

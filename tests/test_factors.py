@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.factors import Conv, Dense, Expanded, Factor, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views, merge
+from psg.factors import Conv, Dense, Expanded, Factor, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views, _maps, merge
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -256,6 +256,42 @@ def spoil(factor, at):
 
 
 @each_count
+@pytest.mark.parametrize("kind, size, recipe", MATRIX_ROWS, ids=[f"{kind}, {size}" for kind, size, _ in MATRIX_ROWS])
+def test_linear_maps(kind, size, recipe, n, make):
+    """Those that give a factor give that of the map; the others say that the gradient has to be formed."""
+    factor, tensor = make(recipe, n, size)
+    a, b = factor.shape
+    weights, matrix = torch.randn(a, b).to(tensor), torch.randn(3, a).to(tensor)
+    maps = {
+        "scaled by a number": (_maps.scaled(factor, 2.0), 2 * tensor),
+        "transposed": (_maps.transposed(factor), tensor.mT),
+        "premultiplied": (_maps.premultiplied(factor, matrix), matrix @ tensor),
+        "in a row": (_maps.reshaped(factor, torch.Size((a * b,))), tensor.reshape(n, a * b)),
+        "its first rows": (_maps.narrowed(factor, 0, 0, a - 1), tensor[:, :-1]),
+        "its last column": (_maps.narrowed(factor, 1, b - 1, 1), tensor[:, :, -1:]),
+    }
+    for shape in ((), (a, 1), (b,), (a, b)):
+        own = torch.randn(shape).to(tensor)
+        maps[f"scaled by {shape}"] = _maps.scaled(factor, own), own * tensor
+        total = _maps.contracted(factor, weights, torch.Size(shape))
+        found = None if total is None else Dense(total)
+        maps[f"contracted to {shape}"] = found, (weights * tensor).sum_to_size(n, *(1,) * (2 - len(shape)), *shape).reshape(n, *shape)
+    for name, (found, expected) in maps.items():
+        if found is not None:
+            assert_trees_close(found.materialize(), expected, atol=1e-9, name=name)
+
+
+def test_regions_that_share_no_entry():
+    """Known where each is a box of the parameter's dimensions; where one is not, nothing is."""
+    shape, left, right = torch.Size((4, 6)), Region((4, 2), (6, 1), 0), Region((4, 2), (6, 1), 2)
+    diagonal, over_the_end, of_two_rows = Region((4,), (7,), 0), Region((3,), (1,), 4), Region((2, 2), (1, 1), 2)
+    assert left.is_apart(right, shape) and not left.is_apart(left, shape)
+    for joined in (diagonal, over_the_end, of_two_rows):
+        assert not joined.is_apart(right, shape) and not right.is_apart(joined, shape)
+    assert not Region((0, 6), (6, 1), 0).is_apart(right, torch.Size((0, 6)))
+
+
+@each_count
 @each_factor
 class TestOneFactor:
     def test_materialize(self, kind, size, recipe, n, make):
@@ -357,7 +393,7 @@ def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make,
     factor, tensor = make(recipe, n, size)
     sketches = [Sketch(dim, random.Random(dim)) for dim in (5, 64)]
     whole = [factor.project(sketch) for sketch in sketches]
-    monkeypatch.setattr(psg.plans, "chunk_bytes", lambda device: 100)
+    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: 100)
     monkeypatch.setattr(psg.factors._base, "_LARGE", 1)
     assert_trees_close([factor.project(sketch) for sketch in sketches], whole)
     assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
@@ -558,7 +594,7 @@ def test_gram(first, second, size, make):
 @pytest.mark.parametrize("positions", [(1, 1), (2, 3), (4, 4)])
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
 def test_gram_of_more_pairs_than_a_cache_holds(positions, chunk, monkeypatch, device):
-    monkeypatch.setattr(psg.plans, "chunk_bytes", lambda device: chunk)
+    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: chunk)
     x, y = (Outer(*torch.randn(2, n, t, 40, device=device)) for n, t in zip((7, 5), positions, strict=True))
     assert_trees_close(x.gram(y), reference_gram(x.materialize(), y.materialize()))
     assert_trees_close(x.gram(), reference_gram(x.materialize()))
@@ -682,7 +718,7 @@ def holds_all_operations(factor, tensor):
 @each_count
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_products_of_one_position_by_either_way(multiplies, n, device, monkeypatch):
-    monkeypatch.setattr("psg.plans.multiplies", lambda device: multiplies)
+    monkeypatch.setattr("psg._machine.multiplies", lambda device: multiplies)
     left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
     holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
 
@@ -695,7 +731,7 @@ def test_sums_and_products_of_dense_gradients_in_blocks(n, m, width, blocks, see
     def wherever_they_fit(rows, *_):
         return blocks if rows.numel() and rows.shape[1] % blocks == 0 else 1
 
-    with mock.patch.multiple(psg.plans, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
+    with mock.patch.multiple(psg._machine, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
         assert_trees_close(Dense(x).weighted_sum(weights), reference_weighted_sum(x, weights), per_sample=False)
         assert_trees_close(Dense(x).gram(Dense(y)), reference_gram(x, y))
         assert_trees_close(Dense(x).gram(), reference_gram(x))

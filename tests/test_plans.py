@@ -9,7 +9,7 @@ from cases import N
 from torch import nn
 
 import psg
-from psg import plans
+from psg import _machine, plans
 from psg.factors import Dense, Outer, Rows
 from psg.factors._base import product
 from psg.testing import assert_trees_close
@@ -212,9 +212,9 @@ def test_tables_looked_up_again_are_one_factor(device):
 def blocks(monkeypatch):
     """Products in blocks, whatever the processor and however small."""
     threads = torch.get_num_threads()
-    monkeypatch.setattr(plans, "_mkl_is_untuned", lambda: True)
-    monkeypatch.setattr(plans, "_LARGE_PRODUCT", 1)
-    monkeypatch.setattr(plans, "_LARGE_SUM", 1)
+    monkeypatch.setattr(_machine, "_mkl_is_untuned", lambda: True)
+    monkeypatch.setattr(_machine, "_LARGE_PRODUCT", 1)
+    monkeypatch.setattr(_machine, "_LARGE_SUM", 1)
     torch.set_num_threads(4)
     yield 4
     torch.set_num_threads(threads)
@@ -227,27 +227,27 @@ def test_products_in_blocks_of_rows(rows, inner, columns, blocks):
     for left in (torch.randn(rows, inner), torch.randn(inner, rows).T):
         left, right = left.float(), torch.randn(columns, inner).T.float()
         divided = rows % 4 == 0 and rows >= 192 and columns < 1000 and inner > 0
-        assert plans.row_blocks(left, right) == (blocks if divided else 1)
+        assert _machine.row_blocks(left, right) == (blocks if divided else 1)
         torch.testing.assert_close(product(left, right), left @ right)
-        assert plans.row_blocks(left.double(), right.double()) == 1
+        assert _machine.row_blocks(left.double(), right.double()) == 1
 
 
 @pytest.mark.parametrize("n, columns", [(3, 8), (1, 4), (5, 6), (0, 4), (2, 0), (4, 1)])
 def test_weighted_sums_in_blocks_of_columns(n, columns, blocks):
     rows, weights = torch.randn(n, columns).float(), torch.randn(n).float()
-    assert plans.column_blocks(rows) == (blocks if rows.numel() and columns % 4 == 0 else 1)
+    assert _machine.column_blocks(rows) == (blocks if rows.numel() and columns % 4 == 0 else 1)
     for values in (rows, rows.unflatten(1, (-1, 2)) if columns % 2 == 0 and columns else rows):
         torch.testing.assert_close(Dense(values).weighted_sum(weights), torch.tensordot(weights, values, 1))
-    assert plans.column_blocks(rows.double()) == 1
+    assert _machine.column_blocks(rows.double()) == 1
 
 
 @pytest.mark.parametrize("n, m, inner", [(3, 2, 256), (1, 1, 64), (4, 5, 256), (4, 4, 258), (0, 2, 256), (2, 3, 0)])
 def test_inner_products_in_blocks(n, m, inner, blocks):
     left, right = torch.randn(n, inner).float(), torch.randn(m, inner).float()
     divided = n * m * inner > 0 and inner >= 64 * max(n, m) and inner % 4 == 0
-    assert plans.inner_blocks(left, right) == (blocks if divided else 1)
+    assert _machine.inner_blocks(left, right) == (blocks if divided else 1)
     torch.testing.assert_close(Dense(left).gram(Dense(right)), left @ right.T)
-    assert plans.inner_blocks(left.double(), right.double()) == 1
+    assert _machine.inner_blocks(left.double(), right.double()) == 1
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -257,7 +257,7 @@ def test_layers_in_blocks_of_rows(bias, dtype, blocks, monkeypatch):
     loss, params = psg.stateless(model, lambda output, y: (output * y).float().mean())
     x, y = torch.randn(4, 48, 8).float(), torch.randn(4, 48, 192).float()
     divided = []
-    monkeypatch.setattr(plans, "row_blocks", lambda *sides, own=plans.row_blocks: divided.append(own(*sides)) or divided[-1])
+    monkeypatch.setattr(_machine, "row_blocks", lambda *sides, own=_machine.row_blocks: divided.append(own(*sides)) or divided[-1])
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         found, expected = (psg.clipped_grad(loss, 1e-3, method=method)(params, x, y) for method in ("capture", "loop"))
     assert 4 in divided

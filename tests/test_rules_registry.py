@@ -69,6 +69,20 @@ def test_a_rule_may_decline(device):
     assert calls
 
 
+def test_a_call_with_arguments_that_the_rule_does_not_take_is_lifted(device):
+    calls = []
+
+    @psg.rule(bilinear_form, params=("weight",))
+    def plain_rule(x, weight):
+        calls.append(x.shape)
+        return NotImplemented
+
+    w, x = torch.randn(4, 4, device=device), torch.randn(N, 5, 4, device=device)
+    for call in (lambda x, w: bilinear_form(x, w, 2.0), lambda x, w: bilinear_form(x, w, scale=2.0)):
+        assert_agrees(Problem(lambda w, x, call=call: score(call(x, w)), (w, x)))
+    assert not calls
+
+
 def test_a_later_rule_replaces_an_earlier_one(device):
     first, second = [], []
     register(first)
@@ -180,6 +194,12 @@ def test_a_parameter_that_the_rule_does_not_take_is_an_error():
         @psg.rule(bilinear_form, params=("gain",))
         def wrong(x, weight):
             return NotImplemented
+
+
+def test_arguments_without_names_are_an_error():
+    for wrong in (lambda x, /, weight: NotImplemented, lambda x, weight, **options: NotImplemented):
+        with pytest.raises(psg.InputError, match=r"takes arguments without a name of their own"):
+            psg.rule(bilinear_form, params=("weight",))(wrong)
 
 
 def test_a_broken_rule_is_named(device):

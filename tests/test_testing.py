@@ -12,7 +12,7 @@ from torch import nn
 
 import psg
 from psg import testing
-from psg.testing import Mismatch, assert_trees_close, loop_grad, loop_value_and_grad
+from psg.testing import Mismatch, assert_reductions_close, assert_trees_close, loop_grad, loop_value_and_grad
 
 # --- the oracle ---------------------------------------------------------------------------------------------
 
@@ -320,3 +320,16 @@ def test_check_under_autocast(dtype):
         assert psg.check(loss)(params, x, y).samples == 5
         with pytest.raises(psg.testing.Mismatch):
             psg.check(loss, rtol=1e-7)(params, x, y)
+
+
+def test_a_norm_that_is_finite_where_the_gradient_is_not():
+    grads = torch.tensor([[1.0, 2.0], [float("nan"), 1.0]])
+    with pytest.raises(Mismatch, match="norm: finite for a sample whose gradient is not") as error:
+        assert_reductions_close(torch.ones(2, 2), grads)
+    assert error.value.sample == 1
+
+
+def test_leaves_that_are_no_tensors_are_equal():
+    assert_trees_close({"name": "w"}, {"name": "w"})
+    with pytest.raises(Mismatch, match=r"tree\['name'\]: got 'v', expected 'w'"):
+        assert_trees_close({"name": "v"}, {"name": "w"})

@@ -44,6 +44,17 @@ def merge(terms: list[Factor]) -> Factor:
 
     Dense terms are added, Outer terms are one Outer over all their positions, Rows terms one Rows, multiples of constants by the same
     numbers one multiple, and views that share no entry of the parameter one Views; a Sum holds what is left.
+
+    Args:
+        terms: At least one, of the same samples and shape.
+
+    Returns:
+        Their sum.
+
+    Example:
+        >>> x = torch.ones(2, 1, 3)  # two samples
+        >>> merge([Outer(x, x), Outer(x, x)]).positions
+        2
     """
     if len(terms) == 1:
         return terms[0]
@@ -76,7 +87,18 @@ def _along(sides: list[Tensor]) -> Tensor:
 
 
 def concat(factors: Sequence[Factor]) -> Factor:
-    """The samples of several factors, one after the other; materialised where kinds or shapes differ."""
+    """The samples of several factors, one after the other; materialised where kinds or shapes differ.
+
+    Args:
+        factors: At least one, of the same shape.
+
+    Returns:
+        The factor of all samples.
+
+    Example:
+        >>> concat([Dense(torch.zeros(2, 3)), Dense(torch.ones(1, 3))])
+        Dense(n=3, shape=(3,), dtype=torch.float32)
+    """
     parts, specs = zip(*(optree.tree_flatten(cast(Any, factor)) for factor in factors), strict=True)
     same = all(spec == specs[0] for spec in specs)
     if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from psg import _functorch, plans
+from psg import _functorch, _machine
 from psg._errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left[a, t] @ right[t, b] -> [a, b]."""
-    blocks = plans.row_blocks(left, right)
+    blocks = _machine.row_blocks(left, right)
     if blocks == 1:
         return torch.mm(left, right)
     return torch.bmm(left.unflatten(0, (blocks, -1)), right.expand(blocks, *right.shape)).flatten(0, 1)
@@ -56,7 +56,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def sum_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """sum_n weights[n] rows[n, p] -> [p]."""
-    blocks = plans.column_blocks(rows)
+    blocks = _machine.column_blocks(rows)
     if blocks == 1:
         return torch.mv(rows.t(), weights)
     return torch.bmm(weights.expand(blocks, 1, -1), rows.unflatten(1, (blocks, -1)).transpose(0, 1)).flatten()
@@ -64,7 +64,7 @@ def sum_rows(rows: Tensor, weights: Tensor) -> Tensor:
 
 def pair_rows(left: Tensor, right: Tensor) -> Tensor:
     """<left[n], right[m]> of rows [n, p] and [m, p] -> [n, m]."""
-    blocks = plans.inner_blocks(left, right)
+    blocks = _machine.inner_blocks(left, right)
     if blocks == 1:
         return left @ right.T
     left, right = (side.unflatten(1, (blocks, -1)).transpose(0, 1) for side in (left, right))
@@ -107,19 +107,6 @@ def norm_of_norms(parts: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dim=1)
 
 
-def groups(owners: Tensor, n: int) -> Tensor:
-    """The rows of every owner below n, [n, most rows of one], filled up with the number of rows; an owner of n is none."""
-    rows = len(owners)
-    ordered, order = owners.sort(stable=True)
-    counts = torch.bincount(owners, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()) if n else 0)
-    table = torch.full((n, width), rows, device=owners.device)
-    starts = counts.cumsum(0) - counts
-    kept = ordered < n
-    table[ordered[kept], torch.arange(rows, device=owners.device)[kept] - starts[ordered[kept]]] = order[kept]
-    return table
-
-
 def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
     """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
     order = table.reshape(-1)
@@ -139,8 +126,7 @@ def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
         total = part.new_zeros(n, *part.shape[1:]) if total is None else total
         total.index_add_(0, owners[start : start + len(part)], part)
         start += len(part)
-    if total is None:
-        raise ValueError("add_up: no parts")
+    assert total is not None
     return total
 
 
@@ -327,7 +313,7 @@ class Factor(ABC):
     def parts(self) -> Iterator[Tensor]:
         """The gradients of a few samples at a time, materialised: all samples in order, and at least one part."""
         # Four times what fits a cache: on four cores products of single samples leave some of them idle.
-        size = max(1, 4 * plans.chunk_bytes(self.device) // max(1, self.shape.numel() * self.dtype.itemsize))
+        size = max(1, 4 * _machine.chunk_bytes(self.device) // max(1, self.shape.numel() * self.dtype.itemsize))
         return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
     def sparse_sum(self, weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, plans
+from psg import _functorch, _machine, plans
 from psg.factors._base import expect_real, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
@@ -15,7 +15,12 @@ from psg.factors._planned import Planned
 
 
 class Geometry(NamedTuple):
-    """The options of a convolution, one entry a spatial dimension."""
+    """The options of a convolution, one entry a spatial dimension.
+
+    Example:
+        >>> Geometry(kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1).kernel
+        (3, 3)
+    """
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,6 +51,12 @@ class Conv(Planned):
 
     Raises:
         InputError: The tensors are complex.
+
+    Example:
+        >>> import torch
+        >>> geometry = Geometry(kernel=(2,), stride=(1,), padding=(0,), dilation=(1,), groups=1)
+        >>> Conv(torch.ones(1, 1, 1, 3), torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), geometry).materialize()
+        tensor([[[[6., 9.]]]])
 
     Source: Rochette, Manoel & Tramel, "Efficient Per-Example Gradient Computations in Convolutional Neural Networks", 2019 (the grouped
     convolution); Bu, Mao & Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy",
@@ -106,14 +117,14 @@ class Conv(Planned):
         channels_last = self._has_many_channels and any(size > 1 for size in kernel)
         windows = windows.permute((0, 2, 1, *out, *taps, 3) if channels_last else (0, 2, 3, *taps, 1, *out))
         matrix = (self.positions, self.shape[1:].numel())
-        multiply = torch.mul if self.positions == 1 and (groups > 1 or plans.multiplies(self.device)) else torch.bmm
+        multiply = torch.mul if self.positions == 1 and (groups > 1 or _machine.multiplies(self.device)) else torch.bmm
 
         def sides(chunk: slice) -> tuple[Tensor, Tensor]:
             some = windows[chunk]
             patches = some.reshape(-1, *matrix) if channels_last else some.reshape(-1, *matrix[::-1]).mT
             return left[chunk].flatten(0, 1), patches
 
-        size = max(1, plans.chunk_bytes(self.device) // self._patch_bytes())
+        size = max(1, _machine.chunk_bytes(self.device) // self._patch_bytes())
         if size >= self.n or self.is_differentiated:  # what is written in place has no derivative
             gradient = multiply(*sides(slice(None)))
         else:
@@ -208,7 +219,7 @@ class Conv(Planned):
 
     def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
         """A function of a few samples at a time, so that what it forms of `size` bytes a sample is read from cache."""
-        count = max(1, 4 * plans.chunk_bytes(self.device) // max(1, size))
+        count = max(1, 4 * _machine.chunk_bytes(self.device) // max(1, size))
         if count >= self.n:
             return function(self)
         chunks = zip(self.cotangent.split(count), self.input.split(count), strict=True)
@@ -279,11 +290,12 @@ class Conv(Planned):
     # Costs, in operations for one sample.
 
     def _norm_costs(self) -> dict[str, float]:
-        return {"gram": min(self._gram_costs().values()), "chunks": self._materialize_cost()}
+        byte = _machine.used(self.device, self.dtype)
+        return {"gram": min(self._gram_costs().values()), "chunks": self._chunks_cost(byte)}
 
     def _gram_costs(self) -> dict[str, float]:
         t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
-        byte, out, patch = plans.used(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
+        byte, out, patch = _machine.used(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
         # A sum over the taps of a dimension clears its result, and for each tap reads it, reads on and writes it.
         passes = 4 + sum(1 + 3 * taps for taps in self.geometry.kernel)
         return {
@@ -299,7 +311,7 @@ class Conv(Planned):
             # Many groups are slow on GPUs: from how many on is what torch.nn.utils._expanded_weights goes by.
             return {"patches": 0 if is_flat or self.shape[1] < 4 else 32, "convolution": self.n}
         # Measured: benchmarks/micro.py, conv.
-        byte, t, entries = plans.used(self.device, self.dtype), self.positions, self.shape.numel()
+        byte, t, entries = _machine.used(self.device, self.dtype), self.positions, self.shape.numel()
         products, written = 2 * t * entries, byte * self._bytes()
         left, right = byte * t * self.shape[0] * self.dtype.itemsize, byte * self._pixels() * self.input.shape[2] * self.dtype.itemsize
         patches = 0 if is_flat else byte * self._patch_bytes()
@@ -307,7 +319,7 @@ class Conv(Planned):
         columns = 1.4 * products + 1.3 * byte * self._patch_bytes() + left + 30_000 * groups
         native, many = self._native_costs(products, left + right, columns)
         # Beyond the cache what one convolution of many groups has computed takes memory of its own, before it is laid out anew.
-        again = written if entries < 100_000 else plans.kept(self.device, self.dtype) * self._bytes()
+        again = written if entries < 100_000 else _machine.kept(self.device, self.dtype) * self._bytes()
         # Patches are copied run by run: of channels, of positions, or of the kernel's row where there is one position.
         run = self.shape[1] if self._has_many_channels else self.cotangent.shape[-1] if t > 1 else self.geometry.kernel[-1]
         costs = {"patches": products + patches * (1 + 8 / run) + left + written, "convolution": many + again}
@@ -354,16 +366,14 @@ class Conv(Planned):
         return self._is_depthwise and slow and self.positions > 1
 
     def _materialize_cost(self) -> float:
-        if self.geometry.groups > 1:
-            return self._sum_cost()
-        return 2 * self.positions * self.shape.numel() + 2 * plans.used(self.device, self.dtype) * self._patch_bytes()
+        return 2 * self.positions * self.shape.numel() + 2 * _machine.used(self.device, self.dtype) * self._patch_bytes()
 
     def _sum_cost(self) -> float:
         if self._is_correlated:
             return 8 * self.positions * self.shape.numel()  # at a quarter of the pace of products
         # The native kernels lay out anew what they read.
         read = (self.positions * self.shape[0] + self._pixels() * self.input.shape[2]) * self.dtype.itemsize
-        return 2 * self.positions * self.shape.numel() + 2 * plans.used(self.device, self.dtype) * read
+        return 2 * self.positions * self.shape.numel() + 2 * _machine.used(self.device, self.dtype) * read
 
     def _patch_bytes(self) -> int:
         return self.positions * self.geometry.groups * self.shape[1:].numel() * self.cotangent.element_size()

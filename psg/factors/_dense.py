@@ -13,6 +13,11 @@ class Dense(Factor):
 
     Args:
         values: The per-sample gradients, [n, *shape].
+
+    Example:
+        >>> import torch
+        >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).norm()
+        tensor([5., 1.])
     """
 
     fields = ("values",)

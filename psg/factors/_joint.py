@@ -22,6 +22,12 @@ class Joint:
 
     Args:
         factors: At least one, of the same samples.
+
+    Example:
+        >>> import torch
+        >>> both = Joint([Dense(torch.tensor([[3.0]])), Dense(torch.tensor([[4.0]]))])
+        >>> both.norm, both.weighted_sums(torch.tensor([2.0]))
+        (tensor([5.]), [tensor([6.]), tensor([8.])])
     """
 
     def __init__(self, factors: Sequence[Factor]) -> None:
@@ -81,7 +87,13 @@ class Joint:
 
 
 def norm_of(joints: Sequence[Joint]) -> Tensor:
-    """The norm over all of them together, [n]."""
+    """The norm over all of them together, [n].
+
+    Example:
+        >>> import torch
+        >>> norm_of([Joint([Dense(torch.tensor([[3.0]]))]), Joint([Dense(torch.tensor([[4.0]]))])])
+        tensor([5.])
+    """
     if len(joints) == 1:
         return joints[0].norm
     if any(joint.is_differentiated for joint in joints):

@@ -87,7 +87,7 @@ def _(factor: Views, scale: Scale) -> Factor | None:
         whole = entries.expand(factor.shape).contiguous()
         found = [scaled(own, region.of(whole)) for own, region in zip(factor.factors, factor.regions, strict=True)]
     own = [part for part in found if part is not None]
-    return factor.with_factors(own) if len(own) == len(found) else None
+    return Views(own, factor.regions, factor.shape) if len(own) == len(found) else None
 
 
 @scaled.register

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from psg import _functorch, plans
+from psg import _functorch, _machine
 from psg.factors._base import expect_real, product, scale_rows, square, wide, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
@@ -24,6 +24,13 @@ class Outer(Planned):
 
     Raises:
         InputError: They are complex.
+
+    Example:
+        >>> import torch
+        >>> gradient = Outer(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 4.0]]]))  # one sample, one position
+        >>> gradient.materialize(), gradient.norm().square()
+        (tensor([[[3., 4.],
+                 [6., 8.]]]), tensor([125.]))
 
     Source: Goodfellow, "Efficient Per-Example Gradient Computations", 2015 (one position); Li et al., "Large Language Models Can Be
     Strong Differentially Private Learners", 2022, section 4 (positions, the Gram form of the norm).
@@ -50,7 +57,7 @@ class Outer(Planned):
         return self.left
 
     def materialize(self) -> Tensor:
-        if self.positions == 1 and plans.multiplies(self.device):
+        if self.positions == 1 and _machine.multiplies(self.device):
             return self.left[:, 0, :, None] * self.right[:, 0, None, :]
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
@@ -84,7 +91,7 @@ class Outer(Planned):
 
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time, so that the memory is used again and, on a CPU, the norm reads it from cache.
-        size = max(1, plans.chunk_bytes(self.device) // max(1, self._bytes()))
+        size = max(1, _machine.chunk_bytes(self.device) // max(1, self._bytes()))
         chunks = zip(self.left.transpose(1, 2).split(size), self.right.split(size), strict=True)
         return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])
 
@@ -138,10 +145,10 @@ class Outer(Planned):
     # Costs, in operations for one sample.
 
     def _norm_costs(self) -> dict[str, float]:
-        t, byte = self.positions, plans.used(self.device, self.dtype)
+        t, byte = self.positions, _machine.used(self.device, self.dtype)
         return {
             "gram": t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size()),
-            "chunks": self._materialize_cost() + byte * self._bytes(),
+            "chunks": self._chunks_cost(byte),
         }
 
     def _materialize_cost(self) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import plans
+from psg import _machine, plans
 from psg.factors._base import Additive
 from psg.factors._dense import Dense
 
@@ -33,6 +33,10 @@ class Planned(Additive):
     def _sum_cost(self) -> float:
         """What a weighted sum costs, in operations for one sample."""
 
+    def _chunks_cost(self, byte: float) -> float:
+        """What a norm by "chunks" costs: materialising, and reading it from cache, where a byte costs so much."""
+        return self._materialize_cost() + byte * self._bytes()
+
     def _bytes(self) -> int:
         """What one sample's gradient takes."""
         return self.shape.numel() * self.dtype.itemsize
@@ -43,11 +47,12 @@ class Planned(Additive):
 
     def _plan(self, more: float = 0) -> str:
         """How norm and sum are computed together, where a gradient that is not kept costs some operations more."""
-        byte = plans.taken_out(self.device, self.dtype)
+        byte = _machine.taken_out(self.device, self.dtype)
         more += self._sum_cost() + byte * (self.nbytes // max(1, self.n))
         costs = {plan: cost + more for plan, cost in self._norm_costs().items()}
-        if plans.may_keep(self.n * self._bytes()):
-            costs["keep"] = self._materialize_cost() + (plans.kept(self.device, self.dtype) + byte) * self._bytes()
+        held = self._bytes()
+        if plans.may_keep(self.n * held):
+            costs["keep"] = self._materialize_cost() + (_machine.kept(self.device, self.dtype) + byte) * held
         return plans.choose("norm", costs, self, self._norm_and_sum_by)
 
     def _norm_and_sum_by(self, plan: str) -> tuple[Any, ...]:
@@ -63,7 +68,7 @@ class Planned(Additive):
 
     @property
     def is_best_formed(self) -> bool:
-        return self._plan(2 * self._materialize_cost() + _CARRIED * plans.dispatched(self.device) / max(1, self.n)) == "keep"
+        return self._plan(2 * self._materialize_cost() + _CARRIED * _machine.dispatched(self.device) / max(1, self.n)) == "keep"
 
     @property
     def is_kept(self) -> bool:

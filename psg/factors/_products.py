@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from psg import plans
+from psg import _machine
 from psg.factors._base import Factor, pair_rows, wide, wide_bmm, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
@@ -117,8 +117,8 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 @_pair(_gram, Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
     (n, t, _), (m, s, _) = x.left.shape, y.left.shape
-    fresh, used = plans.written(x.device, x.dtype), plans.used(x.device, x.dtype)
-    in_blocks = t * s <= _FEW and 3 * n * m * t * s * wide(x.dtype).itemsize > plans.chunk_bytes(x.device)
+    fresh, used = _machine.written(x.device, x.dtype), _machine.used(x.device, x.dtype)
+    in_blocks = t * s <= _FEW and 3 * n * m * t * s * wide(x.dtype).itemsize > _machine.chunk_bytes(x.device)
     factored = n * m * t * s * (2 * sum(x.shape) + 3 * (used if in_blocks else fresh) * x.left.element_size())
     dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + used) * x.left.element_size())
     if factored > dense or n * m * t * s > 1 << 28:
@@ -136,7 +136,7 @@ _FEW = 16  # pairs of positions; more of them are products too small to be taken
 def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
     """Pair by pair of positions, for so many samples of x at a time that their products stay in cache."""
     left, right = ([widen(side[:, s]).T for s in range(y.positions)] for side in (y.left, y.right))
-    size = max(1, plans.chunk_bytes(x.device) // max(1, y.n * wide(x.dtype).itemsize))
+    size = max(1, _machine.chunk_bytes(x.device) // max(1, y.n * wide(x.dtype).itemsize))
     blocks = []
     for lefts, rights in zip(widen(x.left).split(size), widen(x.right).split(size), strict=True):
         total: Tensor | None = None
@@ -195,7 +195,7 @@ def _(x: Views, y: Views) -> Tensor | None:
 def _prefers_tables(x: Rows, other: int, samples: int, others: int) -> bool:
     """Whether gradients that are materialised meet at less cost than their positions, t and `other`, of so many samples in every pair."""
     (rows, d), t, size = x.shape, x.index.shape[1], x.cotangent.element_size()
-    fresh, used = plans.written(x.device, x.dtype), plans.used(x.device, x.dtype)
+    fresh, used = _machine.written(x.device, x.dtype), _machine.used(x.device, x.dtype)
     positions = samples * others * t * other * (2 * d + 3 * fresh * size)
     return positions > rows * d * (2 * samples * others + (samples + others) * (fresh + used) * size)
 

@@ -19,6 +19,14 @@ class Rows(Additive):
 
     Raises:
         InputError: The cotangent is complex.
+
+    Example:
+        >>> import torch
+        >>> gradient = Rows(torch.tensor([[2, 0, 2]]), torch.tensor([[[1.0], [2.0], [3.0]]]), num_rows=3)
+        >>> gradient.materialize()
+        tensor([[[2.],
+                 [0.],
+                 [4.]]])
     """
 
     fields = ("index", "cotangent")

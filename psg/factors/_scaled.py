@@ -20,6 +20,12 @@ class Expanded(Factor):
 
     Raises:
         InputError: The values are complex.
+
+    Example:
+        >>> import torch
+        >>> Expanded(torch.tensor([[[1.0], [2.0]]]), torch.Size([2, 3])).materialize()
+        tensor([[[1., 1., 1.],
+                 [2., 2., 2.]]])
     """
 
     fields = ("values",)
@@ -84,6 +90,12 @@ class Scaled(Factor):
         factor: Of the parameter's shape.
         entries: [n, *shape], or what broadcasts to it with as many dimensions. In most cases those of all samples are one tensor,
             expanded; then no operation but `materialize` writes a gradient for every sample.
+
+    Example:
+        >>> import torch
+        >>> ones = Expanded(torch.ones(2, 1), torch.Size([3]))
+        >>> Scaled(ones, torch.tensor([1.0, 2.0, 2.0]).expand(2, 3)).norm()
+        tensor([3., 3.])
     """
 
     fields = ("factor", "entries")

@@ -23,6 +23,13 @@ class Segments(Factor):
     Args:
         factor: Of the samples: those of the first segment, then those of the second, and so on.
         sizes: How many samples each segment has, integers [m].
+
+    Example:
+        >>> import torch
+        >>> from psg.factors import Dense
+        >>> Segments(Dense(torch.tensor([[1.0], [2.0], [4.0]])), torch.tensor([2, 1])).materialize()
+        tensor([[3.],
+                [4.]])
     """
 
     fields = ("factor", "sizes")
@@ -80,9 +87,9 @@ class Segments(Factor):
         if not self._may_ask:
             total = add_up(self.factor.parts(), self.ids, self.n).to(self.dtype)
             yield torch.arange(self.n, device=self.device), Dense(total)
-            return
-        yield from ((members, self.factor.regroup(table)) for members, table in self._tables)
-        if not self._tables:
+        elif self._tables:
+            yield from ((members, self.factor.regroup(table)) for members, table in self._tables)
+        else:
             yield self.sizes.new_empty(0), self.factor.take(slice(0))
 
     @cached_property

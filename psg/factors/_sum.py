@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from psg import plans
+from psg import _machine, plans
 from psg.factors._base import Additive, Factor, wide
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
@@ -25,6 +25,13 @@ class Sum(Additive):
         terms: Factors of the same samples and shape.
         like: An empty tensor [n, 0] whose dtype and device are those of the gradient.
         shape: The parameter's shape.
+
+    Example:
+        >>> import torch
+        >>> one = Dense(torch.tensor([[3.0, 4.0]]))
+        >>> twice = Sum([one, one], torch.empty(1, 0), torch.Size([2]))
+        >>> twice.norm(), Sum([], torch.empty(1, 0), torch.Size([2])).materialize()
+        (tensor([10.]), tensor([[0., 0.]]))
     """
 
     fields = ("terms", "like")
@@ -113,21 +120,20 @@ class Sum(Additive):
         spread = [term for term in self.terms if _is_spread(term)]
         if not planned or len(self.terms) == 1 or len(planned) + len(spread) < len(self.terms):
             return "gram"
-        byte = plans.used(self.device, self.dtype)
-        formed = [term._materialize_cost() + byte * term._bytes() for term in planned]
+        byte = _machine.used(self.device, self.dtype)
+        formed = [term._chunks_cost(byte) for term in planned]
         costs = [term._norm_costs() for term in planned]
         # With what is spread over the entries every position meets them all, as in a materialised gradient.
         apart = sum(min(cost.values()) for cost in costs) + len(spread) * sum(term._materialize_cost() for term in planned)
         for i, j in itertools.combinations(range(len(planned)), 2):
             # Every position of one with every position of the other: the geometric mean of what each costs with itself.
             apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
-        apart += _OPS * (len(self.terms) - 1) * plans.dispatched(self.device) / max(1, self.n)
+        apart += _OPS * (len(self.terms) - 1) * _machine.dispatched(self.device) / max(1, self.n)
         together = sum(formed) + len(spread) * byte * planned[0]._bytes()
         return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 
     def _zeros(self, *shape: int) -> Tensor:
-        dtype = wide(self.dtype)
-        return self.like.new_zeros(shape, dtype=dtype.to_real())
+        return self.like.new_zeros(shape, dtype=wide(self.dtype).to_real())
 
     def _reduce(self, function: Callable[[Factor], Tensor], zero: Tensor) -> Tensor:
         return reduce(torch.add, (function(term) for term in self.terms), zero)

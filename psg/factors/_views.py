@@ -10,7 +10,13 @@ from psg.factors._base import Additive, Factor
 
 
 class Region(NamedTuple):
-    """Where a view's entries stand in its contiguous parameter; no two of them in one place."""
+    """Where a view's entries stand in its contiguous parameter; no two of them in one place.
+
+    Example:
+        >>> import torch
+        >>> Region(size=(2,), stride=(3,), offset=1).of(torch.arange(6).reshape(2, 3))  # its second column
+        tensor([1, 4])
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -62,6 +68,13 @@ class Views(Additive):
         factors: Of the same samples, at least one.
         regions: For each factor where its entries stand.
         shape: The parameter's shape.
+
+    Example:
+        >>> import torch
+        >>> from psg.factors import Dense
+        >>> last_two = Region(size=(2,), stride=(1,), offset=1)
+        >>> Views([Dense(torch.tensor([[5.0, 6.0]]))], [last_two], torch.Size([3])).materialize()
+        tensor([[0., 5., 6.]])
     """
 
     fields = ("factors",)
@@ -127,10 +140,6 @@ class Views(Additive):
         region, size = self.regions[0], torch.Size(self.regions[0].size)
         in_order = region.stride == tuple(size[k + 1 :].numel() for k in range(len(size)))
         return len(self.regions) == 1 and in_order and size.numel() == self.shape.numel()
-
-    def with_factors(self, factors: Sequence[Factor]) -> "Views":
-        """Others in the same regions."""
-        return Views(factors, self.regions, self.shape)
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"

@@ -101,6 +101,29 @@ def refuse_frequencies(*args: Any, scale_grad_by_freq: bool = False, **kwargs: A
     return embedding_with_padding(*args, **kwargs)
 
 
+def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
+    """W[index], an integer tensor along dim 0, as an embedding; negative ones count from the end where the op lets them."""
+    known = isinstance(input, Tensor) and isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
+    if not known or input.ndim == 0 or input.is_complex() or len(input) == 0:
+        return NotImplemented
+    if from_end:
+        index = torch.where(index < 0, index + len(input), index)
+    if input.ndim == 2:
+        return F.embedding(index, input)
+    if input.ndim == 1:
+        return F.embedding(index, input.unsqueeze(1)).squeeze(-1)
+    return F.embedding(index, input.flatten(1)).unflatten(-1, input.shape[1:])
+
+
+LOOKUPS = {
+    Tensor.__getitem__: lambda input, index: _lookup(input, index, from_end=True),
+    **dict.fromkeys(
+        (torch.index_select, Tensor.index_select), lambda input, dim, index: _lookup(input, index) if dim == 0 else NotImplemented
+    ),
+}
+"""Ops that look rows of a parameter up, as an embedding does."""
+
+
 _MODES = {"sum": 0, "mean": 1, "max": 2}
 
 

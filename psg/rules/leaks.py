@@ -63,16 +63,16 @@ leak(
 
 OWN_GENERATOR = "fn draws from a generator that it is given or makes: one seeded in fn draws the same for every sample, and vmap would not"
 
-# Position and name of the running mean, and of the flag under which it is updated.
-_UPDATING: dict[Any, tuple[int, str, int, str]] = {
-    F.batch_norm: (1, "running_mean", 5, "training"),
-    F.instance_norm: (1, "running_mean", 5, "use_input_stats"),
-    torch.batch_norm: (3, "running_mean", 5, "training"),
-    torch.instance_norm: (3, "running_mean", 5, "use_input_stats"),
-    torch.native_batch_norm: (3, "running_mean", 5, "training"),
-    torch._native_batch_norm_legit: (3, "running_mean", 5, "training"),  # pyright: ignore[reportPrivateImportUsage]
-    torch.ops.aten._native_batch_norm_legit: (3, "running_mean", 5, "training"),
-    torch.ops.aten._native_batch_norm_legit.default: (3, "running_mean", 5, "training"),
+# Where the running mean stands, and the name of the flag under which it is updated, which stands in the sixth place.
+_UPDATING: dict[Any, tuple[int, str]] = {
+    F.batch_norm: (1, "training"),
+    F.instance_norm: (1, "use_input_stats"),
+    torch.batch_norm: (3, "training"),
+    torch.instance_norm: (3, "use_input_stats"),
+    torch.native_batch_norm: (3, "training"),
+    torch._native_batch_norm_legit: (3, "training"),  # pyright: ignore[reportPrivateImportUsage]
+    torch.ops.aten._native_batch_norm_legit: (3, "training"),
+    torch.ops.aten._native_batch_norm_legit.default: (3, "training"),
 }
 
 
@@ -91,8 +91,8 @@ def refuse_updates(func: Any, args: Any, kwargs: Any) -> None:
     def argument(position: int, name: str) -> Any:
         return args[position] if position < len(args) else kwargs.get(name, _default(func, name))
 
-    mean, mean_name, flag, flag_name = _UPDATING[func]
-    if argument(mean, mean_name) is not None and argument(flag, flag_name):
+    mean, flag = _UPDATING[func]
+    if argument(mean, "running_mean") is not None and argument(5, flag):
         raise StateError(
             f"a {func.__name__} in training mode updates its running statistics, so that one sample's gradient would depend on the others. "
             "Put the module in eval mode, or use GroupNorm, LayerNorm or an InstanceNorm without them."

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, plans
+from psg import _functorch, _machine
 from psg.factors import Dense, Outer
 from psg.rules._registry import reshape, rule, transpose
 
@@ -39,7 +39,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
         # frozen layers run here too.
         rows = input.flatten(0, -2)
-        blocks = 1 if converted else plans.row_blocks(rows, weight.T)
+        blocks = 1 if converted else _machine.row_blocks(rows, weight.T)
         output = F.linear(rows, weight, bias) if blocks == 1 else _in_blocks(rows.unflatten(0, (blocks, -1)), weight, bias)
         output = reshape(output, shape)
     return output, {

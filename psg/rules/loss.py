@@ -193,6 +193,19 @@ def soft_margin_loss(
     return _reduced((-input * target).exp().log1p(), reduction)
 
 
+@decomposition(F.kl_div)
+def kl_div(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False
+) -> Any:
+    """y (log y - x), or exp(y) (y - x) of a target that is a logarithm."""
+    if size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean", "batchmean"):
+        return NotImplemented
+    terms = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
+    if reduction == "batchmean":
+        return terms.sum() / input.shape[0] if input.ndim else terms.sum()
+    return {"none": lambda: terms, "sum": terms.sum, "mean": terms.mean}[reduction]()
+
+
 @decomposition(F.margin_ranking_loss)
 def margin_ranking_loss(
     input1: Tensor,

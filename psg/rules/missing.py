@@ -52,9 +52,9 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
 
 
 @decomposition(torch.index_add, Tensor.index_add)
-def _index_add(input: Tensor, dim: Any = None, index: Any = None, source: Any = None, *, alpha: float = 1, **others: Any) -> Any:
+def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha: float = 1, **others: Any) -> Any:
     """The same where that does not run: vmap selects each from the whole."""
-    if others or not isinstance(dim, int) or not isinstance(index, Tensor) or not isinstance(source, Tensor):
+    if others or not isinstance(dim, int):
         return NotImplemented
     if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
         return NotImplemented
@@ -98,18 +98,6 @@ for _name in (
     for _holder in (Tensor, torch):
         if hasattr(_holder, f"{_name}_"):
             decomposition(getattr(_holder, f"{_name}_"))(_written_back(getattr(Tensor, _name)))
-
-
-@decomposition(F.kl_div)
-def _kl_div(
-    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False
-) -> Any:
-    if size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean", "batchmean"):
-        return NotImplemented
-    terms = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
-    if reduction == "batchmean":
-        return terms.sum() / input.shape[0] if input.ndim else terms.sum()
-    return {"none": lambda: terms, "sum": terms.sum, "mean": terms.mean}[reduction]()
 
 
 def _global_average(dims: int) -> Callable[..., Any]:

@@ -328,8 +328,6 @@ def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, al
 @rule(torch.einsum, params=("operands",))
 def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> Any:
     """Any equation in which no parameter has one label twice."""
-    if not isinstance(equation, str):
-        return NotImplemented
     alone = [f"operands[{k}]" in shared for k in range(len(operands))]
     written = einsum_labels(equation, [tensor.ndim - (not one) for tensor, one in zip(operands, alone, strict=True)])
     if written is None:
@@ -350,8 +348,10 @@ def _is_contiguous(equation: str, layouts: tuple[tuple[torch.Size, tuple[int, ..
     return torch.einsum(equation, *operands).is_contiguous()
 
 
-def einsum_labels(equation: str, dims: Sequence[int]) -> tuple[list[str], str] | None:
+def einsum_labels(equation: Any, dims: Sequence[int]) -> tuple[list[str], str] | None:
     """The labels of each operand and of the output, an ellipsis replaced by letters of its own; None if they do not fit."""
+    if not isinstance(equation, str):
+        return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if len(terms) != len(dims):
@@ -487,7 +487,7 @@ def standard_mv(input: Tensor, vec: Tensor, shared: Collection[str]) -> Any:
 @standard(torch.einsum)
 def standard_einsum(equation: Any, operands: Sequence[Tensor], shared: Collection[str]) -> Any:
     """Of data and one matrix, which takes one label of the data to one of the output."""
-    if len(shared) != 1 or len(operands) != 2 or not isinstance(equation, str):
+    if len(shared) != 1 or len(operands) != 2:
         return NotImplemented
     written = einsum_labels(equation, [tensor.ndim for tensor in operands])
     if written is None:

@@ -1,0 +1,131 @@
+"""What lifting does under vmap with an op that meets a parameter and has no rule, for functions of a whole batch, where nothing is lifted.
+
+Rules for the rows of products and sums, and other ops in terms of these.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psg._ops import Place
+from psg.factors import Dense
+from psg.rules._registry import Rule
+from psg.rules.products import sum_to
+from psg.rules.rows import Split, positions, splits
+
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+
+
+@splits(*_PRODUCTS, *_SUMS)
+def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+    input, weight = arguments["input"], arguments["weight"]
+    shape = _row_shape(weight)
+    if not isinstance(input, Tensor) or input.ndim < weight.ndim or weight.is_complex():
+        return None
+    if any(size not in (1, full) for size, full in zip(shape, input.shape[input.ndim - len(shape) :], strict=True)):
+        return None
+    return positions(arguments, len(shape), "input")
+
+
+def _row_shape(weight: Tensor) -> torch.Size:
+    """The weight's shape without leading ones: what it is multiplied with or added to is a row."""
+    return weight.shape[next((i for i, size in enumerate(weight.shape) if size != 1), weight.ndim) :]
+
+
+def _scaled(input: Tensor, weight: Tensor) -> Any:
+    """y = x w: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
+    own, shape = weight.shape, _row_shape(weight)
+    output = input * weight.reshape(shape)
+    return output, {"weight": lambda cotangent: _broadcast(cotangent * input.conj(), shape, own)}
+
+
+def _shifted(input: Tensor, weight: Tensor) -> Any:
+    """y = x + b: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
+    own, shape = weight.shape, _row_shape(weight)
+    output = input + weight.reshape(shape)
+    return output, {"weight": lambda cotangent: _broadcast(cotangent, shape, own)}
+
+
+def _broadcast(cotangent: Tensor, shape: torch.Size, own: torch.Size) -> Dense:
+    """The gradient of a real weight that was broadcast, to complex data perhaps."""
+    summed = sum_to(cotangent, shape)
+    return Dense((summed.real if summed.is_complex() else summed).reshape(len(cotangent), *own))
+
+
+ELEMENTWISE = {
+    **dict.fromkeys(_PRODUCTS, Rule.of(_scaled, ("weight",))),
+    **dict.fromkeys(_SUMS, Rule.of(_shifted, ("weight",))),
+}
+"""Products and sums with a parameter, which commute."""
+
+EXPANSIONS = frozenset({Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, torch.broadcast_to, Tensor.broadcast_to})
+"""Ops that repeat a parameter, perhaps once for each sample."""
+
+IN_PLACE = {
+    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), torch.add),
+    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), torch.sub),
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
+}
+"""Ops that write into data what the op named here makes of it and a parameter."""
+
+
+def _difference(input: Any, other: Any, **options: Any) -> Any:
+    return NotImplemented if options else input + (-other)
+
+
+def _quotient(input: Any, other: Any, **options: Any) -> Any:
+    return NotImplemented if options else input * (1 / other)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(q k^T scale + mask) v: ([*,t,d], [*,s,d], [*,s,e]) -> [*,t,e]."""
+    if dropout_p or enable_gqa:
+        return NotImplemented
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """y = max(x, 0) + w min(x, 0): ([b,c,*], [c] or [1]) -> [b,c,*]."""
+    return input.relu() + input.clamp(max=0) * weight.reshape(-1, *(1,) * (input.ndim - 2))
+
+
+def _where(condition: Tensor, *choices: Any) -> Any:
+    """A parameter (a mask token) is repeated first, and what a row takes of it is then the row's own."""
+    shape = torch.broadcast_shapes(condition.shape, *(choice.shape for choice in choices if isinstance(choice, Tensor)))
+    if all(not isinstance(choice, Tensor) or choice.shape == shape for choice in choices):
+        return NotImplemented
+    return torch.where(condition, *(choice.expand(shape) if isinstance(choice, Tensor) else choice for choice in choices))
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
+    **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other, **options: _difference(other, input, **options)),
+    **dict.fromkeys((torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__), _quotient),
+    Tensor.__rtruediv__: lambda input, other: _quotient(other, input),
+    Tensor.expand_as: lambda input, other: input.expand(other.shape),
+    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
+    torch.where: _where,
+    Tensor.where: lambda self, condition, other: _where(condition, self, other),
+}
+"""Ops that reach a parameter by no rule for rows, in other ops that do."""

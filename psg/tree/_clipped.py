@@ -1,0 +1,156 @@
+"""Clipped sums, and noise on sums: what private training releases."""
+
+import functools
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, _trees, clipping
+from psg._ambient import unaffected
+from psg._errors import InputError
+from psg.factors._base import as_real, wide, widen
+from psg.tree._leaves import factors_of, is_factor, place_of
+
+
+class Clipped(NamedTuple):
+    """What `clip` returns.
+
+    Attributes:
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
+        norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
+        clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
+            are masked or not finite.
+        nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
+        sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
+            groups, inf for a policy of the user's without a bound (`clipping.bounded`). Replacing one changes them by up to twice that.
+        group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
+            masked samples.
+    """
+
+    grads: Any
+    norms: Tensor
+    clip_coef: Any
+    nonfinite: Tensor
+    sensitivity: float | Tensor
+    group_norms: Any
+
+
+@unaffected
+def clip(
+    tree: Any,
+    clip_norm: Any,
+    *,
+    policy: Literal["clip", "automatic", "normalize"] | clipping.Policy = "clip",
+    mask: Tensor | None = None,
+) -> Clipped:
+    """The sum of clipped gradients, sum_n min(1, C / |g_n|) g_n: what `psg.clipped_grad` gives, of gradients that are there already.
+
+    Of `segment_sum(g, users, num_users)` it is the sum of the users' clipped gradients, for privacy of users instead of samples. For
+    that one user's samples have to be in one batch: what is clipped in parts is as long as the parts together.
+
+    Formal guarantee: that of `psg.clipped_grad`. With the built-in policies, and bounded ones, each sample's term has L2 norm at most
+    `sensitivity`, up to rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds
+    exactly zero. Rounding is relative to what a gradient adds up (positions, a user's samples): see there.
+
+    Args:
+        tree: Per-sample gradients.
+        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
+            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
+        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`.
+        mask: Booleans [n]: samples where it is False contribute exactly zero; None for all.
+
+    Returns:
+        The sum, and what it was clipped by.
+
+    Raises:
+        InputError: A clip norm is negative or NaN; a policy is none, gives something else than [n], or would bring gradients to a norm of
+            inf; a mask is not [n] booleans; a leaf has no group.
+
+    Example:
+        >>> import torch
+        >>> from psg.tree import clip, segment_sum
+        >>> g = {"w": torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 3.0]]), "b": torch.tensor([0.0, 0.0, torch.nan])}
+        >>> out = clip(segment_sum(g, torch.tensor([0, 0, 1]), 2), 1.0)
+        >>> out.grads["w"], out.nonfinite
+        (tensor([0.9487, 0.3162]), tensor(1))
+
+    Source: Abadi et al., "Deep Learning with Differential Privacy", 2016, Algorithm 1; McMahan et al., "Learning Differentially Private
+    Recurrent Language Models", 2018 (users).
+    """
+    factors, spec = factors_of(tree, "clip")
+    chosen, groups = clipping.policy_of(policy), clipping.groups_of(clip_norm, spec)
+    clipping.expect_finite(groups, chosen)
+    clipping.check_mask("psg.tree.clip", mask, factors[0].n)
+    found = clipping.clipped_sums(factors, groups, functools.partial(clipping.coefficients, chosen), mask)
+    leaves = found.sums, clipping.by_leaf(groups, found.coefs), clipping.by_leaf(groups, found.group_norms)
+    grads, coefs, group_norms = (_trees.unflatten(spec, own) for own in leaves)
+    return Clipped(grads, found.norms, coefs, found.nonfinite, clipping.sensitivity(groups, chosen), group_norms)
+
+
+@unaffected
+def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | None = None) -> Any:
+    """x + std z with z standard normal, drawn for every entry: Gaussian noise on a sum of clipped gradients.
+
+    All leaves of one dtype and device are served together, by a handful of kernels; nothing waits for the device. torch's generators are
+    not cryptographically secure: a release that has an adversary needs one that is.
+
+    Args:
+        tree: Tensors of any shape, such as `ClippedGrad.grads`.
+        std: The standard deviation, in the units of the tree: a number that is at least 0 and finite, or a scalar tensor. For a noise
+            multiplier sigma it is sigma times `ClippedGrad.sensitivity`.
+        generator: What draws, on the leaves' device; None for torch's default.
+
+    Returns:
+        The same tree, in its dtypes. Drawn and added in at least float32; a complex entry takes noise on both its parts.
+
+    Raises:
+        InputError: The tree has no leaves, or one that is no floating or complex tensor, or sparse; `std` is no such number.
+
+    Example:
+        >>> import torch
+        >>> noisy = add_noise({"w": torch.ones(300, 300), "b": torch.zeros(300)}, 0.5)
+        >>> noisy["w"].mean().round(decimals=1), noisy["w"].std().round(decimals=1)
+        (tensor(1.), tensor(0.5000))
+
+    Source: Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, Appendix A (the Gaussian mechanism).
+    """
+    leaves, spec = _trees.flatten(tree, is_factor)
+    if not leaves:
+        raise InputError("psg.tree.add_noise: the tree has no leaves.")
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            got = f"of dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            place = place_of(tree, "tree", i)
+            raise InputError(f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients; {place} is {got}.")
+        if leaf.layout != torch.strided:
+            place = place_of(tree, "tree", i)
+            raise InputError(
+                f"psg.tree.add_noise: {place} is a sparse sum, but noise goes on every entry, stored or not: give its to_dense()."
+            )
+    if isinstance(std, Tensor):
+        if std.ndim != 0:
+            raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
+    elif not (isinstance(std, numbers.Real) and 0 <= std < math.inf):
+        raise InputError(f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor.")
+    scale = std if isinstance(std, Tensor) else float(std)
+    parts = [as_real(leaf) for leaf in leaves]
+    noisy: dict[int, Tensor] = {}
+    for alike in _trees.alike(parts):
+        first, shapes = parts[alike[0]], [parts[i].shape for i in alike]
+        count = sum(map(torch.Size.numel, shapes))
+        drawn = torch.randn(count, dtype=wide(first.dtype), device=first.device, generator=generator) * scale
+        pieces = [piece.view(shape) for piece, shape in zip(drawn.split([shape.numel() for shape in shapes]), shapes, strict=True)]
+        sums = _add([widen(parts[i]) for i in alike], pieces)
+        noisy |= zip(alike, sums, strict=True)
+    results = [torch.view_as_complex(noisy[i]) if leaf.is_complex() else noisy[i].to(leaf.dtype) for i, leaf in enumerate(leaves)]
+    return _trees.unflatten(spec, results)
+
+
+def _add(tensors: list[Tensor], others: list[Tensor]) -> Sequence[Tensor]:
+    if _functorch.transform_active():  # vmap has no rule for ops on lists
+        return [tensor + other for tensor, other in zip(tensors, others, strict=True)]
+    return torch._foreach_add(tensors, others)  # pyright: ignore[reportPrivateImportUsage]

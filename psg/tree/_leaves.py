@@ -1,0 +1,54 @@
+"""Trees as lists of factors, and what a message says of a leaf."""
+
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from psg import _trees
+from psg._errors import InputError
+from psg.factors import Dense, Factor
+
+
+def is_factor(node: Any) -> bool:
+    """Whether trees of gradients end here, although a factor is a node of them."""
+    return isinstance(node, Factor)
+
+
+def place_of(tree: Any, root: str, i: int) -> str:
+    """How to reach leaf i, as Python writes it: `tree['w']`."""
+    return _trees.paths(tree, root, is_factor)[i]
+
+
+def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
+    """The leaves as factors of the same samples, at least one, and the structure; else an InputError of the function `name`."""
+    leaves, spec = _trees.flatten(tree, is_factor)
+    if not leaves:
+        raise InputError(f"psg.tree.{name}: the tree has no leaves.")
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, (Tensor, Factor)) or isinstance(leaf, Tensor) and leaf.ndim == 0:
+            got = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            place = place_of(tree, "tree", i)
+            raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
+    factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves]
+    other = next((i for i, factor in enumerate(factors) if factor.n != factors[0].n), None)
+    if other is not None:
+        first, place = place_of(tree, "tree", 0), place_of(tree, "tree", other)
+        raise InputError(
+            f"psg.tree.{name}: the leaves disagree on the number of samples: {first} has {factors[0].n} and {place} {factors[other].n}. "
+            "The leaves of sums, such as ClippedGrad.grads, have no samples; for their norm see psg.tree.norm."
+        )
+    return factors, spec
+
+
+def beside(tree: Any, other: Any, name: str, what: str) -> tuple[list[Factor], list[Tensor]]:
+    """The factors of a tree, and the tensors of another like the parameters'."""
+    factors, spec = factors_of(tree, name)
+    leaves, own = _trees.flatten(other)
+    if spec != own:
+        raise InputError(f"psg.tree.{name}: the {what} has the structure {own}, the gradients have {spec}.")
+    for i, (factor, leaf) in enumerate(zip(factors, leaves, strict=True)):
+        if not isinstance(leaf, Tensor) or factor.shape != leaf.shape:
+            got = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"
+            raise InputError(f"psg.tree.{name}: {place_of(other, what, i)} {got}, expected {tuple(factor.shape)}.")
+    return factors, leaves

@@ -1,0 +1,253 @@
+"""Trees of per-sample gradients from such trees: in another form, of other samples, of segments of them."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, _trees
+from psg._ambient import unaffected
+from psg._errors import InputError
+from psg.factors import Dense, Factor
+from psg.factors import concat as concat_factors
+from psg.factors._maps import scaled
+from psg.tree._leaves import beside, factors_of, is_factor
+
+
+@unaffected
+def materialize(tree: Any) -> Any:
+    """The gradients themselves.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The same tree with a tensor [n, *shape] at every leaf.
+
+    Example:
+        >>> import torch
+        >>> from psg.factors import Outer
+        >>> materialize({"w": Outer(torch.ones(1, 1, 2), torch.tensor([[[1.0, 2.0]]]))})
+        {'w': tensor([[[1., 2.],
+                 [1., 2.]]])}
+    """
+    factors, spec = factors_of(tree, "materialize")
+    return _trees.unflatten(spec, [factor.materialize() for factor in factors])
+
+
+@unaffected
+def flatten(tree: Any) -> Tensor:
+    """All leaves side by side, in the order of the tree: sorted by their keys for a dict, as they were put in for an OrderedDict.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        [n, P], in the leaves' common dtype.
+
+    Example:
+        >>> import torch
+        >>> flatten({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
+        tensor([[1., 2., 3.]])
+    """
+    return torch.cat([factor.materialize().reshape(factor.n, factor.shape.numel()) for factor in factors_of(tree, "flatten")[0]], dim=1)
+
+
+def unflatten(flat: Tensor, like: Any) -> Any:
+    """The inverse of `flatten`.
+
+    Args:
+        flat: [..., P], in the order of the tree: that of sorted keys for a dict, and not of `torch.nn.utils.parameters_to_vector`.
+        like: The tree of the parameters, with tensors [*shape].
+
+    Returns:
+        The tree of `like` with a tensor [..., *shape] at every leaf, in the dtype of `flat`; in the leaf's own where `flat` has the common
+        dtype of leaves that differ, as `flatten` gives it. What belongs to a real leaf has no imaginary part then: it is left out.
+
+    Raises:
+        InputError: P is not the number of entries of `like`.
+
+    Example:
+        >>> import torch
+        >>> unflatten(torch.tensor([[1.0, 2.0, 3.0]]), {"a": torch.zeros(2), "b": torch.zeros(())})
+        {'a': tensor([[1., 2.]]), 'b': tensor([3.])}
+    """
+    leaves, spec = _trees.flatten(like)
+    sizes = [leaf.numel() for leaf in leaves]
+    total = sum(sizes)
+    if flat.shape[-1] != total:
+        raise InputError(f"psg.tree.unflatten: expected {total} entries along the last dimension, got {flat.shape[-1]}.")
+    dtypes = {leaf.dtype for leaf in leaves}
+    mixed = len(dtypes) > 1 and flat.dtype == functools.reduce(torch.promote_types, dtypes)
+
+    def back(part: Tensor, leaf: Tensor) -> Tensor:
+        part = part.reshape(*flat.shape[:-1], *leaf.shape)
+        if not mixed:
+            return part
+        return (part.real if part.is_complex() and not leaf.is_complex() else part).to(leaf.dtype)
+
+    return _trees.unflatten(spec, [back(part, leaf) for part, leaf in zip(flat.split(sizes, dim=-1), leaves, strict=True)])
+
+
+def take(tree: Any, index: Any) -> Any:
+    """The gradients of some samples.
+
+    Args:
+        tree: Per-sample gradients.
+        index: Integers [m], a mask [n], or a slice.
+
+    Returns:
+        The same tree, of the same kinds, for those samples.
+
+    Raises:
+        InputError: `index` is an integer, which would drop the dimension of samples.
+
+    Example:
+        >>> import torch
+        >>> take(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0]))
+        tensor([[3.],
+                [1.]])
+    """
+    if not isinstance(index, slice):
+        given, index = index, torch.as_tensor(index)
+        index = index.long() if index.numel() == 0 else index  # an empty list has no integers
+        if index.ndim != 1:
+            raise InputError(
+                f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {given!r}; of one sample k, slice(k, k + 1)."
+            )
+    return _map(tree, lambda factor: factor.take(index), "take")
+
+
+def concat(trees: Iterable[Any]) -> Any:
+    """The samples of several trees, one after the other.
+
+    Args:
+        trees: Per-sample gradients in trees of the same structure: a list of them, or any other iterable; at least one.
+
+    Returns:
+        One tree. A leaf stays factored where its kind and shapes agree in all trees, and is materialised where they do not.
+
+    Raises:
+        InputError: No tree is given, or structures differ.
+
+    Example:
+        >>> import torch
+        >>> concat([torch.tensor([[1.0]]), torch.tensor([[2.0]])])
+        tensor([[1.],
+                [2.]])
+    """
+    trees = list(trees)
+    if not trees:
+        raise InputError("psg.tree.concat: expected at least one tree.")
+    columns, specs = zip(*(factors_of(tree, "concat") for tree in trees), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
+    dense = [isinstance(leaf, Tensor) for leaf in _trees.flatten(trees[0], is_factor)[0]]
+    joined = [concat_factors(column) for column in zip(*columns, strict=True)]
+    return _trees.unflatten(specs[0], [f.materialize() if plain else f for f, plain in zip(joined, dense, strict=True)])
+
+
+@unaffected
+def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
+    """The sums of the gradients of segments of the samples: one user's, say, for privacy or influence of users instead of samples.
+
+    Factors stay factors: segments are held as their samples. What is linear in the gradients is computed from these as they are; for the
+    rest segments of about one size are joined, each at the price of at most twice its samples, whatever the sizes of the others.
+
+    Args:
+        tree: Per-sample gradients.
+        segment_ids: Integers [n] in [0, num_segments): to which segment a sample belongs, in any order.
+        num_segments: How many there are; those without samples have a sum of zero.
+
+    Returns:
+        The same tree with a sum for each segment in place of each sample: [num_segments, *shape] where a leaf was [n, *shape].
+
+    Raises:
+        InputError: `segment_ids` are no such integers, or `num_segments` is none.
+
+    Guarantee: whether all ids are in range, and later how large the segments of factors are, is asked of the device: a wait on an
+    accelerator. In a trace, which has no answer, the sums are formed, and are NaN if an id is out of range.
+
+    Example:
+        >>> import torch
+        >>> from psg.tree import norm, segment_sum
+        >>> users = segment_sum(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 3)
+        >>> users, norm(users)
+        (tensor([[2.],
+                [5.],
+                [0.]]), tensor([2., 5., 0.]))
+
+    Source: `jax.ops.segment_sum`; McMahan et al., "Learning Differentially Private Recurrent Language Models", 2018 (users).
+    """
+    factors, _ = factors_of(tree, "segment_sum")
+    n = factors[0].n
+    integers = isinstance(segment_ids, Tensor) and not (segment_ids.is_floating_point() or segment_ids.is_complex())
+    if not integers or segment_ids.dtype == torch.bool or segment_ids.shape != (n,):
+        got = f"{segment_ids.dtype} {tuple(segment_ids.shape)}" if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
+        raise InputError(f"psg.tree.segment_sum: expected segment_ids as integers [{n}], one for each sample, got {got}.")
+    if not isinstance(num_segments, int) or isinstance(num_segments, bool) or num_segments < 0:
+        raise InputError(f"psg.tree.segment_sum: num_segments={num_segments!r}: expected an integer of at least 0.")
+    ids = segment_ids.to(factors[0].device, torch.int64)
+    valid: Tensor | None = None
+    if _functorch.is_traced() and num_segments:
+        # What is compiled might take -1 for the last segment.
+        valid, ids = ((0 <= ids) & (ids < num_segments)).all(), ids.clamp(0, num_segments - 1)
+    elif n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
+        raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
+
+    def sums(factor: Factor) -> Factor:
+        found = factor.segment_sum(ids, num_segments)
+        return found if valid is None else Dense(torch.where(valid, found.materialize(), math.nan))
+
+    return _map(tree, sums, "segment_sum")
+
+
+@unaffected
+def precondition(tree: Any, diagonal: Any) -> Any:
+    """diagonal * g_n, entry by entry: Adam's second moments or a Fisher matrix' diagonal, inverted, on every sample's gradient.
+
+    Args:
+        tree: Per-sample gradients.
+        diagonal: The tree of the parameters, with real tensors [*shape].
+
+    Returns:
+        The same tree, of the dtypes of the gradients: for inner products (influence, LESS), norms, projections. Factors stay factors unless
+        they are small; of those that do, reductions form the gradients of a few samples at a time.
+
+    Raises:
+        InputError: The diagonal's tree or shapes do not fit, or it is complex.
+
+    Example:
+        >>> import torch
+        >>> from psg.tree import gram, precondition
+        >>> g = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+        >>> gram(precondition(g, {"w": torch.tensor([1.0, 0.5])}), g)  # g_n^T D g_m
+        tensor([[ 3.,  7.],
+                [ 7., 17.]])
+
+    Source: Xia et al., "LESS: Selecting Influential Data for Targeted Instruction Tuning", 2024, section 3 (gradients as Adam takes them).
+    """
+    _, leaves = beside(tree, diagonal, "precondition", "diagonal")
+    if any(leaf.is_complex() for leaf in leaves):
+        raise InputError("psg.tree.precondition: expected a real diagonal.")
+    parts = iter(leaves)
+
+    def conditioned(factor: Factor) -> Factor:
+        own = next(parts).to(factor.dtype)
+        found = scaled(factor, own)
+        return Dense(factor.materialize() * own) if found is None else found
+
+    return _map(tree, conditioned, "precondition")
+
+
+def _map(tree: Any, function: Callable[[Factor], Factor], name: str) -> Any:
+    """Apply a function to every leaf as a factor; a leaf that was a tensor stays one."""
+    leaves, spec = _trees.flatten(tree, is_factor)
+    factors, _ = factors_of(tree, name)
+    mapped = [function(factor) for factor in factors]
+    return _trees.unflatten(
+        spec, [new.materialize() if isinstance(leaf, Tensor) else new for new, leaf in zip(mapped, leaves, strict=True)]
+    )

@@ -1,0 +1,179 @@
+"""Sums and means over the samples."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _functorch, _trees
+from psg._ambient import unaffected
+from psg._errors import InputError
+from psg.factors import Factor, Joint
+from psg.factors._base import square, wide
+from psg.tree._leaves import factors_of
+
+
+@unaffected
+def weighted_sum(tree: Any, weights: Tensor) -> Any:
+    """sum_n weights[n] g_n.
+
+    Args:
+        tree: Per-sample gradients.
+        weights: [n], real and finite. A weight of zero does not take out a gradient that is not finite, for 0 times NaN is NaN:
+            `psg.clipped_grad` does, and `take` of the other samples.
+
+    Returns:
+        The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
+
+    Raises:
+        InputError: `weights` is not [n].
+
+    Example:
+        >>> import torch
+        >>> weighted_sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 0.5]))
+        tensor([2.5000, 4.0000])
+    """
+    factors, spec = factors_of(tree, "weighted_sum")
+    _check_weights("weighted_sum", factors, weights)
+    return _trees.unflatten(spec, Joint(factors).weighted_sums(weights))
+
+
+@unaffected
+def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
+    """`weighted_sum` in which leaves held as rows (embeddings) come as sparse tensors: no more than the rows that were looked up.
+
+    Args:
+        tree: Per-sample gradients.
+        weights: [n], real and finite, as in `weighted_sum`: zero does not take out a gradient that is not finite.
+
+    Returns:
+        The same tree. A leaf that is a `psg.factors.Rows`, or sums of segments of one, gives a coalesced sparse COO tensor [*shape], as
+        torch.optim.SparseAdam and SGD take it; every other leaf a dense one, as all do in a batch without samples.
+
+    Raises:
+        InputError: `weights` is not [n].
+
+    Example:
+        >>> import torch, psg
+        >>> model = torch.nn.Embedding(1000, 2)
+        >>> loss, params = psg.stateless(model, lambda output, y: (output * y).sum())
+        >>> g = psg.factored_grad(loss)(params, torch.tensor([[7], [9]]), torch.ones(2, 1, 1))
+        >>> sparse_weighted_sum(g, torch.tensor([1.0, 0.5]))["weight"]
+        tensor(indices=tensor([[7, 9]]),
+               values=tensor([[1.0000, 1.0000],
+                              [0.5000, 0.5000]]),
+               size=(1000, 2), nnz=2, layout=torch.sparse_coo)
+    """
+    factors, spec = factors_of(tree, "sparse_weighted_sum")
+    _check_weights("sparse_weighted_sum", factors, weights)
+    return _trees.unflatten(spec, [factor.sparse_sum(weights) for factor in factors])
+
+
+def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> None:
+    if not isinstance(weights, Tensor) or weights.shape != (factors[0].n,) or weights.is_complex():
+        got = f"{tuple(weights.shape)} of {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise InputError(f"psg.tree.{name}: expected real weights of shape ({factors[0].n},), got {got}.")
+
+
+@unaffected
+def sum(tree: Any) -> Any:  # noqa: A001
+    """sum_n g_n: the gradient of the summed loss.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The same tree with a tensor [*shape] at every leaf.
+
+    Example:
+        >>> import torch
+        >>> sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([4., 6.])
+    """
+    factors, _ = factors_of(tree, "sum")
+    return weighted_sum(tree, torch.ones(factors[0].n, device=factors[0].device))
+
+
+@unaffected
+def mean(tree: Any) -> Any:
+    """1/n sum_n g_n: the gradient of the mean loss; NaN for n = 0, as torch.mean.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The same tree with a tensor [*shape] at every leaf.
+
+    Example:
+        >>> import torch
+        >>> mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([2., 3.])
+    """
+    factors, _ = factors_of(tree, "mean")
+    n, device = factors[0].n, factors[0].device
+    if n == 0:
+        return _trees.map_leaves(lambda leaf: leaf / 0, sum(tree))
+    dtype = functools.reduce(torch.promote_types, {wide(factor.dtype.to_real()) for factor in factors})
+    return weighted_sum(tree, torch.full((n,), 1 / n, dtype=dtype, device=device))
+
+
+class Moments(NamedTuple):
+    """What `moments` returns.
+
+    `variance` is computed from the two: that of the n samples (divided by n, not n - 1), with few digits where the mean is much larger
+    than the spread.
+
+    Attributes:
+        mean: 1/n sum_n g_n, the parameters' tree, each leaf [*shape].
+        second: 1/n sum_n |g_n|^2 of every entry, real, the same tree: the diagonal of the empirical Fisher matrix.
+    """
+
+    mean: Any
+    second: Any
+
+    @property
+    def variance(self) -> Any:
+        """second - |mean|^2, never negative: of the n samples, not of what they were drawn from (that is n / (n - 1) times as much).
+
+        Off by a few roundings of `second`: of an entry whose mean is 3000 times its spread, single precision leaves nothing.
+        """
+        means, spec = _trees.flatten(self.mean)
+        seconds, _ = _trees.flatten(self.second)
+        return _trees.unflatten(spec, [(second - square(mean)).clamp(min=0) for mean, second in zip(means, seconds, strict=True)])
+
+
+@unaffected
+def moments(tree: Any) -> Moments:
+    """Mean and mean square of every entry over the samples; embeddings never become dense per sample.
+
+    The moments of several batches average, weighted by their sizes; so do those of the chunks of one.
+
+    Args:
+        tree: Per-sample gradients.
+
+    Returns:
+        The two, in at least float32; NaN for n = 0. For the gradient noise scale tr(Sigma) / |G|^2: tr(Sigma) is n / (n - 1) times the sum
+        of `variance`, and |G|^2 the sum of mean^2 less tr(Sigma) / n, each without bias; average them over batches before dividing.
+
+    Example:
+        >>> import torch
+        >>> mean, second = moments({"w": torch.tensor([[1.0, 2.0], [3.0, 2.0]])})
+        >>> mean, second
+        ({'w': tensor([2., 2.])}, {'w': tensor([5., 4.])})
+        >>> moments({"w": torch.tensor([[1.0, 2.0], [3.0, 2.0]])}).variance
+        {'w': tensor([1., 0.])}
+
+    Source: Dangel, Kunstner & Hennig, "BackPACK: Packing more into backprop", 2020; McCandlish et al., "An Empirical Model of Large-Batch
+    Training", 2018 (the noise scale).
+    """
+    factors, spec = factors_of(tree, "moments")
+    n = factors[0].n
+    return Moments(*(_trees.unflatten(spec, _divide(sums, n)) for sums in Joint(factors).moment_sums()))
+
+
+def _divide(tensors: list[Tensor], n: int) -> Sequence[Tensor]:
+    if _functorch.transform_active():
+        return [tensor / n for tensor in tensors]
+    return torch._foreach_div(tensors, n)  # pyright: ignore[reportPrivateImportUsage]
