@@ -87,7 +87,7 @@ class _Outputs:
 
 def _run_capture(call: Call) -> Result:
     if _functorch.transform_active() or call.has_tangent:
-        where = "a level of torch.autograd.forward_ad" if call.has_tangent else "a torch.func transform"
+        where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
         raise PsgError(f'method="capture": it runs inside {where}, which sees through the other methods only')
     state = call.shared_draws()
     try:

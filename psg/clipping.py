@@ -281,8 +281,8 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
             ) from None
         if unused := [label for label in clip_norm.clip_norm if label not in members]:
             raise InputError(
-                f"PerGroup(clip_norm=...): no leaf has the label {unused[0]!r}; there are {list(members)!r}. label takes the path of a leaf, "
-                "a tuple of keys, and a parameter's name is path[0]."
+                f"PerGroup(clip_norm=...): no leaf has the label {unused[0]!r}; there are {list(members)!r}. label takes the path of a "
+                "leaf, a tuple of keys, and a parameter's name is path[0]."
             )
     else:
         groups = [Group(tuple(indices), clip_norm)]
