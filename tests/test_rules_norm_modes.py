@@ -173,3 +173,36 @@ def test_channels_last_cotangents_of_single_images(method, affine, kind, dims, n
     expected = loop_grad(one)(params, x, y, tokens=False)
     assert_trees_close(psg.per_sample_grad(score if method == "batch" else one, method=method)(params, x, y, tokens=True), expected)
     assert_trees_close(loop_grad(one)(params, x, y, tokens=True), expected)
+
+
+def _with_gaps(tensor):
+    return torch.stack([tensor, tensor + 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("layout", ["samples' channels last", "weight", "bias", "mean", "var"])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (1, 3, 2, 4), (2, 3, 2, 4)])
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop", "oracle"])
+def test_batch_norm_whatever_the_layout(method, shape, layout, device):
+    """Torch's own backward on a CPU is wrong for gaps where there are no dimensions but batch and channels, and for one image whose
+    channels come last while its cotangent is contiguous."""
+    params = {"scale": torch.tensor(1.3, device=device), "weight": torch.randn(3, device=device), "bias": torch.randn(3, device=device)}
+    statistics = {"mean": torch.randn(3, device=device), "var": torch.rand(3, device=device) + 0.5}
+    x = torch.randn(3, *shape, device=device)
+
+    def loss(params, x, layout):
+        own = {**params, **statistics, "x": x * params["scale"]}
+        if layout in own:
+            own[layout] = _with_gaps(own[layout])
+        elif layout is not None:
+            images = [image.movedim(0, -1).contiguous().movedim(-1, 0) for image in own["x"]]
+            own["x"] = images[0][None] if len(images) == 1 else torch.stack(images, -1).movedim(-1, 0)
+        output = F.batch_norm(own["x"], own["mean"], own["var"], own["weight"], own["bias"])
+        return output.sin().square().sum()
+
+    def written_out(params, x, layout):
+        wide = (1, 3, *(1 for _ in shape[2:]))
+        mean, var, weight, bias = (value.reshape(wide) for value in (*statistics.values(), params["weight"], params["bias"]))
+        return (weight * (x * params["scale"] - mean) / (var + 1e-5).sqrt() + bias).sin().square().sum()
+
+    gradients = loop_grad(loss) if method == "oracle" else psg.per_sample_grad(loss, method=method)
+    assert_trees_close(gradients(params, x, layout=layout), loop_grad(written_out)(params, x, layout=None))

@@ -1,5 +1,7 @@
 """Derivatives of per-sample gradients against those of the loop: vmap(grad), which other tests compare with, is wrong for some itself."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,3 +208,12 @@ def test_forward_mode_of_what_is_no_parameter(place, method, device):
     with forward_ad.dual_level():
         found = tuple(forward_ad.unpack_dual(result).tangent for result in results(forward_ad.make_dual(value, torch.ones_like(value))))
     assert_trees_close(tuple(tangent.detach() for tangent in found), expected)
+
+
+@pytest.mark.parametrize(
+    "gradients", [psg.per_sample_grad, psg.per_sample_norm, psg.factored_grad, partial(psg.clipped_grad, clip_norm=1.0)]
+)
+def test_capture_gives_no_tangents_and_says_so(gradients, device):
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    with forward_ad.dual_level(), pytest.raises(psg.PsgError, match="inside a level of torch.autograd.forward_ad"):
+        gradients(lambda w, x: (w * x).sum().sin(), method="capture")(forward_ad.make_dual(w, torch.ones_like(w)), x)
