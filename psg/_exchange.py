@@ -58,8 +58,8 @@ def _losses(call: Call, state: _random.State) -> Tensor:
 
 def _differ(losses: Tensor, others: Tensor, kept: int, call: Call) -> bool:
     """Whether at least half of the first so many are further apart than rounding puts them."""
-    floats = [tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()]
-    floats.append(_functorch.autocast_dtype(losses) or losses.dtype)
-    eps = max(torch.finfo(dtype).eps for dtype in floats)
+    dtypes = {tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()}
+    dtypes |= {torch.float32, _functorch.autocast_dtype(losses) or losses.dtype}  # fn may itself compute in float32
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     same = torch.isclose(losses[:kept], others[:kept].to(losses), rtol=eps ** (2 / 3), atol=10 * eps, equal_nan=True)
     return 2 * int(same.count_nonzero()) <= kept
