@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from psg import _copies, _functorch, _pass
+from psg import _copies, _functorch, _kernels, _pass
 from psg._capture import Captured
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
@@ -220,7 +220,7 @@ class _BatchMode(Watch):
             answer = met[0].ask(func) if met else func(*args, **kwargs)
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         if not met:
-            return _pass.run(func, args, kwargs)
+            return _kernels.run(func, args, kwargs)
         if _functorch.current_level() != self.level:
             names = ", ".join(value.name for value in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')

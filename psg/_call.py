@@ -193,7 +193,9 @@ class Call:
 
     def take(self, index: Tensor) -> "Call":
         """The same call on the samples at these indices."""
-        leaves = [leaf if dim is None else leaf.index_select(dim, index) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
+        leaves = [
+            leaf if dim is None else leaf.index_select(dim, index.to(leaf.device)) for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
         return replace(self, leaves=leaves, n=len(index))
 
 

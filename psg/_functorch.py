@@ -78,7 +78,7 @@ level_of = _C.maybe_get_level
 
 def is_batched(tensor: Tensor, level: int) -> bool:
     """Whether the vmap at this level has wrapped this tensor."""
-    return _C.is_batchedtensor(tensor) and _C.maybe_get_level(tensor) == level
+    return _C.is_batchedtensor(tensor) and level_of(tensor) == level
 
 
 def is_batched_within(tensor: Tensor, level: int) -> bool:
@@ -92,7 +92,7 @@ def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
     torch.func.grad wraps all arguments of the function, and differentiates for some.
     """
     tensor = alive(tensor)
-    while _C.is_gradtrackingtensor(tensor) and (own := _C.maybe_get_level(tensor)) > level:
+    while _C.is_gradtrackingtensor(tensor) and (own := level_of(tensor)) > level:
         if tensor.requires_grad or _has_tangent(tensor, own):
             break
         tensor = value_of(tensor)
@@ -101,7 +101,7 @@ def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
 
 def innermost(tensor: Tensor, level: int) -> Tensor:
     """A tensor without all wrappers of transforms above this level."""
-    while is_wrapped(tensor) and _C.maybe_get_level(tensor) > level:
+    while is_wrapped(tensor) and level_of(tensor) > level:
         tensor = value_of(tensor)
     return tensor
 
@@ -150,7 +150,7 @@ def descend(
     """
     interpreter = retrieve_current_functorch_interpreter()
     level = interpreter.level()
-    if _C.maybe_get_level(tensor) != level:
+    if level_of(tensor) != level:
         with interpreter.lower():
             return function(tensor)  # to this transform a constant
     if interpreter.key() == _C.TransformType.Vmap:
@@ -256,7 +256,7 @@ def wrap(value: Tensor, level: int) -> Tensor:
 
 def wrap_like(value: Tensor, tensor: Tensor) -> Tensor:
     """Wrap a value that is laid out as that of `tensor` is: with the batch dimension at the same place, at the same level."""
-    return _C._add_batch_dim(value, _C.maybe_get_bdim(tensor), _C.maybe_get_level(tensor))
+    return _C._add_batch_dim(value, _C.maybe_get_bdim(tensor), level_of(tensor))
 
 
 class below:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch, _pass
+from psg import _functorch, _kernels, _pass
 from psg._call import Call
 from psg._errors import PsgError, StateError
 from psg._marks import Marks
@@ -100,7 +100,7 @@ class LoopGuard(TorchFunctionMode):
         self.outside.look(func, leaves, self.own)
         args, kwargs = self.outside.replace((args, kwargs))
         refuse_updates(func, args, kwargs)
-        return _pass.run(func, args, kwargs)
+        return _kernels.run(func, args, kwargs)
 
 
 class Again(TorchFunctionMode):

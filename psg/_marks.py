@@ -1,4 +1,4 @@
-"""What one pass makes is marked, so that what another has left behind is known for it."""
+"""What a pass under vmap has made."""
 
 from collections.abc import Sequence
 from typing import Any

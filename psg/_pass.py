@@ -10,10 +10,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
 
 from psg import _autograd
 
@@ -60,50 +58,6 @@ def remember(owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
     """`Pass.remember` of the pass that is open, if one is."""
     if (now := _open.get()) is not None:
         now.remember(owner, tensors, held)
-
-
-def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """An op of fn's own, arranged so that torch's CPU kernels are right.
-
-    The backward of a batch norm is not where the input and the cotangent of a batch of one image are laid out in different ways, nor where
-    there are gaps between the weights, or the running statistics, of what has no dimensions but batch and channels.
-    """
-    if func not in _BATCH_NORMS:
-        return func(*args, **kwargs)
-    # Copies that are updated in place of running statistics are lost: no function of one sample updates any.
-    output = func(*map(_closed, args), **{name: _closed(value) for name, value in kwargs.items()})
-    normalized = output[0] if isinstance(output, tuple) else output
-    if normalized.is_cpu and normalized.requires_grad:
-        normalized.register_hook(Tensor.contiguous)
-    return output
-
-
-def _closed(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, Tensor) and value.is_cpu else value
-
-
-_aten = torch.ops.aten
-_BATCH_NORMS = {
-    F.batch_norm,
-    F.instance_norm,
-    torch.batch_norm,
-    torch.instance_norm,
-    torch.native_batch_norm,
-    # in the graphs of exported programs
-    _aten.batch_norm.default,
-    _aten.instance_norm.default,
-    _aten.native_batch_norm.default,
-    _aten._native_batch_norm_legit.default,
-    _aten._native_batch_norm_legit.no_stats,
-    _aten._native_batch_norm_legit_no_training.default,
-}
-
-
-class Plain(TorchFunctionMode):
-    """Runs every op so that it is right, and does nothing else."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(func, args, kwargs or {})
 
 
 def gradients(

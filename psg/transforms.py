@@ -328,7 +328,7 @@ def clipped_grad(
     Raises:
         InputError: A clip norm is negative or NaN, or an option is not one of those above. At a call: a mask is not [n] booleans, or fn
             has an argument `mask` too; a policy gives something else than [n], or would bring gradients to a norm of inf; a leaf has no
-            group. See `help(psg.transforms)` for what every transform raises.
+            group, or a group no leaf. See `help(psg.transforms)` for what every transform raises.
 
     Example:
         >>> import torch, psg

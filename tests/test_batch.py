@@ -308,9 +308,23 @@ def weighted_by_counts(p, x, ids):
     return F.linear(x, p["right"]).square().sum(1) / ids.bincount()[ids]
 
 
+def paired(p, x, ids):
+    """Two that stand side by side, views of one say."""
+    pairs = x[: len(x) // 2 * 2].unflatten(0, (-1, 2))
+    return F.linear(torch.cat([(pairs - pairs.mean(1, keepdim=True)).flatten(0, 1), x[len(x) // 2 * 2 :]]), p["right"]).square().sum(1)
+
+
+def neighbours(p, x, ids):
+    return F.linear(x - x.roll(1, 0), p["right"]).square().sum(1)
+
+
+def small(p, x, ids):
+    return 1e-12 * centred(p, x, ids)
+
+
 @pytest.mark.parametrize("n", [2, 3, 16])
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("fn", [towers, centred, weighted_by_counts])
+@pytest.mark.parametrize("fn", [towers, centred, weighted_by_counts, paired, neighbours, small])
 def test_samples_that_meet_where_no_gradient_tells_are_found_out(fn, dropout, n, device):
     params = {"left": torch.randn(n, 4, device=device), "right": torch.randn(n, 4, device=device)}
     ids = torch.arange(n, device=device) % (2 if fn is weighted_by_counts else n)
@@ -347,6 +361,16 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
         assert torch.equal(torch.rand(3), after)
         assert torch.equal(scale, twice) and torch.equal(scale, torch.ones_like(scale))
     assert gradients[0].isfinite().all()
+
+
+def test_a_batch_that_fn_would_not_take_is_not_compared(device):
+    def fn(w, x, ids):
+        if len(ids.unique()) < len(ids):
+            raise ValueError("ids twice")
+        return F.linear(x, w).square().sum(1) * ids
+
+    w, x, ids = torch.randn(3, WIDTH, device=device), torch.randn(6, WIDTH, device=device), torch.arange(6, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x, ids), loop_grad(one(fn))(w, x, ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,6 +1,7 @@
 """Normalisation by statistics that are given, in every memory layout, and under autocast and in half precision."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def _with_gaps(tensor):
 
 
 @pytest.mark.parametrize("layout", ["samples' channels last", "weight", "bias", "mean", "var"])
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (1, 3, 2, 4), (2, 3, 2, 4)])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (1, 3, 5), (1, 3, 2, 4), (2, 3, 2, 4), (1, 3, 2, 2, 3)])
 @pytest.mark.parametrize("method", ["capture", "vmap", "loop", "oracle"])
 def test_batch_norm_whatever_the_layout(method, shape, layout, device):
     """Torch's own backward on a CPU is wrong for gaps where there are no dimensions but batch and channels, and for one image whose
@@ -206,3 +207,49 @@ def test_batch_norm_whatever_the_layout(method, shape, layout, device):
 
     gradients = loop_grad(loss) if method == "oracle" else psg.per_sample_grad(loss, method=method)
     assert_trees_close(gradients(params, x, layout=layout), loop_grad(written_out)(params, x, layout=None))
+
+
+@pytest.mark.parametrize("gradients", [loop_grad, partial(psg.per_sample_grad, method="loop"), psg.check])
+def test_batch_norm_keeps_its_layout(gradients, device):
+    """A view that channels that come last have, and others have not."""
+    mean, var = torch.randn(3, device=device), torch.rand(3, device=device) + 0.5
+
+    def loss(w, x, last):
+        images = (x[None] * w).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+        output = F.batch_norm(images, mean, var).permute(0, 2, 3, 1)
+        return (output.view(-1) if last else output.reshape(-1)).sin().square().sum()
+
+    w, x = torch.randn(3, 1, 1, device=device), torch.randn(4, 3, 5, 6, device=device)
+    if gradients is psg.check:
+        psg.check(loss, method="loop")(w, x, last=True)
+    else:
+        assert_trees_close(gradients(loss)(w, x, last=True), loop_grad(loss)(w, x, last=False))
+
+
+@pytest.mark.parametrize("gradients", [loop_grad, partial(psg.per_sample_grad, method="loop")])
+def test_batch_norm_to_which_no_cotangent_comes(gradients, device):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return None
+
+    def loss(w, x):
+        return Stop.apply(F.batch_norm(x * w, torch.zeros(3, device=device), torch.ones(3, device=device))).sum() + w.square().sum()
+
+    w = torch.randn(3, device=device)
+    assert_trees_close(gradients(loss)(w, torch.randn(4, 5, 3, device=device)), (2 * w).expand(4, 3))
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.batch_norm.default, torch.ops.aten.native_batch_norm.default])
+def test_running_statistics_in_graphs_of_exported_programs(op, device):
+    def loss(w, x):
+        options = () if "native" in str(op) else (False,)
+        output = op(x * w, None, None, torch.zeros(3, device=device), torch.ones(3, device=device), True, 0.1, 1e-5, *options)
+        return (output[0] if isinstance(output, tuple) else output).sin().sum()
+
+    with pytest.raises(psg.StateError, match="updates its running statistics"):
+        psg.per_sample_grad(loss, method="loop")(torch.randn(3, device=device), torch.randn(4, 5, 3, device=device))

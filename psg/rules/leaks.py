@@ -71,6 +71,9 @@ _UPDATING: dict[Any, tuple[int, str]] = {
     torch.instance_norm: (3, "use_input_stats"),
     torch.native_batch_norm: (3, "training"),
     torch._native_batch_norm_legit: (3, "training"),  # pyright: ignore[reportPrivateImportUsage]
+    torch.ops.aten.batch_norm.default: (3, "training"),
+    torch.ops.aten.instance_norm.default: (3, "use_input_stats"),
+    torch.ops.aten.native_batch_norm.default: (3, "training"),
     torch.ops.aten._native_batch_norm_legit: (3, "training"),
     torch.ops.aten._native_batch_norm_legit.default: (3, "training"),
 }

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _pass
+from psg import _kernels, _pass
 from psg._copies import copy_of
 from psg._errors import InputError
 from psg._trees import NAMESPACE, Tree, flatten, unflatten
@@ -51,7 +51,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
             with torch.inference_mode(False), torch.enable_grad():
                 arguments = batch.sample(i)
                 targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
-                with _pass.opened(called), _pass.Plain():
+                with _pass.opened(called), _kernels.Repaired():
                     value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
                 with called.again():
                     row = _grad(value, targets) if isinstance(value, Tensor) and value.dim() == 0 else None

@@ -39,5 +39,4 @@ __all__ = [
     "weighted_sum",
 ]
 
-Clipped.__module__ = Moments.__module__ = __name__  # under which they are saved, and read again
 torch.serialization.add_safe_globals([Clipped, Moments])

@@ -68,7 +68,7 @@ def clip(
 
     Raises:
         InputError: A clip norm is negative or NaN; a policy is none, gives something else than [n], or would bring gradients to a norm of
-            inf; a mask is not [n] booleans; a leaf has no group.
+            inf; a mask is not [n] booleans; a leaf has no group, or a group no leaf.
 
     Example:
         >>> import torch
