@@ -197,7 +197,9 @@ def _call(
     _warn_of_those_left_behind(module, params, own, memory)
     params = _under_all_names(module, params, own)
     # Those that are not asked for are constants, as frozen ones are: with a history of their own the result would have one.
-    rest = {name: parameter.detach() for name, parameter in own.items() if name not in params and parameter.requires_grad}
+    constants: dict[int, Tensor] = {}  # one for all names of those that are tied
+    others = {name: parameter for name, parameter in own.items() if name not in params and parameter.requires_grad}
+    rest = {name: constants.setdefault(id(parameter), parameter.detach()) for name, parameter in others.items()}
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
     versions = {name: buffer._version for name, buffer in buffers.items()}

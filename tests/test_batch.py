@@ -363,6 +363,33 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
     assert gradients[0].isfinite().all()
 
 
+@pytest.mark.parametrize("order", ["by length", "by expert"])
+def test_dropout_behind_an_order_that_depends_on_data(order, device):
+    """Its masks fall on other samples in another batch."""
+
+    def fn(w, x):
+        groups = [x[:, 0].argsort()] if order == "by length" else [((x[:, 0] > 0) == flag).nonzero()[:, 0] for flag in (True, False)]
+        output = x.new_zeros(len(x))
+        for rows in groups:
+            output = output.index_add(0, rows, F.dropout(F.linear(x[rows], w).tanh(), 0.3).square().sum(1))
+        return output
+
+    w = torch.randn(3, WIDTH, device=device)
+    for _ in range(10):
+        psg.per_sample_grad(fn, method="batch")(w, torch.randn(8, WIDTH, device=device))
+
+
+def test_derivatives_for_data_inside(device):
+    def fn(w, x):
+        z = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(z.sin().square().sum(), z)
+        return F.linear(x + 0.1 * slope.sign(), w).square().sum(1)
+
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(5, WIDTH, device=device)
+    with torch.no_grad():
+        assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(fn))(w, x))
+
+
 def test_a_batch_that_fn_would_not_take_is_not_compared(device):
     def fn(w, x, ids):
         if len(ids.unique()) < len(ids):

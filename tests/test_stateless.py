@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
 import psg
-from psg.testing import assert_trees_close, loop_grad
+from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
 
 
 def ordinary(module, *batch, criterion):
@@ -465,6 +465,24 @@ def test_a_part_of_the_parameters(tied, device):
         clipped = psg.clipped_grad(loss, clip_norm=0.1)
         assert_trees_close(psg.jit(clipped, backend="eager")(part, x, y).grads, clipped(part, x, y).grads)
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_tied_constants_are_one(scripted, device):
+    """A penalty counts them once, whichever part is asked for."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    module[1].weight = module[0].weight
+    module = torch.jit.script(module) if scripted else module
+
+    def criterion(output, y):
+        return F.mse_loss(output, y) * sum(parameter.square().sum() for parameter in module.parameters())
+
+    loss, params = psg.stateless(module, criterion)
+    x, y = torch.randn(N, 2, device=device), torch.randn(N, 2, device=device)
+    expected = loop_value_and_grad(loss)(params, x, y)
+    for method in ("auto", "loop"):
+        values, grads = psg.per_sample_value_and_grad(loss, method=method)({"1.bias": params["1.bias"]}, x, y)
+        assert_trees_close((values, grads["1.bias"]), (expected[0], expected[1]["1.bias"]))
 
 
 def test_a_later_parametrization_is_an_error(device):
