@@ -20,8 +20,8 @@ Arguments that all five share:
                 without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that meets a
                 parameter needs a rule, or an error names the parameter, the op and the line; StateError if losses share rows of data,
                 as under batch normalisation, or change when other samples are exchanged. It takes two more backward passes and one more
-                forward pass, which measure that, on the samples at hand. Only what the samples share can be differentiated, and tensors
-                of an aux have the samples in dim 0.
+                forward pass (two where fn draws random numbers), which measure that, on the samples at hand. Only what the samples share
+                can be differentiated, and tensors of an aux have the samples in dim 0.
 
 Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
 
