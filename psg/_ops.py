@@ -135,9 +135,14 @@ _DERIVING = frozenset(
 )
 
 
+# Functions that are equal, and so one key of a cache, under other names.
+_ALIASES = {"dsmm": "mm", "spmm": "mm", "hsmm": "hspmm", "saddmm": "sspaddmm"}
+
+
 @cache
 def name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
+    name = _ALIASES.get(name, name)
     return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
 
 

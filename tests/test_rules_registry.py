@@ -7,6 +7,7 @@ from agreement import assert_agrees
 from cases import N, Problem, score
 
 import psg
+from psg import _ops
 from psg.factors import Dense, Outer
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad
@@ -212,3 +213,10 @@ def test_a_broken_rule_is_named(device):
 
     with pytest.raises(psg.PsgError, match=r"weight of bilinear_form.*\(1, 1\).*\(4, 4\)"):
         psg.per_sample_grad(problem(device).fn, method="capture")(*problem(device).args)
+
+
+@pytest.mark.parametrize("alias, name", [("dsmm", "mm"), ("spmm", "mm"), ("hsmm", "hspmm"), ("saddmm", "sspaddmm")])
+def test_functions_that_are_equal_have_one_name(alias, name):
+    """Else what is remembered of an op would depend on which of them came first."""
+    assert getattr(torch, alias) == getattr(torch, name)
+    assert _ops.name_of(getattr(torch, alias)) == _ops.name_of(getattr(torch, name)) == name
