@@ -77,8 +77,10 @@ class _Undropped(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs | ({} if len(args) > 4 else {"dropout_p": 0.0})
+        if func is F.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.scaled_dot_product_attention:
+            kwargs = kwargs | {"dropout_p": 0.0}
         return func(*args, **kwargs)
 
 

@@ -379,6 +379,17 @@ def test_dropout_behind_an_order_that_depends_on_data(order, device):
         psg.per_sample_grad(fn, method="batch")(w, torch.randn(8, WIDTH, device=device))
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_samples_that_meet_before_an_attention_with_dropout(by_name, device):
+    def fn(w, x):
+        q = F.linear(x - x.mean(0), w)
+        mixed = F.scaled_dot_product_attention(q, q, q, dropout_p=0.3) if by_name else F.scaled_dot_product_attention(q, q, q, None, 0.3)
+        return mixed.square().sum((1, 2))
+
+    with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+        psg.per_sample_grad(fn, method="batch")(torch.randn(3, WIDTH, device=device), torch.randn(8, 4, WIDTH, device=device))
+
+
 def test_derivatives_for_data_inside(device):
     def fn(w, x):
         z = x.detach().requires_grad_()
