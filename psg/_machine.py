@@ -1,6 +1,7 @@
 """What the machine is good at: how many operations a byte is worth to it, and how a product is divided among its threads."""
 
 import functools
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ def dispatched(device: torch.device) -> int:
     if _functorch.is_traced():
         return 0
     return 1_000_000 if device.type == "cpu" else 100_000_000
+
+
+def settings(device: torch.device) -> Hashable:
+    """The settings of the process that the figures above depend on."""
+    # Only float32 products on an accelerator have several precisions.
+    precision = None if device.type == "cpu" else torch.backends.cuda.matmul.fp32_precision
+    return torch.get_num_threads(), pages_are_kept(), precision
 
 
 def chunk_bytes(device: torch.device) -> int:

@@ -133,7 +133,7 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     settings = _settings.get()
     choice = settings.choices.get(question)
     if choice is not None:
-        answer = choice(factor, costs) if callable(choice) else choice
+        answer = choice(factor, dict(costs)) if callable(choice) else choice  # costs are remembered: a copy
         if answer in costs:
             return answer
     if settings.measure and factor.n and not factor.is_differentiated and not _functorch.is_traced():

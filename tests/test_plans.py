@@ -10,7 +10,7 @@ from torch import nn
 
 import psg
 from psg import _machine, plans
-from psg.factors import Dense, Outer, Rows
+from psg.factors import Conv, Dense, Geometry, Outer, Rows, _planned
 from psg.factors._base import product
 from psg.testing import assert_trees_close
 
@@ -79,6 +79,47 @@ def test_what_is_asked_for_is_what_runs(problem):
         assert plan("head.weight") == "product of norms, one matrix product"  # one position: it has no such plan
     with plans.using(norm="chunks"):
         assert plan("second.weight") == "materialised in chunks, native weight gradient"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_remembered_costs_are_those_of_the_layout_and_the_machine(kept, threads, device, monkeypatch):
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    factors = [
+        *(outer(device, n) for n in (2, 3)),
+        *(Conv(torch.randn(2, 1, 4, 8, 8), torch.randn(2, 1, channels, 8, 8), geometry).map(lambda t: t.to(device)) for channels in (3, 5)),
+    ]
+    before = torch.get_num_threads()
+    monkeypatch.setattr(psg.memory, "_kept", kept)
+    torch.set_num_threads(threads)
+    try:
+        for factor in factors * 2:
+            questions = (factor._norm_costs, factor._joint_costs, *([factor._materialize_costs] if isinstance(factor, Conv) else []))
+            for costs in questions:
+                assert costs() == costs.__wrapped__(factor)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_remembered_costs_are_bounded(device, monkeypatch):
+    monkeypatch.setattr(_planned, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(_planned, "_known", {})
+    costs = [outer(device, n)._joint_costs() for n in range(1, 9)]
+    assert len(_planned._known) <= 3
+    assert costs == [outer(device, n)._joint_costs() for n in range(1, 9)]
+
+
+def test_a_function_that_chooses_may_write_into_the_costs(device):
+    factor, seen = outer(device), []
+
+    def choice(factor, costs):
+        seen.append(dict(costs))
+        costs.clear()
+        return "gram"
+
+    with plans.using(norm=choice):
+        factor.norm(), factor.norm()
+    assert seen[0] == seen[1] and len(seen[0]) == 2
 
 
 def test_settings_are_put_back_after_an_error(device):

@@ -11,7 +11,7 @@ from psg import _functorch, _machine, plans
 from psg.factors._base import expect_real, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
-from psg.factors._planned import Planned
+from psg.factors._planned import Costs, Planned, remembered
 
 
 class Geometry(NamedTuple):
@@ -289,11 +289,13 @@ class Conv(Planned):
 
     # Costs, in operations for one sample.
 
-    def _norm_costs(self) -> dict[str, float]:
+    @remembered
+    def _norm_costs(self) -> Costs:
         byte = _machine.used(self.device, self.dtype)
         return {"gram": min(self._gram_costs().values()), "chunks": self._chunks_cost(byte)}
 
-    def _gram_costs(self) -> dict[str, float]:
+    @remembered
+    def _gram_costs(self) -> Costs:
         t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
         byte, out, patch = _machine.used(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
         # A sum over the taps of a dimension clears its result, and for each tap reads it, reads on and writes it.
@@ -303,7 +305,8 @@ class Conv(Planned):
             "pixels": 2 * (t * t * out + pixels * pixels * self.input.shape[2]) + passes * byte * groups * size * max(t, pixels) ** 2,
         }
 
-    def _materialize_costs(self) -> dict[str, float]:
+    @remembered
+    def _materialize_costs(self) -> Costs:
         groups, is_flat = self.geometry.groups, all(size == 1 for size in self.geometry.kernel)
         if self.device.type != "cpu":
             if groups > 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 from psg import _functorch, _machine
 from psg.factors._base import expect_real, product, scale_rows, square, wide, wide_bmm, widen
 from psg.factors._dense import Dense
-from psg.factors._planned import Planned
+from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
 
 
@@ -144,7 +144,8 @@ class Outer(Planned):
 
     # Costs, in operations for one sample.
 
-    def _norm_costs(self) -> dict[str, float]:
+    @remembered
+    def _norm_costs(self) -> Costs:
         t, byte = self.positions, _machine.used(self.device, self.dtype)
         return {
             "gram": t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size()),

@@ -1,12 +1,14 @@
 """What factors have in common whose norms and sums can be computed in several ways; `psg.plans` chooses."""
 
+import functools
 from abc import abstractmethod
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from psg import _machine, plans
+from psg import _functorch, _machine, plans
 from psg.factors._base import Additive
 from psg.factors._dense import Dense
 
@@ -14,15 +16,44 @@ _CARRIED = 25
 """Ops that it takes a factor, beyond what it takes its gradient, to be carried over a derivation, and normed then."""
 
 
+Costs = dict[str, float]
+"""The answers to a question of `psg.plans`, with their costs in operations for one sample."""
+
+_known: dict[Hashable, Costs] = {}
+_MOST_KNOWN = 1 << 14  # Poisson sampling draws many batch sizes, each a layout of its own
+
+
+def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
+    """Compute costs once for each layout of a factor: in every step of a training loop they are the same."""
+
+    @functools.wraps(compute)
+    def costs(factor: "Planned") -> Costs:
+        if _functorch.is_traced():
+            return compute(factor)  # sizes may be symbols, and the program is traced only once
+        key = compute, factor._layout, _machine.settings(factor.device)
+        found = _known.get(key)
+        if found is None:
+            found = compute(factor)
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[key] = found
+        return found
+
+    return costs
+
+
 class Planned(Additive):
-    """A factor of which a norm, and a norm and a weighted sum together, have several plans. See `psg.plans`, the question "norm"."""
+    """A factor of which a norm, and a norm and a weighted sum together, have several plans. See `psg.plans`, the question "norm".
+
+    It is held as tensors alone, and its costs depend only on their shapes, dtype and device, and on its constants.
+    """
 
     @abstractmethod
     def _norm_by(self, plan: str) -> Tensor:
         """The squared norm by "gram" or "chunks"."""
 
     @abstractmethod
-    def _norm_costs(self) -> dict[str, float]:
+    def _norm_costs(self) -> Costs:
         """What "gram" and "chunks" cost, in operations for one sample."""
 
     @abstractmethod
@@ -37,6 +68,12 @@ class Planned(Additive):
         """What a norm by "chunks" costs: materialising, and reading it from cache, where a byte costs so much."""
         return self._materialize_cost() + byte * self._bytes()
 
+    @functools.cached_property
+    def _layout(self) -> Hashable:
+        """All that costs depend on, but for the machine."""
+        shapes = (getattr(self, name).shape for name in self.fields)
+        return type(self), *shapes, self.dtype, self.device, *(getattr(self, name) for name in self.constants)
+
     def _bytes(self) -> int:
         """What one sample's gradient takes."""
         return self.shape.numel() * self.dtype.itemsize
@@ -45,14 +82,19 @@ class Planned(Additive):
         """The squared norm, when no sum follows or what it takes is decided."""
         return self._norm_by(plans.choose("norm", self._norm_costs(), self, self._norm_by))
 
-    def _plan(self, more: float = 0) -> str:
-        """How norm and sum are computed together, where a gradient that is not kept costs some operations more."""
+    @remembered
+    def _joint_costs(self) -> Costs:
+        """What norm and sum together cost."""
         byte = _machine.taken_out(self.device, self.dtype)
-        more += self._sum_cost() + byte * (self.nbytes // max(1, self.n))
-        costs = {plan: cost + more for plan, cost in self._norm_costs().items()}
-        held = self._bytes()
-        if plans.may_keep(self.n * held):
-            costs["keep"] = self._materialize_cost() + (_machine.kept(self.device, self.dtype) + byte) * held
+        weighted = self._sum_cost() + byte * (self.nbytes // max(1, self.n))
+        costs = {plan: cost + weighted for plan, cost in self._norm_costs().items()}
+        return costs | {"keep": self._materialize_cost() + (_machine.kept(self.device, self.dtype) + byte) * self._bytes()}
+
+    def _plan(self, more: float = 0) -> str:
+        """How norm and sum are computed together, where every plan but "keep" costs some operations more."""
+        costs = {plan: cost if plan == "keep" else cost + more for plan, cost in self._joint_costs().items()}
+        if not plans.may_keep(self.n * self._bytes()):
+            del costs["keep"]
         return plans.choose("norm", costs, self, self._norm_and_sum_by)
 
     def _norm_and_sum_by(self, plan: str) -> tuple[Any, ...]:
