@@ -1,4 +1,4 @@
-"""Attention over drawn shapes and options: its rule folds the samples into the batch that kernels know."""
+"""Attention over drawn shapes and options: its rule folds the samples into the kernels' batch dimension."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from psg.testing import assert_trees_close, loop_grad, tensors
 
 @st.composite
 def attention_problems(draw):
-    """Self and cross attention; masks of every shape that broadcasts, boolean or added, shared or a sample's own."""
+    """Self and cross attention; masks of every shape that broadcasts, boolean or added, shared or different for each sample."""
     n, t, s = draw(st.integers(0, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     heads, e, f = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     lead = draw(st.sampled_from([(), (1,), (2,), (2, 1)]))
@@ -145,7 +145,7 @@ def test_leading_dimensions_that_broadcast(problem, rules, device):
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_causal_attention_with_a_scale_that_is_not_positive(lead, scale, device):
-    # The fused kernel multiplies the -inf of its mask by the scale: where torch takes it for one sample too, so does a loop.
+    # The fused kernel multiplies the -inf of its mask by the scale; where torch uses it for one sample, a loop is wrong too.
     w, x = torch.randn(4, 4, device=device), torch.randn(3, *lead, 5, 4, device=device)
 
     def attention(**mask):
@@ -172,7 +172,7 @@ def test_dropout_draws_as_a_loop_does(lead, mask, randomness, device):
     for method in ("auto", "loop"):
         torch.manual_seed(0)
         found[method] = psg.per_sample_grad(fn, randomness=randomness, method=method)(params, x)
-    if device.type == "cpu":  # elsewhere a batch draws other numbers than its samples do
+    if device.type == "cpu":  # on other devices a batch draws other numbers than single samples
         assert_trees_close(found["auto"], found["loop"])
     rows = found["auto"]["qkv"]
     assert rows.isfinite().all() and not torch.equal(rows[0], rows[1])
@@ -248,7 +248,7 @@ def transformer_cases():
         )
 
 
-# What torch says when such a module is built.
+# torch warns of this when it builds such a module.
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("build", list(transformer_cases()))
 @pytest.mark.parametrize("training", [True, False])
@@ -279,7 +279,7 @@ def test_transformer_layers(build, training, masked, device):
     assert_agrees(problem)
     for leaf in psg.explain(fn)(*problem.args).leaves:
         ruled = {use for use in leaf.uses if use.endswith(": rule")}
-        # A decoder projects queries and memory by parts of one matrix.
+        # A decoder projects queries and memory with parts of one matrix.
         assert ruled and set(leaf.uses) <= ruled | {"split: derived", "unflatten: derived", "transpose: derived"}, leaf
 
 
@@ -292,7 +292,7 @@ def test_scores_that_are_not_finite(shape, place, broken, device):
 
     w, sides = torch.randn(4, 4, device=device), {name: torch.randn(3, *shape, device=device) for name in ("query", "key", "value")}
     sides[place][1].flatten()[0] = broken
-    # Broadcast against each other torch takes its plain mathematics too.
+    # Keys and values that broadcast: torch, too, runs these unfused.
     sides["key"], sides["value"] = (sides[name][:, :1] if len(shape) == 4 else sides[name] for name in ("key", "value"))
     expected = psg.per_sample_value_and_grad(fn, method="loop")(w, *sides.values())
     assert_trees_close(psg.per_sample_value_and_grad(fn, method="capture")(w, *sides.values()), expected)

@@ -1,4 +1,4 @@
-"""Bags of lookups over drawn shapes and options."""
+"""embedding_bag over drawn shapes and options."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ each_rule = st.sampled_from([True, False])
 
 
 def draw_offsets(draw, n, t, bags, last):
-    """Where the bags of each sample begin: rising from 0, empty bags among them; and the end of all."""
+    """The offsets of each sample's bags, rising from 0, some bags empty; with `last` also the end of the last bag."""
     rows = []
     for _ in range(n):
         inner = sorted(draw(st.lists(st.integers(0, t), min_size=bags - 1, max_size=bags - 1)))
@@ -27,7 +27,7 @@ def draw_offsets(draw, n, t, bags, last):
 
 @st.composite
 def bag_problems(draw):
-    """Few rows, so that ids repeat within a bag; every option; offsets of the sample's own, of all, or none."""
+    """Few rows, so that ids repeat within a bag; every option; offsets for each sample, for all samples, or none."""
     n, rows, d = draw(st.integers(0, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     bags, t = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     mode = draw(st.sampled_from(["sum", "mean", "max"]))
@@ -74,7 +74,7 @@ def bag_problems(draw):
 @given(drawn=bag_problems(), rules=each_rule)
 def test_embedding_bag(drawn, rules, device):
     problem, options = drawn
-    # vmap(grad) cannot write shortened rows back into the weight, nor hold a sparse gradient; the rule need not do the latter.
+    # vmap(grad) can neither rescale rows of the weight in place (max_norm) nor hold a sparse gradient; the rule needs no sparse one.
     falls = "max_norm" if "max_norm" in options else "sparse" if options.get("sparse") and not rules else ""
     assert_agrees(on(problem, device), rules=rules, may_fall=falls)
 
@@ -119,7 +119,7 @@ def test_max_norm_does_not_write_into_the_table(device):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_ids_after_the_last_offset_are_in_no_bag(mode, device):
-    # torch's documentation says so; its CPU kernels (2.13) put them into the last bag, or read memory that is not theirs.
+    # torch's documentation says so; its CPU kernels (2.13) put them into the last bag, or read out of bounds.
     table, ids = torch.randn(5, 3, device=device), torch.randint(5, (3, 6), device=device)
     offsets = torch.tensor([0, 1, 4], device=device)
     grads = psg.per_sample_grad(lambda w, ids: score(F.embedding_bag(ids, w, offsets, mode=mode, include_last_offset=True)))(table, ids)
@@ -158,7 +158,7 @@ def test_embedding_with_sparse_gradients(n, rows, t, seed, rules, device):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_ids_and_weights_of_any_layout(mode, device):
-    # The kernel takes their memory as contiguous, whether it is or not.
+    # The kernel assumes that they are contiguous, and does not check.
     table, pairs, scales = torch.randn(7, 2, device=device), torch.randint(7, (4, 5, 2), device=device), torch.randn(4, 5, 2, device=device)
 
     def fn(table, ids, scales):

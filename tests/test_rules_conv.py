@@ -18,7 +18,7 @@ OPS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 @st.composite
 def conv_problems(draw, dims):
-    """Stride, padding in numbers and words, dilation, groups, images, layouts: all that fit, and only those."""
+    """Stride, padding in numbers and words, dilation, groups, images, layouts: any valid combination."""
     each = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(dims))  # noqa: E731
     n = draw(st.integers(0, 3))
     images = draw(st.sampled_from([None, 1, 2]))  # None: one image without a batch dimension of its own
@@ -28,7 +28,7 @@ def conv_problems(draw, dims):
     kind = draw(st.sampled_from(["numbers", "number", "same", "valid"]))
     stride = (1,) * dims if kind == "same" else each(1, 3)
     padding = {"numbers": lambda: each(0, 2), "number": lambda: draw(st.integers(0, 2))}.get(kind, lambda: kind)()
-    # The padded image must hold one window at least; what is beyond that is drawn.
+    # The padded image must hold one window at least; the size beyond that is drawn.
     pads = padding if isinstance(padding, tuple) else (padding if isinstance(padding, int) else 0,) * dims
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     spatial = tuple(max(r - 2 * p, 1) + draw(st.integers(0, 3)) for r, p in zip(reach, pads, strict=True))
@@ -71,7 +71,7 @@ def test_patches_of_one_sample_at_a_time(dims, data, device):
 @pytest.mark.parametrize("materialize", ["convolution", "samples", "patches", "correlation"])
 @given(n=st.integers(0, 3), shape=st.sampled_from([(3, 8, 1, 9), (4, 4, 4, 2), (4, 4, 4, 1), (6, 4, 2, 3)]), seed=st.integers(0, 99))
 def test_every_plan_under_transforms(materialize, n, shape, seed, device):
-    """Gradients are formed in a trace too, and where history is kept."""
+    """Gradients are also materialised in a trace, and with autograd history."""
     torch.manual_seed(seed)
     i, o, groups, side = shape
     geometry = psg.factors.Geometry((3, 3), (1, 1), (1, 1), (1, 1), groups)
@@ -111,7 +111,7 @@ def test_channels_last(groups, same, n, memory, seed, device):
     assert_agrees(Problem(lambda w, x: score(F.conv2d(x[None], w, padding=padding, groups=groups)), (weight, x)))
 
 
-# (images, in, out, groups, side, kernel): shapes at which another algorithm is the cheapest.
+# (images, in, out, groups, side, kernel): shapes, each with another cheapest algorithm.
 CHOICES = [
     (1, 3, 8, 1, 12, 5),
     (1, 32, 36, 1, 4, 3),
@@ -163,7 +163,7 @@ def test_transposed_convolution_without_a_rule(n, stride, groups, seed, device):
 @pytest.mark.parametrize("option", [{"stride": (2,)}, {"stride": [1], "padding": [1]}, {"dilation": (1,), "stride": (2,), "groups": 1}])
 @pytest.mark.parametrize("op", [F.conv2d, F.conv3d, F.conv_transpose2d, F.conv_transpose3d])
 def test_lists_of_one_entry(op, option, method, device):
-    # vmap takes the length of the stride for the number of spatial dimensions: the bias went along another one.
+    # vmap takes the length of the stride for the number of spatial dimensions: it added the bias along a wrong one.
     dims = 2 if op in (F.conv2d, F.conv_transpose2d) else 3
 
     def fn(p, x):
@@ -192,7 +192,7 @@ def test_taps_that_meet_padding_alone(size, kernel, stride, padding, dilation):
 @pytest.mark.parametrize("materialize", ["samples", None])
 @pytest.mark.parametrize("kernel, size, options", [(5, 1, {"padding": 2}), (3, 2, {"padding": 1, "stride": 3}), (7, 2, {"padding": 3})])
 def test_half_precision_of_taps_that_meet_padding_alone(kernel, size, options, materialize, device):
-    # The native kernel leaves them as memory was.
+    # The native kernel leaves these taps of the gradient uninitialised.
     x, w = (torch.randn(*shape, device=device).bfloat16() for shape in ((200, 20, 1, size, size), (16, 20, kernel, kernel)))
 
     def fn(w, x):

@@ -1,4 +1,4 @@
-"""Transposed convolutions over drawn shapes and options: input and cotangent change places."""
+"""Transposed convolutions over drawn shapes and options: input and cotangent swap roles."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ OPS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 @st.composite
 def problems(draw, dims):
-    """Every option that fits; an output padding of a stride and more, where a larger dilation allows it."""
+    """Every valid option; an output padding of a stride or more, where a larger dilation allows it."""
     each = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(dims))  # noqa: E731
     n = draw(st.integers(0, 3))
     images = draw(st.sampled_from([None, 1, 2]))  # None: one image without a batch dimension of its own
@@ -101,7 +101,7 @@ def test_modules_take_the_rule(module, sample, batched, device):
         assert leaf.kind == ("Conv" if "weight" in leaf.path else "Dense")
 
 
-# (in, out, groups, side, kernel, stride): shapes at which another algorithm is the cheapest.
+# (in, out, groups, side, kernel, stride): shapes, each with another cheapest algorithm.
 CHOICES = [
     (32, 36, 1, 4, 3, 1),
     (64, 64, 1, 3, 3, 2),

@@ -10,7 +10,7 @@ from psg.factors import Dense, Outer
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad
 
-# vmap has no batching rule for an op of the user's, and says so on its own account.
+# vmap has no batching rule for a user's op, and warns of that itself.
 quiet = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
@@ -135,7 +135,7 @@ def test_a_python_function_that_no_mode_sees(device):
 
 @pytest.fixture
 def gained(monkeypatch):
-    """A primitive, and how to give it a rule for the time of the test."""
+    """A primitive; rules that are registered for it last as long as the test."""
     monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
 
     @psg.primitive
@@ -176,7 +176,7 @@ def test_annotations_may_be_written_as_text(device):
 
 
 class Rounded(torch.autograd.Function):
-    """A straight-through estimate, as networks are trained for few bits with."""
+    """A straight-through estimator, as for training quantised networks."""
 
     generate_vmap_rule = True
 

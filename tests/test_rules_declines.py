@@ -1,6 +1,6 @@
-"""Calls that a rule, or what writes an op with others, declines: they take the slower path, and are there what they are to torch.
+"""Calls that a rule or a decomposition declines: they take a slower path, with torch's result or torch's error.
 
-By shapes, dtypes and options, which are the same on every device: these run on the CPU.
+They decline by shapes, dtypes and options, which are the same on every device: these tests run on the CPU.
 """
 
 import re
@@ -21,7 +21,7 @@ def complex_normal(*shape):
 
 
 def slope(op, x, *args, **options):
-    """Of a derivative that fn takes for its data."""
+    """The score of a derivative that fn takes with respect to its data."""
     return score(grad(lambda x: score(op(x, *args, **options)))(x))
 
 
@@ -30,7 +30,7 @@ def rnn(x, weights, state=None):
     return torch.rnn_tanh(x, state, weights, False, 1, 0.0, False, False, False)[0]
 
 
-# What torch computes: functions of parameters and one sample, the parameters, the batch.
+# Calls that torch computes: a function of parameters and one sample, the parameters, the batch.
 DECLINED = {
     "layer_norm of complex data": lambda: (lambda w, x: score(x * F.layer_norm(w, (3,))), normal(3), complex_normal(N, 3)),
     "conv1d, complex": lambda: (lambda w, x: score(F.conv1d(x, w)), complex_normal(2, 3, 2), complex_normal(N, 3, 5)),
@@ -157,7 +157,7 @@ def test_what_is_declined_equals_the_loop(name):
     assert_agrees(Problem(fn, tuple(args)))
 
 
-# What torch refuses.
+# Calls that torch refuses.
 REFUSED = {
     "weight norm of complex numbers": lambda: (
         lambda w, x: score(torch._weight_norm(x, w)),
@@ -368,7 +368,7 @@ def test_a_recurrent_op_called_by_keywords_goes_down_the_ladder():
         assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))
 
 
-# Functions of a whole batch in which the rows of an op's data cannot be told, and what they are refused with; nothing if another op runs.
+# Functions of a whole batch with an op whose data cannot be split into rows, after the error; no error if a decomposition runs.
 BATCHED = {
     "embedding by frequency": lambda: (
         "w reaches the losses by an op that no function mode sees",

@@ -104,7 +104,7 @@ def test_a_large_vocabulary_is_never_materialised(device):
     ids=["head", "elsewhere", "in a transform"],
 )
 def test_what_max_norm_writes_is_seen_later(lookup, use, device):
-    # torch shortens the rows of the weight itself: a tied head reads the shortened ones.
+    # torch rescales rows of the weight in place: a tied head reads the rescaled rows.
     def fn(w, ids):
         return use(lookup(ids, w, max_norm=1.0), w).sin().sum()
 
@@ -144,7 +144,7 @@ def test_embedding_bag_without_a_rule(mode, n, t, weighted, seed, device):
 @pytest.mark.parametrize("padding", [1, -4])
 @pytest.mark.parametrize("scale_grad_by_freq", [False, True])
 def test_padding_of_a_weight_that_depends_on_the_sample(method, padding, scale_grad_by_freq, device):
-    # vmap's own rule for such a weight forgets the padding.
+    # vmap's own batching rule for such a weight ignores padding_idx.
     torch.manual_seed(0)
     options = {"padding_idx": padding, "scale_grad_by_freq": scale_grad_by_freq}
 
@@ -163,7 +163,7 @@ def test_padding_of_a_weight_that_depends_on_the_sample(method, padding, scale_g
 @pytest.mark.parametrize("method", ["capture", "vmap"])
 @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian])
 def test_padding_keeps_its_tangent(transform, method, device):
-    # It is no padding to forward-mode derivatives, in torch itself.
+    # In torch itself padding_idx has no effect on forward-mode derivatives.
     def fn(w, i, x):
         inner = lambda x: F.embedding(i, w * x, padding_idx=1).sin()  # noqa: E731
         return transform(lambda x: inner(x).sum() if transform is torch.func.hessian else inner(x))(x).sin().sum()

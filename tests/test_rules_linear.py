@@ -50,7 +50,7 @@ def stacked_problems(draw):
 
 @st.composite
 def product_problems(draw):
-    """x @ W in its spellings, with position dimensions before the last."""
+    """x @ W, spelled in several ways, with position dimensions before the last."""
     n, i, o = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     positions = draw(shapes(min_dims=0, max_dims=2, max_side=3))
     spelling = draw(

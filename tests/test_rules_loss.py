@@ -74,7 +74,7 @@ def test_ignored_positions(seed, reduction, device):
 
 
 def test_a_sample_that_ignores_all_its_positions(device):
-    # 0 / 0, as in torch: that sample's own row says so, and no other's.
+    # 0 / 0 is NaN, as in torch: in the row of that sample only.
     w, x = torch.randn(4, 3, device=device), torch.randn(2, 5, 3, device=device)
     y = torch.stack([torch.full((5,), -100, device=device), torch.zeros(5, dtype=torch.int64, device=device)])
 
@@ -149,7 +149,7 @@ def test_probabilities_and_images_take_the_lifted_path(device):
 
 # --- losses with margins, and of a variance ---------------------------------------------------------------------------
 
-# In halves, so that sums and differences are exact and the kinks are met.
+# Multiples of a half: sums and differences are exact, and some inputs lie at the kinks.
 margins = st.sampled_from([0.5, 1.0, 1.5])
 
 
@@ -160,9 +160,9 @@ def on_a_grid(draw, *shape):
 
 
 def assert_loss_agrees(op, w, *batch, device):
-    """w times the first of the batch is the loss's input, without a rounding: w has powers of two."""
+    """The loss's input is w times the first tensor of the batch, without rounding: w holds powers of two."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of vmap, where it runs sample by sample
+        warnings.simplefilter("error")  # vmap warns where it runs an op sample by sample
         assert_agrees(on(Problem(lambda w, x, *rest: weighted(op(w, x, *rest)), (w, *batch)), device))
 
 
@@ -215,7 +215,7 @@ def test_multilabel_margin_loss(data, device):
     draw = data.draw
     n, classes, rows = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([(), (1,), (3,)]))
     reduction = draw(REDUCTIONS)
-    # The first -1 ends the list of the targets; one may stand there twice.
+    # The first -1 ends the list of targets, in which a class may occur twice.
     target = torch.randint(-1, classes, (n, *rows, classes), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
 
     def loss(w, x, y):
@@ -266,9 +266,9 @@ def test_gaussian_nll_loss(data, device):
     draw = data.draw
     n, rows, width = draw(st.integers(0, 3)), draw(st.sampled_from([(), (1,), (3,)])), draw(st.integers(1, 3))
     options = {"reduction": draw(REDUCTIONS), "full": draw(st.booleans()), "eps": draw(st.sampled_from([1e-6, 0.5]))}
-    var = draw(st.sampled_from([0.75, (width,), (1,), None]))  # of every entry, of one, and one of all; and without that dimension
+    var = draw(st.sampled_from([0.75, (width,), (1,), None]))  # a number; for each entry; for each row; for each row, squeezed
     x, y = on_a_grid(draw, n, *rows, width), on_a_grid(draw, n, *rows, width)
-    v = on_a_grid(draw, n, *rows, *(var if isinstance(var, tuple) else ())).abs()  # 0 and 0.5 are clamped, or just not
+    v = on_a_grid(draw, n, *rows, *(var if isinstance(var, tuple) else ())).abs()  # 0 is clamped, and 0.5 may be just at eps
     if var == (1,) and rows == (1,):
         var = 0.75
 
@@ -304,7 +304,7 @@ MARGINS = {
 
 @pytest.mark.parametrize("name", MARGINS)
 def test_no_loss_runs_sample_by_sample(name, device):
-    """Its ops are as many for 32 samples as for 2."""
+    """It runs as many ops for 32 samples as for 2."""
     w = torch.randn(4, device=device)
 
     def ops(n):

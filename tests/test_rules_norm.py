@@ -79,7 +79,7 @@ def test_group_norm(problem, rules, device):
 
 @given(n=counts, groups=st.integers(1, 3), seed=st.integers(0, 99))
 def test_group_norm_of_a_bias_alone(n, groups, seed, device):
-    # "tensor does not have a device": eager torch cannot differentiate this call, so the loop has an equal one.
+    # "tensor does not have a device": eager torch cannot differentiate this call, so the loop runs an equivalent one.
     torch.manual_seed(seed)
     bias, x = torch.randn(2 * groups, device=device), torch.randn(n, 2, 2 * groups, 3, device=device)
     grads = psg.per_sample_grad(lambda b, x: score(F.group_norm(x, groups, bias=b)))(bias, x)
@@ -94,7 +94,7 @@ def test_instance_norm(problem, rules, device):
 
 @given(n=counts, affine=st.booleans(), seed=st.integers(0, 99))
 def test_instance_norm_with_running_statistics(n, affine, seed, device):
-    # In evaluation mode the statistics are buffers: no rule, but a right result.
+    # In evaluation mode the statistics are buffers.
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=affine, track_running_stats=True)).to(device).eval()
     params = {name: p.detach() for name, p in module.named_parameters()}
@@ -118,7 +118,7 @@ def test_the_rules_give_dense_factors(device):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_group_norm_with_cotangents_of_any_layout(n, chunk_size, device):
-    # The native kernel takes them as contiguous; those of one sample alone keep their strides.
+    # The native kernel assumes contiguous cotangents; those of one sample alone keep their strides.
     torch.manual_seed(0)
     params = {"weight": torch.randn(4, device=device), "bias": torch.randn(4, device=device)}
 
@@ -144,7 +144,7 @@ def test_group_norm_with_cotangents_of_any_layout(n, chunk_size, device):
 
 @pytest.mark.parametrize("layout", [lambda w: w[:, 1], lambda w: w[0, :1].expand(4), lambda w: w.flatten()[::3][:4]])
 def test_group_norm_with_parameters_of_any_layout(layout, device):
-    # The native kernel takes weight and bias as contiguous, whether they are or not.
+    # The native kernel assumes that weight and bias are contiguous, and does not check.
     params = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, 3, device=device)}
     x = torch.randn(3, 4, 3, 2, device=device)
 
@@ -164,7 +164,7 @@ def test_group_norm_with_parameters_of_any_layout(layout, device):
 
 @pytest.mark.parametrize("size", [4, 64])
 def test_group_norm_runs_backward_once(size, device):
-    """For the data and for every sample's parameters; with cotangents taken as they arrive (large), or asked for."""
+    """Once for the data and all per-sample gradients, whether psg uses cotangents as they arrive (large) or asks autograd for them."""
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Tanh()) for _ in range(3)), nn.Flatten()).to(device)
     loss, params = psg.stateless(model, lambda out, y: (out.mean() - y.mean()).square())
     x, y = torch.randn(8, 4, size, size, device=device), torch.randn(8, device=device)
@@ -186,7 +186,7 @@ def test_group_norm_runs_backward_once(size, device):
     ],
 )
 def test_group_norm_of_a_part_of_the_channels(norm, method, device):
-    """A sample is contiguous, the batch is not; and no parameter comes as it is, so that no rule runs."""
+    """Each sample is contiguous, the batch is not; and weight and bias are no plain parameters, so that no rule runs."""
 
     def fn(p, x):
         h, gate = F.conv2d(x[None], p["w"], p["b"], padding=1).chunk(2, 1)

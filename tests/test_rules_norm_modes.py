@@ -1,4 +1,4 @@
-"""Normalisation by statistics that are given, in every memory layout, and under autocast and in half precision."""
+"""Normalisation by given statistics, in every memory layout, under autocast and in half precision."""
 
 import math
 from functools import partial
@@ -25,7 +25,7 @@ OPS = {
 
 @st.composite
 def problems(draw, op):
-    """Statistics that are buffers, shared arguments, or a sample's own; any part of weight and bias."""
+    """Statistics that are buffers, shared arguments, or each sample's own; weight, bias or both."""
     n, images, channels = draw(st.integers(0, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     spatial = draw(shapes(min_dims=0 if op == "batch_norm" else 1, max_dims=3, max_side=3))
     names = draw(st.lists(st.sampled_from(["weight", "bias"]), min_size=1, unique=True))
@@ -35,7 +35,7 @@ def problems(draw, op):
     mean, var = draw(tensors(shape)), draw(tensors(shape)).square() + 0.5
     eps = draw(st.sampled_from([1e-5, 1e-1]))
     x = draw(tensors((n, images, channels, *spatial)))
-    before = draw(st.booleans())  # whether something before it has parameters too
+    before = draw(st.booleans())  # whether an op before it has a parameter too
     if before:
         params["scale"] = draw(tensors(()))
 
@@ -81,7 +81,7 @@ def test_modules_in_evaluation_mode_take_the_rule(name, device):
 
 
 def test_channels_last_cotangents(device):
-    # A contiguous input and a channels-last cotangent, where eager torch has been seen to err: the reference writes it out.
+    # A contiguous input and a channels-last cotangent, for which eager torch has been wrong: the reference writes the norm out.
     weight, bias = torch.randn(2, 3, device=device)
     mean, var = torch.randn(3, device=device), torch.rand(3, device=device) + 0.5
     kernel = torch.randn(3, 3, 1, 1, device=device)
@@ -115,7 +115,7 @@ NORMS = {
 @pytest.mark.parametrize("mode", ["bfloat16", "float16", "autocast", "autocast of a product"])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's remark on rms_norm under autocast
 def test_half_precision(name, mode, device):
-    # Held to float64: the rule must be no further from it than the half precision of the input allows, and have torch's dtypes.
+    # Compared with float64: the rule's error must be within that of half precision, and its dtypes must be torch's.
     half = torch.float16 if mode == "float16" else torch.bfloat16
     autocast = mode.startswith("autocast")
     dtype = torch.float32 if autocast else half
@@ -154,7 +154,7 @@ def test_half_precision(name, mode, device):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("method", ["capture", "vmap", "loop", "batch"])
 def test_channels_last_cotangents_of_single_images(method, affine, kind, dims, n, device):
-    """As tokens give them. On a CPU torch's own backward is wrong for one image then, and so would be a loop that does not see to it."""
+    """Cotangents as tokens give them. torch's own backward on a CPU is wrong for one image then; psg's loops avoid that."""
     norm = getattr(nn, kind.__name__.replace("1", str(dims)))(3, affine=affine).to(device).eval()
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](2, 3, 3, padding=1).to(device)
     frozen = {**dict(norm.named_parameters()), **dict(norm.named_buffers())}
@@ -184,8 +184,8 @@ def _with_gaps(tensor):
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (1, 3, 5), (1, 3, 2, 4), (2, 3, 2, 4), (1, 3, 2, 2, 3)])
 @pytest.mark.parametrize("method", ["capture", "vmap", "loop", "oracle"])
 def test_batch_norm_whatever_the_layout(method, shape, layout, device):
-    """Torch's own backward on a CPU is wrong for gaps where there are no dimensions but batch and channels, and for one image whose
-    channels come last while its cotangent is contiguous."""
+    """Torch's own backward on a CPU is wrong for memory with gaps if the input is [batch, channels], and for one channels-last image
+    with a contiguous cotangent."""
     params = {"scale": torch.tensor(1.3, device=device), "weight": torch.randn(3, device=device), "bias": torch.randn(3, device=device)}
     statistics = {"mean": torch.randn(3, device=device), "var": torch.rand(3, device=device) + 0.5}
     x = torch.randn(3, *shape, device=device)
@@ -211,7 +211,7 @@ def test_batch_norm_whatever_the_layout(method, shape, layout, device):
 
 @pytest.mark.parametrize("gradients", [loop_grad, partial(psg.per_sample_grad, method="loop"), psg.check])
 def test_batch_norm_keeps_its_layout(gradients, device):
-    """A view that channels that come last have, and others have not."""
+    """Only a channels-last output can be viewed as flat after the permutation."""
     mean, var = torch.randn(3, device=device), torch.rand(3, device=device) + 0.5
 
     def loss(w, x, last):

@@ -28,7 +28,7 @@ def two_sided(draw, op, first, second, first_broadcast=(), **options):
 
 
 def stretched(draw, shape):
-    """The same shape with some sides 1, and some of the first ones left out: it broadcasts to the shape."""
+    """A shape that broadcasts to `shape`: some sides are 1, and some of the first ones are left out."""
     sizes = tuple(draw(st.sampled_from([1, size])) for size in shape)
     return sizes[draw(st.integers(0, len(sizes))) :]
 
@@ -198,7 +198,7 @@ def test_bilinear(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
 
 
-# A product, its parameters and one sample; the kind of each factor.
+# A product, the shapes of its parameters and of one sample, and the kind of w's factor.
 RULED = {
     "x @ W": (lambda p, x: x @ p["w"], {"w": (3, 4)}, (5, 3), "Outer"),
     "W @ x": (lambda p, x: p["w"] @ x, {"w": (4, 5)}, (5, 3), "Outer"),
@@ -231,7 +231,7 @@ def test_the_rule_is_taken(name, device):
         assert leaf.kind == (kind if leaf.path.endswith("['w']") else "Dense")
 
 
-# What eager torch refuses, a rule must not let pass.
+# A rule must not accept what eager torch refuses.
 REFUSED = {
     "mm of a vector": (lambda w, x: torch.mm(x, w), (3, 4), (3,)),
     "dot of one and many": (lambda w, x: torch.dot(x, w), (3,), (1,)),
@@ -254,7 +254,7 @@ def test_what_torch_refuses(name, device):
 
 
 def test_a_weight_of_each_sample_s_own_is_data(device):
-    # A hypernetwork's weight meets a parameter: the parameter alone has a rule.
+    # A hypernetwork's weight times a parameter: to the rule the former is data.
     def fn(p, x):
         own = torch.einsum("i,ijk->jk", x, p["generator"])
         return score(own @ p["w"]) + score(torch.einsum("jk,kl,j->l", own, p["w"], x[:2]))
@@ -303,7 +303,7 @@ def test_experts_meet_their_gates_before_one_another(equation, device):
 
 @given(data=st.data())
 def test_einsum_of_four(data, device):
-    # Sizes of 1 are stretched, and data may have one label twice.
+    # Sizes of 1 broadcast, and data may repeat a label.
     draw = data.draw
     n, sizes = draw(st.integers(0, 3)), {name: draw(sides) for name in "abcd"}
     terms = [
@@ -328,7 +328,7 @@ def test_the_same_parameter_twice_in_one_product(device):
 
 
 def test_labels_that_stand_twice_have_no_rule(device):
-    # The diagonal of a parameter; the diagonal of data has one.
+    # The diagonal of a parameter has none; the diagonal of data has one.
     weight, x = torch.randn(3, 3, device=device), torch.randn(2, 3, 3, device=device)
     assert_agrees(Problem(lambda w, x: score(torch.einsum("ii,ij->j", w, x)), (weight, x)))
     assert_agrees(Problem(lambda w, x: score(torch.einsum("ii,ij->j", x, w)), (weight, x)))
@@ -358,10 +358,10 @@ def test_convolution_by_a_matrix_of_transformers(n, t, seed, device):
 @pytest.mark.parametrize("beyond", [0, 2])
 @pytest.mark.parametrize("n", [0, 1, 4])
 def test_rows_by_the_matrices_of_their_experts(n, beyond, transposed, device):
-    """The op has no float64; the loop of plain products has."""
+    """The op does not support float64; the loop over plain products does."""
     experts, t = 5, 7
     params = {"w": torch.randn(experts, *((8, 4) if transposed else (4, 8)), device=device), "scale": torch.tensor(1.3, device=device)}
-    x, choice = torch.randn(n, t, 4, device=device), torch.randint(experts - 1, (n, t), device=device).sort(1).values  # one has no rows
+    x, choice = torch.randn(n, t, 4, device=device), torch.randint(experts - 1, (n, t), device=device).sort(1).values  # one is idle
 
     def fn(params, x, choice):
         rows = torch.arange(t, device=x.device) < t - beyond
@@ -410,7 +410,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_sample_s_output_has_the_layout_of_its_own(name, device):
-    """Of which fn may take a view, or by which it may go another way."""
+    """fn may take a view of the output, or branch on its layout."""
 
     def fn(w, x):
         y = LAYOUTS[name](w, x)

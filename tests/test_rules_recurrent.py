@@ -32,7 +32,7 @@ each_cell = pytest.mark.parametrize("kind", CELLS)
 
 
 def listed(state):
-    """The states of a call, one of which is no tuple."""
+    """The states of a call as a tuple: a single state comes as a tensor."""
     return state if isinstance(state, tuple) else (state,)
 
 
@@ -45,7 +45,7 @@ def trained(draw, module):
 
 
 def initial(draw, n, shapes):
-    """(parameters, batched argument, function of both to the states): none, constant, a sample's own, learned, derived from a parameter."""
+    """(parameters, batched argument, function of both to the states): none, constant, per sample, learned, derived from a parameter."""
     origin = draw(st.sampled_from(["none", "constant", "sample", "parameter", "derived", "mixed"]))
     drawn = [draw(tensors(shape)) for shape in shapes]
     own = [draw(tensors((n, *shape))) for shape in shapes]
@@ -83,7 +83,7 @@ def layer_problems(draw, kind):
         **options,
     )
     module.train(draw(st.booleans()) and layers == 1)
-    batch = draw(st.sampled_from([None, 1, 2]))  # of fn's own; None for an unbatched input
+    batch = draw(st.sampled_from([None, 1, 2]))  # fn's own batch size; None for an unbatched input
     shape = (time,) if batch is None else (batch, time) if batch_first else (time, batch)
     own_batch = () if batch is None else (batch,)
     widths = [projection or hidden, hidden] if kind == "lstm" else [hidden]
@@ -465,7 +465,7 @@ def test_outputs_may_be_written_into(kind, device):
     assert_agrees(Problem(fn, (parameters(module), normal(3, 5, 3).to(device, torch.float64))))
 
 
-@pytest.mark.parametrize("kind", ["gru", "lstm"])  # torch saves the new states of the others and refuses
+@pytest.mark.parametrize("kind", ["gru", "lstm"])  # torch saves the new states of the other kinds, and raises
 def test_new_states_may_be_written_into(kind, device):
     module = CELLS[kind](3, 3).to(device)
 
@@ -514,7 +514,7 @@ def test_a_frozen_weight_written_into_afterwards_is_found_out(device):
 
 
 def test_backward_asked_for_again(device):
-    # The builders and the graph share one backward pass; for other cotangents than the last there is another.
+    # The builders and the graph share one backward pass; for cotangents other than the last ones, a new one runs.
     layer = psg.rules.registered()[torch.lstm].run
     weights = [normal(16, 3).to(device), normal(16, 4).to(device), normal(16).to(device), normal(16).to(device)]
     x, state = normal(2, 1, 5, 3).to(device).requires_grad_(), [torch.zeros(2, 1, 1, 4, device=device)] * 2
@@ -572,7 +572,7 @@ def test_scripted_layers_take_the_loop(device):
     loss, params = psg.stateless(torch.jit.script(plain), F.cross_entropy)
     args = {name: value + 1 for name, value in params.items()}, ids(11, 3, 7).to(device), ids(3, 3).to(device)
     assert_agrees(Problem(loss, args), may_fall="torch's interpreter calls the op")
-    # The scripted layer reads its weights from a list that it keeps: those that were given, too.
+    # The scripted layer reads its weights from a list that it stores; the given parameters must get into it.
     expected = loop_grad(psg.stateless(plain, F.cross_entropy)[0])(*args)
     assert_trees_close(psg.per_sample_grad(loss, method="loop")(*args), expected)
 

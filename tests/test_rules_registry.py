@@ -1,4 +1,4 @@
-"""Rules of one's own: registering, declining, listing, and what a wrong registration says."""
+"""Rules of the user's own: registering, declining, listing, and the errors of wrong registrations."""
 
 import pytest
 import torch
@@ -199,7 +199,7 @@ def test_a_parameter_that_the_rule_does_not_take_is_an_error():
 
 def test_arguments_without_names_are_an_error():
     for wrong in (lambda x, /, weight: NotImplemented, lambda x, weight, **options: NotImplemented):
-        with pytest.raises(psg.InputError, match=r"takes arguments without a name of their own"):
+        with pytest.raises(psg.InputError, match=r"has positional-only arguments or \*\*options"):
             psg.rule(bilinear_form, params=("weight",))(wrong)
 
 
@@ -217,6 +217,6 @@ def test_a_broken_rule_is_named(device):
 
 @pytest.mark.parametrize("alias, name", [("dsmm", "mm"), ("spmm", "mm"), ("hsmm", "hspmm"), ("saddmm", "sspaddmm")])
 def test_functions_that_are_equal_have_one_name(alias, name):
-    """Else what is remembered of an op would depend on which of them came first."""
+    """Otherwise what psg remembers of an op would depend on which alias came first."""
     assert getattr(torch, alias) == getattr(torch, name)
     assert _ops.name_of(getattr(torch, alias)) == _ops.name_of(getattr(torch, name)) == name

@@ -19,7 +19,7 @@ def normal(*shape):
 
 
 def total(y):
-    """One number a sample, to which every entry contributes in its own way."""
+    """One number for each sample, to which every entry contributes differently."""
     y = y.sin() * torch.arange(1, 1 + y[:1].numel()).reshape(y.shape[1:]).cos()
     return y.reshape(len(y), -1).sum(1) if len(y) else y.reshape(0)
 
@@ -92,7 +92,7 @@ def test_embedding_bags(mode, layout, seed, n, size, padding_idx):
     torch.manual_seed(seed)
     ids = torch.randint(len(KNOWN), (n, size))
     weighted = mode == "sum" and size > 2
-    cuts = torch.sort(torch.randint(size + 1, (2,))).values  # bags of three sizes, none of them excluded
+    cuts = torch.sort(torch.randint(size + 1, (2,))).values  # three bags of any size, 0 included
 
     def fn(weight, ids, scales):
         options = {"mode": mode, "padding_idx": padding_idx, "per_sample_weights": scales if weighted else None}

@@ -1,4 +1,4 @@
-"""Elementwise steps as one kernel each, for loops that a compiled graph holds as a single op."""
+"""Compiles an elementwise step into one kernel, for loops that are a single op in a compiled graph."""
 
 import functools
 import threading
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# Tracing and compiling patch what all threads see.
+# Tracing and compiling patch global state.
 _compiling = threading.RLock()
 
 
 class Fused:
-    """A function of tensors that writes into some of them, compiled at its first call for the shapes and strides that all its calls have.
+    """A function that writes into some of its arguments, compiled at the first call. All calls must have the same shapes and strides.
 
     Args:
-        fn: A function of the module's, for which compiled code is kept; it returns nothing, and none of its arguments overlap.
+        fn: A module-level function, the key of the cache of compiled code. It returns nothing, and its arguments do not overlap.
     """
 
     def __init__(self, fn: Callable[..., None]) -> None:
@@ -33,7 +33,7 @@ class Fused:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(fn: Callable[..., None], signature: tuple[Any, ...], threads: int) -> Callable[..., Any]:
-    """`threads` are in the code that comes out."""
+    """`threads` is part of the key because the generated code depends on it."""
     examples = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype, device in signature]
 
     def flat(*tensors: Tensor) -> tuple[()]:

@@ -1,12 +1,12 @@
-"""Recurrences over time with the cotangents of their gates: what the native kernels compute and do not give out.
+"""Recurrences over time that return the cotangents of their gates, which the native kernels compute but do not return.
 
 With z_t = W_ih x_t + b_ih + W_hh h_{t-1} + b_hh the gates before their activations, and C_t the cotangent of z_t, every parameter's
 gradient is a sum over time: W_ih: C_t x_t^T, W_hh: C_t h_{t-1}^T, b_ih and b_hh: C_t.
 
-Forward, the gates of all steps are kept. Backward, what each gate's cotangent is multiplied by is computed for all steps at once; what is
-left for each step is one product with W_hh and a few elementwise operations, which become one kernel where psg.jit compiles them.
-benchmarks/recurrent.py compares this with other ways: for an LSTM on few threads it is the fastest; a native forward pass, which keeps
-no gates, and its gates computed again win from about four threads on.
+The forward pass keeps the gates of all steps. The backward pass first computes the derivatives of the new states with respect to z, for
+all steps at once. Each step then needs only one product with W_hh and a few elementwise operations, which psg.jit compiles into one
+kernel. benchmarks/recurrent.py compares this with other ways: for an LSTM on few threads it is the fastest; from about four threads on, a
+native forward pass, which keeps no gates, and recomputed gates are faster.
 
 Index legend: m sequences, t steps, i in, h hidden, p projected, g gates.
 
@@ -41,12 +41,12 @@ class Weights(NamedTuple):
     w_hr: Tensor | None
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """The same in another dtype."""
+        """The same weights in another dtype."""
         w_ih, w_hh, *rest = self
         return Weights(w_ih.to(dtype), w_hh.to(dtype), *(None if weight is None else weight.to(dtype) for weight in rest))
 
     def present(self) -> list[str]:
-        """The names of those that are there, in torch's order."""
+        """The names of the weights that are not None, in torch's order."""
         return [name for name, weight in self._asdict().items() if weight is not None]
 
 
@@ -60,7 +60,7 @@ class Recurrence(ABC):
         fuse: Whether each step's elementwise operations are compiled.
 
     Attributes:
-        saved: After `forward`, what was computed: first room for h at every step, [m, t + 1, h or p].
+        saved: After `forward`, the tensors to keep for backward; the first is h at every step, initial state included, [m, t + 1, h or p].
         found: After `backward`, its results.
         before: The h that each step reads, [m, t, h or p].
         after: The h that each step writes, in the order of the input.
@@ -91,7 +91,7 @@ class Recurrence(ABC):
             self.saved = self.record(state)
 
     def backward(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> None:
-        """Find the cotangents from those of `after` and `final`; None is zero. May be called again."""
+        """Compute `found` from the cotangents of `after` and `final`; None is zero. May be called again."""
         if _functorch.is_traced():
             given = self.input, self.saved, list(self.weights), self.reverse
             self.found = _backward_op(type(self).__name__, *given, cotangent, list(final))
@@ -100,11 +100,11 @@ class Recurrence(ABC):
 
     @abstractmethod
     def record(self, state: Sequence[Tensor]) -> list[Tensor]:
-        """`saved`."""
+        """Run forward and return `saved`."""
 
     @abstractmethod
     def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
-        """`found`: the cotangents of the gates, then those of the initial states, and what else is left over."""
+        """Run backward and return `found`: the cotangents of the gates, those of the initial states, then what else `terms` needs."""
 
     @staticmethod
     @abstractmethod
@@ -145,13 +145,13 @@ class Recurrence(ABC):
         }
 
     def room(self, first: Tensor) -> Tensor:
-        """Room for a state at every step and one more, the first of them `first`: [m, t + 1, *]."""
+        """A buffer for the states before and after all steps, [m, t + 1, *], in which the initial state `first` is filled in."""
         room = self.input.new_empty(len(first), len(self.steps) + 1, first.shape[1])
         self.split(room)[0][:, self.steps[0]] = first
         return room
 
     def split(self, room: Tensor) -> tuple[Tensor, Tensor]:
-        """What the steps read, and what they write."""
+        """Two views of a buffer from `room`: the states that the steps read, and those that they write."""
         early, late = room[:, :-1], room[:, 1:]
         return (late, early) if self.reverse else (early, late)
 
@@ -160,16 +160,16 @@ class Recurrence(ABC):
         return F.linear(self.input.flatten(0, 1), self.weights.w_ih, bias).unflatten(0, self.input.shape[:2])
 
     def columns(self) -> Tensor:
-        """W_hh^T for one product with every step."""
-        # A copy costs as much as a step, and makes each step a quarter faster.
+        """W_hh^T, for the product in each step."""
+        # A contiguous copy costs as much as a step, and makes each step a quarter faster.
         return self.weights.w_hh.T.contiguous() if len(self.steps) > 8 else self.weights.w_hh.T
 
     def kernel(self, fn: Callable[..., None]) -> Callable[..., None]:
-        """A function of one step's tensors, as it is or compiled."""
+        """The given function of one step's tensors; compiled if `fuse`."""
         return Fused(fn) if self.fuse else fn
 
     def unroll(self, cotangent: Tensor | None, c_h: Tensor, step: Callable[[int], None]) -> None:
-        """Backwards through time: add what arrives at each step's output to `c_h`, and let `step` turn that into the one before."""
+        """Go backwards through time: add each output's cotangent to `c_h`, which `step` then turns into that of the previous state."""
         rows = None if cotangent is None else cotangent.unbind(1)
         for t in reversed(self.steps):
             if rows is not None:
@@ -182,7 +182,7 @@ def _add(b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor | None:
 
 
 def _copy(cotangent: Tensor | None, like: Tensor) -> Tensor:
-    """A cotangent to be changed in place; zeros for None."""
+    """A copy of a cotangent, to be changed in place; zeros for None."""
     return torch.zeros_like(like) if cotangent is None else cotangent.clone(memory_format=torch.contiguous_format)
 
 
@@ -214,11 +214,11 @@ class Elman(Recurrence):
         return [gates, c_h]
 
     def activate(self, z: Tensor) -> None:
-        """In place."""
+        """Apply the activation in place."""
         z.tanh_()
 
     def slope(self) -> Tensor:
-        """The derivative of the activation at every step, as memory of its own."""
+        """The derivative of the activation at every step, in memory of its own."""
         return _tanh_slope(torch.ones_like(self.after), self.after)
 
 
@@ -255,7 +255,7 @@ class Lstm(Recurrence):
         rooms = [self.room(own) for own in state]
         saved = [*rooms, gates, gates.new_empty(*gates.shape[:2], width)]  # tanh(c) last
         if w_hr is not None:
-            saved.append(torch.empty_like(saved[-1]))  # o tanh(c), which is else h
+            saved.append(torch.empty_like(saved[-1]))  # o tanh(c), which is h where there is no projection
         (before, after), (cells, after_c) = ([part.unbind(1) for part in self.split(room)] for room in rooms)
         z, squashed, hidden = gates.unbind(1), saved[3].unbind(1), after if w_hr is None else saved[4].unbind(1)
         i, f, g, o = (gate.unbind(1) for gate in gates.split(width, 2))
@@ -318,7 +318,7 @@ def _lstm_slopes(
     c_o: Tensor,
     through: Tensor,
 ) -> None:
-    """What the cotangent of the new c multiplies in the gates i, f, g, and that of h in the gate o and in the new c."""
+    """The derivatives of the new c with respect to the gates i, f, g, and of h with respect to the gate o and the new c (`through`)."""
     _sigmoid_slope(g, i, grad_input=c_i)
     _sigmoid_slope(c, f, grad_input=c_f)
     _tanh_slope(i, g, grad_input=c_g)
@@ -327,7 +327,7 @@ def _lstm_slopes(
 
 
 def _retreat_lstm(c_i: Tensor, c_f: Tensor, c_g: Tensor, c_o: Tensor, f: Tensor, through: Tensor, c_h: Tensor, c_c: Tensor) -> None:
-    """From slopes to cotangents of the gates, and from the cotangent of the new c to that of the one before."""
+    """Turn derivatives into cotangents of the gates, and the cotangent of the new c into that of the previous c."""
     c_c.addcmul_(c_h, through)
     c_i.mul_(c_c)
     c_f.mul_(c_c)
@@ -339,7 +339,7 @@ def _retreat_lstm(c_i: Tensor, c_f: Tensor, c_g: Tensor, c_o: Tensor, f: Tensor,
 class Gru(Recurrence):
     """h_t = (1 - u_t) n_t + u_t h_{t-1} with n_t = tanh(z^n_t + r_t (W_hn h_{t-1} + b_hn)); r and u sigmoids of z.
 
-    The gate n is not a function of the sum z: its two parts have cotangents of their own, c and r c.
+    The gate n is not a function of the sum z: its input part and its hidden part have different cotangents, c and r c.
     """
 
     gates = 3
@@ -408,7 +408,7 @@ def _advance_gru(r: Tensor, u: Tensor, n: Tensor, hidden_n: Tensor, h: Tensor, n
 def _gru_slopes(
     r: Tensor, u: Tensor, n: Tensor, hidden_n: Tensor, h: Tensor, c_n: Tensor, c_r: Tensor, c_u: Tensor, c_hidden_n: Tensor
 ) -> None:
-    """What the cotangent of the new h multiplies in each gate."""
+    """The derivatives of the new h with respect to the gates."""
     _tanh_slope(1 - u, n, grad_input=c_n)
     torch.mul(_sigmoid_slope(hidden_n, r), c_n, out=c_r)
     _sigmoid_slope(h - n, u, grad_input=c_u)
@@ -416,13 +416,13 @@ def _gru_slopes(
 
 
 def _retreat_gru(c_n: Tensor, c_r: Tensor, c_u: Tensor, c_hidden_n: Tensor, u: Tensor, c_h: Tensor) -> None:
-    """From slopes to cotangents of the gates, and from the cotangent of the new h to what of it reaches the one before directly."""
+    """Turn derivatives into cotangents of the gates, and the cotangent of the new h into the part for the previous h that u passes on."""
     for gate in (c_n, c_r, c_u, c_hidden_n):
         gate.mul_(c_h)
     c_h.mul_(u)
 
 
-# For a tracer each pass through time is one op: a graph of all their steps would take a compiler minutes.
+# A tracer sees each pass through time as one op: a compiler would take minutes for a graph of all steps.
 
 _KINDS: dict[str, type[Recurrence]] = {kind.__name__: kind for kind in (Elman, Relu, Lstm, Gru)}
 
@@ -452,9 +452,9 @@ def _gathered(weights: Any) -> Weights:
 
 _forward_op = torch.library.custom_op("psg::recurrence_forward", _record, mutates_args=())
 _backward_op = torch.library.custom_op("psg::recurrence_backward", _solve, mutates_args=())
-# The shapes that come out are found by the same code, on tensors that hold nothing, and without `fuse`.
+# The same code gives the output shapes, on fake tensors and without `fuse`.
 _forward_op.register_fake(lambda *args: _record(*args[:5]))
 _backward_op.register_fake(lambda *args: _solve(*args[:7]))
 
-# Ops with an argument `fuse`, for whoever compiles a graph that holds them.
+# Ops with an argument `fuse`, which psg.jit sets in the graphs that it compiles.
 FUSIBLE = (torch.ops.psg.recurrence_forward.default, torch.ops.psg.recurrence_backward.default)

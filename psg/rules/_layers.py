@@ -1,4 +1,4 @@
-"""Recurrent layers on the physical batch: their place in the graph, and the factors of their parameters."""
+"""Recurrent layers on the physical batch: their autograd nodes, and the factors of their parameters."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ Kind = type[Recurrence]
 
 
 class Layer:
-    """One layer on physical tensors: forward at once, backward for whoever asks first.
+    """One layer on physical tensors. Autograd and the builders of the factors share one backward pass, which the first to ask runs.
 
-    Sequences are [n, b, t, i], or [n, t, b, i] where time comes first; fn itself batches b of them. States are [n, d, b, h], one for each
-    of d directions.
+    Sequences are [n, b, t, i], or [n, t, b, i] where time comes first; b is fn's own batch dimension. States are [n, d, b, h], one for
+    each of d directions.
 
     Args:
-        kind: What runs in each direction.
+        kind: The recurrence that runs in each direction.
         weights: The parameters of each direction.
         compute: The dtype to compute in.
-        dtypes: Those of the outputs.
+        dtypes: The dtypes of the outputs.
         time_first: Whether time comes first.
     """
 
@@ -47,7 +47,7 @@ class Layer:
         self.asked: tuple[Tensor | None, ...] | None = None
 
     def forward(self, input: Tensor, *states: Tensor) -> list[Tensor]:
-        """The outputs of the directions side by side, and the final states; no view of anything that backward reads."""
+        """The concatenated outputs of the directions, and the final states; none is a view of a tensor that backward reads."""
         self.inputs = input, *states
         self.batch = self._turn(input).shape[:2]
         first = [[state[:, d].to(self.compute).flatten(0, 1) for state in states] for d in range(len(self.weights))]
@@ -59,11 +59,11 @@ class Layer:
         return [value.to(dtype) for value, dtype in zip([output, *final], self.dtypes, strict=True)]
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> None:
-        """Find the cotangents of the gates from those of the outputs (None is zero), unless these were the last to be asked for."""
+        """Compute the cotangents of the gates from those of the outputs (None is zero), unless the last call did so for the same."""
         if self.asked is not None and all(own is None or own is c for own, c in zip(self.asked, cotangents, strict=True)):
-            return  # what is None in the graph comes to a builder as zeros
+            return  # a cotangent that is None in the graph reaches a builder as zeros
         if self._versions() != self.versions:
-            raise PsgError("a weight of a recurrent op was changed in place after the op had read it")
+            raise PsgError("a weight of a recurrent layer or cell was changed in place between forward and backward; change a clone of it")
         self.asked = tuple(cotangents)
         self._solve(cotangents)
 
@@ -75,7 +75,7 @@ class Layer:
             run.backward(own, [None if c is None else c[:, d].flatten(0, 1) for c in final])
 
     def input_cotangents(self, needed: Sequence[bool]) -> list[Tensor | None]:
-        """After `backward`: for those of the inputs that need one."""
+        """After `backward`: the cotangents of those inputs that need one."""
         cotangents: list[Tensor | None] = [None] * len(self.inputs)
         if needed[0]:
             first, *rest = (product(run.c_input.flatten(0, 1), run.weights.w_ih) for run in self.runs)
@@ -88,7 +88,7 @@ class Layer:
         return cotangents
 
     def builder(self, direction: int, name: str) -> Callable[[Any], Factor]:
-        """For one of the parameters of a direction."""
+        """The function that builds the factor of one parameter of one direction from the outputs' cotangents."""
 
         def build(cotangents: Any) -> Factor:
             self.backward(cotangents if isinstance(cotangents, tuple) else (cotangents,))
@@ -111,7 +111,7 @@ class Layer:
 
 
 class Cell(Layer):
-    """One step: the input is [n, b, i], states are [n, b, h], and the new states are all its output."""
+    """One step: the input is [n, b, i], states are [n, b, h], and the new states are the only output."""
 
     def forward(self, input: Tensor, *states: Tensor) -> list[Tensor]:
         _, *final = super().forward(input.unsqueeze(2), *(state.unsqueeze(1) for state in states))
@@ -126,7 +126,7 @@ class Cell(Layer):
 
 
 class _Run(torch.autograd.Function):
-    """A layer's place in the graph, for the sake of its inputs; its parameters have factors."""
+    """The autograd node of a layer. It returns the cotangents of the inputs; the parameters have factors instead."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, *data: Tensor) -> tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ def is_autocast(tensor: Tensor) -> bool:
     return torch.is_autocast_enabled(tensor.device.type)
 
 
-# What a call says
+# Reading a call's arguments
 
 
 def states_of(kind: Kind, hx: Any) -> list[Tensor]:
@@ -162,7 +162,7 @@ def states_of(kind: Kind, hx: Any) -> list[Tensor]:
 
 
 def weights_of(kind: Kind, params: Sequence[Tensor], has_biases: bool, directions: int) -> list[Weights] | None:
-    """torch's flat list of a layer's parameters by direction; None if it has another length."""
+    """torch's flat list of a layer's parameters, grouped by direction; None if its length does not fit."""
     own, rest = divmod(len(params), directions)
     projections = own - 2 - 2 * has_biases
     if rest or projections not in ((0, 1) if kind is Lstm else (0,)):

@@ -1,4 +1,4 @@
-"""The registry of rules, the ops that are rewritten before rules see them, and the ops that lifting must not meet."""
+"""The registries: rules, decompositions (ops rewritten with other ops), transposes, and leaks (ops that a pass must not run)."""
 
 import contextlib
 import functools
@@ -22,15 +22,15 @@ class Rule(NamedTuple):
 
     Attributes:
         run: Takes the op's arguments and returns `(output, {parameter name: builder})`, or NotImplemented to decline the call. A builder
-            goes from the output's cotangent (samples in dim 0; a tuple of them for a tuple of outputs) to the factor.
+            maps the output's cotangent (samples in dim 0; a tuple of them for a tuple of outputs) to the factor.
         params: The arguments that may be parameters.
         names: The arguments that may be given by position, in order.
-        numbers: The arguments that are Python numbers: a tensor in such a place counts for its value, as in torch.
-        star: The name of the argument that takes all further ones, if there is one.
+        numbers: The arguments that are Python numbers; a tensor given for one is converted to its value, as in torch.
+        star: The name of the `*args` argument, if there is one.
         accepted: The arguments that may be given by name.
-        required: Those without a default.
-        frozen: Whether it also runs where none of `params` is differentiated.
-        mixed: Whether `run` takes the keyword `shared`: then data may stand in the places of `params` too.
+        required: The arguments without a default.
+        frozen: Whether the rule also runs where none of `params` is differentiated.
+        mixed: Whether `run` takes the keyword `shared`; then arguments in `params` may also be data.
     """
 
     run: Callable[..., Any]
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
         except NameError:  # an annotation for type checkers alone
             arguments = list(inspect.signature(run).parameters.values())
         if any(a.kind in (a.POSITIONAL_ONLY, a.VAR_KEYWORD) for a in arguments):
-            raise InputError(f"psg.rule: {run.__name__} takes arguments without a name of their own; expected (x, *rest, option=None).")
+            raise InputError(f"psg.rule: {run.__name__} has positional-only arguments or **options; expected (x, *rest, option=None).")
         by_position = [a for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
         star = next((a.name for a in arguments if a.kind is a.VAR_POSITIONAL), None)
         by_name = [a for a in arguments if a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)]
@@ -83,7 +83,7 @@ class Rule(NamedTuple):
         return arguments if self.required <= arguments.keys() else None
 
     def call(self, arguments: dict[str, Any], shared: Iterable[str]) -> Any:
-        """Run on arguments by name, of which these are parameters."""
+        """Run on arguments given by name; `shared` names those that are parameters."""
         if self.mixed:
             arguments = {**arguments, "shared": set(shared)}
         if self.star is None:
@@ -94,10 +94,10 @@ class Rule(NamedTuple):
 
 
 def outputs_and_builders(op: str, result: Any, n: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """What a rule has returned for n samples, or rows of them: outputs, and by name of the parameter what builds its factor.
+    """Check what a rule returned for n samples (or rows): its outputs, and the builders of the factors by name of the parameter.
 
     Raises:
-        InputError: It has returned something else.
+        InputError: The rule returned something else.
     """
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise InputError(
@@ -130,30 +130,30 @@ def rule(
     """Register the decorated function as the fast path of an op.
 
     The function takes the op's arguments under the same names. Those in `params` may be parameters: they arrive without a batch
-    dimension and detached. Every other tensor arrives with the samples in dim 0. It runs the ordinary batched op and returns the output
-    (samples in dim 0; a tensor or a tuple of them) and, for each parameter, how to build its factor from the output's cotangent. It may
-    return NotImplemented: the call then takes the lifted path, which is right for everything and slower.
+    dimension and detached. Every other tensor arrives with the samples in dim 0. The function runs the ordinary batched op and returns
+    the output (samples in dim 0; a tensor or a tuple of them) and, for each parameter, a function from the output's cotangent to the
+    factor. It may return NotImplemented: the call then takes the lifted path, which is always correct but slower.
 
     Where either operand may be the parameter, the function takes a keyword `shared`: the names of those in `params` that arrive without a
-    batch dimension ("mat2"; of a list "operands[1]"). The others of `params` are then data, with the samples in dim 0. Without it a call
-    with data in such a place takes the lifted path.
+    batch dimension ("mat2"; in a list "operands[1]"). The other arguments in `params` are then data, with the samples in dim 0. Without
+    this keyword, a call with data for an argument in `params` takes the lifted path.
 
-    An argument that is annotated as a number (`float`, `int | None`) arrives as one: a tensor in its place counts for its value, as in
-    torch.
+    An argument that is annotated as a number (`float`, `int | None`) arrives as one: a tensor given for it is converted to its value, as
+    in torch.
 
-    A rule with no `params` only says how an op runs best on the true batch.
+    A rule with no `params` only defines how to run the op on the true batch.
 
     Args:
-        *ops: What torch's function mode sees: a function of torch, a method of Tensor, a `torch.library` op
+        *ops: Ops that torch's function mode sees: a function of torch, a method of Tensor, a `torch.library` op
             (`torch.library.custom_op` or `torch.ops.library.op`), or a `psg.primitive`.
         params: Names of the arguments that may be parameters.
-        frozen: Also run where none of them is differentiated: for ops that vmap cannot run, or runs slowly.
+        frozen: Also run where no argument in `params` is differentiated: for ops that vmap cannot run, or runs slowly.
 
     Returns:
         A decorator that registers the function, in place of an earlier rule for the same op, and returns it.
 
     Raises:
-        InputError: An op is not visible to torch's function mode, a name in `params` is no argument of the function, or the function
+        InputError: torch's function mode does not see an op, a name in `params` is no argument of the function, or the function
             takes positional-only arguments or `**options`.
 
     Example:
@@ -191,7 +191,7 @@ def rule(
 
 
 def _aliases(op: Any) -> tuple[Any, ...]:
-    """What calls of an op may look like to a function mode: ops of torch.library have several faces."""
+    """All objects as which a function mode may see an op: a torch.library op is called as a packet or as an overload."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if isinstance(op, torch._ops.OpOverloadPacket):
         return (op, *(getattr(op, name) for name in op.overloads()))
@@ -207,13 +207,13 @@ def _visible(op: Any) -> bool:
 
 
 def primitive(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a Python function one op in the eyes of psg (and of torch's function modes), so that `psg.rule` can be written for it.
+    """Make a Python function a single op for psg (and for torch's function modes), so that it can have a `psg.rule`.
 
     Args:
-        function: Any function of tensors. Its value does not change.
+        function: Any function of tensors. What it computes does not change.
 
     Returns:
-        The same function, to be called in its place.
+        A function with the same results, to call in place of the original.
 
     Example:
         >>> import torch, psg
@@ -238,10 +238,10 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def decomposition(*ops: Any, differentiated: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how to write an op with other ops, for which there are rules; NotImplemented from it declines the call.
+    """Register the decorated function, which rewrites a call with other ops that rules or vmap can run; NotImplemented declines the call.
 
-    With `differentiated` only for passes in which what vmap makes of the op's backward is differentiated in turn. A call on parameters
-    alone is computed once, and so written, as one step.
+    With `differentiated`, the function is used only in passes that differentiate the op's gradient again, under vmap. The others are also
+    used for a call on parameters alone, which runs once for all samples and counts as one step.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,14 +252,14 @@ def decomposition(*ops: Any, differentiated: bool = False) -> Callable[[Callable
 
 
 class Transpose(NamedTuple):
-    """How an op is linear in its data, its parameters being given: derivatives that a function takes for its data are such ops again.
+    """The transpose of an op that, for fixed parameters, is linear in its data: derivatives with respect to the data are such ops again.
 
     Attributes:
         data: The argument in which the op is linear.
-        item: How many dimensions of `data` the op takes together, where it takes one more at most; None where it takes any number.
-        constants: Arguments that are no part of derivatives: a bias.
-        run: From the shape of `data` and the other arguments to the op that takes the output's cotangent to that of `data`, and what it
-            takes beside the cotangent. NotImplemented declines the call.
+        item: The number of dimensions of one item of `data`, for an op that allows one batch dimension at most; None if it allows any.
+        constants: Arguments that only add a constant, such as a bias: derivatives omit them.
+        run: Takes the shape of one sample's `data` and the op's other arguments by name; returns the op that maps the output's cotangent
+            to that of `data`, and the other arguments of that op by name. NotImplemented declines the call.
     """
 
     data: str
@@ -271,7 +271,7 @@ class Transpose(NamedTuple):
 def transpose(
     *ops: Any, data: str, item: int | None = None, constants: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as what transposes an op that has a rule; see `Transpose`. The transposed op has both, too."""
+    """Register how to transpose an op that has a rule; see `Transpose`. The transposed op needs a rule and a transpose, too."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         _transposes.update(dict.fromkeys(ops, Transpose(data, item, constants, run)))
@@ -281,9 +281,9 @@ def transpose(
 
 
 def standard(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how to write a call of an op that has a rule with ops that can be transposed; NotImplemented declines the call.
+    """Register how to rewrite a call of an op that has a rule with ops that have a transpose; NotImplemented declines the call.
 
-    The function takes the op's arguments by name, and as `shared` the names of those that are parameters.
+    The function takes the op's arguments by name, and in `shared` the names of those that are parameters.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,25 +294,25 @@ def standard(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def has_history(*weights: Tensor | None) -> bool:
-    """Whether one of them was computed from what is differentiated: a rule that finds cotangents itself does so for its data alone."""
+    """Whether a weight has autograd history. A rule with its own backward pass gives cotangents for its data alone."""
     return any(weight is not None and weight.grad_fn is not None for weight in weights)
 
 
 def reshape(output: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """An output in another shape, as no view of anything: a rule's output must not be one.
+    """Reshape a rule's output so that it is not a view of another tensor, which a rule's output must not be.
 
-    An in-place op on a view would rebuild its history and lead the gradient around the tap. Only for ops that do not save their output.
+    An in-place op on a view would rebuild its history, and the gradient would bypass the tap. Only for ops that do not save their output.
     """
     return output if output.shape == shape and not output._is_view() else torch.ops.aten._unsafe_view.default(output, shape)
 
 
 class Leak(NamedTuple):
-    """Where PyTorch's vmap is wrong.
+    """Calls of an op that must not run on some rungs of the ladder, mostly because PyTorch's vmap gets them wrong.
 
     Attributes:
-        reason: Why, for the message.
-        when: From a call's arguments, whether it is one of those.
-        rungs: On which rungs of the ladder it must not be met; "inside" is capture, inside a transform of the function's own.
+        reason: What goes wrong, for the message.
+        when: Takes a call's arguments and returns whether the call is affected.
+        rungs: The rungs on which the call must not run; "inside" is capture inside a torch.func transform that fn itself uses.
     """
 
     reason: str
@@ -321,7 +321,7 @@ class Leak(NamedTuple):
 
 
 def leak(*ops: Any, reason: str, when: Callable[..., bool] = lambda *args, **kwargs: True, rungs: tuple[str, ...] = ("capture",)) -> None:
-    """Register ops that a pass must not meet: a call that does goes down the ladder. See `Leak`."""
+    """Register ops that a pass must not run: if fn calls one, psg goes down the ladder. See `Leak`."""
     _leaks.update(dict.fromkeys(ops, Leak(reason, when, rungs)))
 
 
@@ -331,22 +331,22 @@ def find_rule(op: Any) -> Rule | None:
 
 
 def find_transpose(op: Any) -> Transpose | None:
-    """How an op is transposed, if it can be."""
+    """The transpose of an op, if there is one."""
     return _transposes.get(op)
 
 
 def find_standard(op: Any) -> Callable[..., Any] | None:
-    """How a call is written with ops that can be transposed."""
+    """How to rewrite a call of an op with ops that have a transpose, if that is registered."""
     return _standard.get(op)
 
 
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:
-    """The decomposition of an op, if there is one; also one for passes that are differentiated, if this one is."""
+    """The decomposition of an op, if there is one; with `differentiated`, one registered for such passes comes first."""
     return (_derivable.get(op) if differentiated else None) or _decompositions.get(op)
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:
-    """Why none of these rungs must meet this call, if none must."""
+    """The reason why this call must not run on one of these rungs; None if it may run on all."""
     found = _leaks.get(op)
     if found is None or not set(rungs) & set(found.rungs) or not found.when(*args, **kwargs):
         return None
@@ -368,8 +368,8 @@ def registered() -> Mapping[Any, Rule]:
 def disabled() -> Iterator[None]:
     """Inside this context psg runs plain `torch.func.vmap(torch.func.grad(fn))`: no rules, no lifting.
 
-    It is the reference implementation, and what the fast path is compared with. Ops that vmap has no rule for are written
-    out. Holds for the current thread or async task.
+    This is the reference implementation, with which the fast path is compared. Ops that vmap cannot run are written out
+    with others. The setting holds for the current thread or async task.
 
     Example:
         >>> import torch, psg

@@ -1,4 +1,4 @@
-"""Attention has no parameters of its own; its rule folds the samples into the batch that the native fused kernels know."""
+"""Attention has no parameters of its own; its rule folds the samples into the batch dimension of the native fused kernels."""
 
 from types import FunctionType
 from typing import Any
@@ -24,16 +24,16 @@ def scaled_dot_product_attention(
 ) -> Any:
     """softmax(scale q k^T + mask) v: ([n,*,h,t,e], [n,*,h,s,e], [n,*,h,s,f]) -> [n,*,h,t,f], dimensions before t broadcast.
 
-    A mask that is differentiated (a learned bias) runs by torch's plain mathematics, which torch itself chooses then; under vmap it would
-    not see that. Declines a dropout, whose draws follow vmap's `randomness`, and what is not finite where only the fused kernel would run:
-    it takes a row of scores that are NaN for one without entries.
+    With a mask that requires grad (a learned bias) torch chooses its unfused implementation; under vmap it would not see that the mask
+    requires grad. Declines dropout, whose draws follow vmap's `randomness`, and values that are not finite where torch would run one
+    sample unfused: the fused kernel takes a row of NaN scores for a row without entries.
     """
     dims = max(tensor.ndim - 1 for tensor in (query, key, value))
     alone = dims == 2  # fn has no dimension for heads
     if dropout_p or query.numel() == 0 or min(query.ndim, key.ndim, value.ndim) < 3 or (alone and enable_gqa):
         return NotImplemented
     q, k, v = (_with_dims(tensor, max(dims, 3)) for tensor in (query, key, value))
-    shared = -2 if not enable_gqa else -3  # the dimensions before these are the same for all three
+    shared = -2 if not enable_gqa else -3  # the dimensions before this one are the same for all three
     alike = q.shape[:shared] == k.shape[:shared] == v.shape[:shared]
     is_fused_alone = dims == 4 and alike
     if not is_fused_alone and _functorch.may_ask(q) and not (q.sum() + k.sum()).isfinite():
@@ -50,10 +50,10 @@ def scaled_dot_product_attention(
         attn_mask = _with_dims(attn_mask, len(full) - 1)
         if attn_mask.ndim != len(full) or any(size not in (1, most) for size, most in zip(attn_mask.shape, full, strict=True)):
             return NotImplemented
-        # Expanded only where it must be folded.
+        # Expand only the dimensions that are folded.
         attn_mask = attn_mask.expand(*lead, attn_mask.shape[-3], *full[-2:]).flatten(0, len(lead) - 1)
     elif is_causal and scale is not None and scale <= 0:
-        # The fused kernel (torch 2.13) scales the -inf of its mask too.
+        # The fused kernel (torch 2.13) multiplies the -inf of its mask by the scale, too.
         is_causal, attn_mask = False, q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
     q, k, v = (tensor.flatten(0, len(lead) - 1) for tensor in (q, k, v))
     output = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -66,9 +66,9 @@ def _with_dims(tensor: Tensor, dims: int) -> Tensor:
 
 
 def _opened(function: FunctionType) -> FunctionType:
-    """The body of a composite of torch.nn.functional, without the check that hands the whole call to a function mode.
+    """A composite of torch.nn.functional, without the check that hands the whole call to a function mode.
 
-    Its inner calls then meet the mode one by one, and those that have rules run by them.
+    The function mode then sees the inner calls one by one, and those that have rules run by them.
     """
     no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *args: False)
     return FunctionType(function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__, function.__closure__)
@@ -85,5 +85,5 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
 
 @decomposition(torch._nested_tensor_from_mask_left_aligned)  # pyright: ignore[reportPrivateImportUsage]
 def nested_tensor_from_mask_left_aligned(*args: Any) -> bool:
-    """No: nn.TransformerEncoder must not take its path of nested tensors, which has no gradients. It asks before it looks for any."""
+    """False: keeps nn.TransformerEncoder off its nested-tensor path, which has no gradients. It asks before it knows if it needs them."""
     return False

@@ -1,7 +1,7 @@
 """Convolutions, plain and transposed.
 
 With C the cotangent: grad W[n,o,i,k] = sum_t C[n,o,t] x[n,i, stride t + dilation k - padding] and grad b[n,o] = sum_t C[n,o,t].
-A transposed convolution adds x[n,i,t] W[i,o,k] to y[n,o, stride t + dilation k - padding]. So input and cotangent change places:
+A transposed convolution adds x[n,i,t] W[i,o,k] to y[n,o, stride t + dilation k - padding]. So input and cotangent swap roles:
 grad W[n,i,o,k] = sum_t x[n,i,t] C[n,o, stride t + dilation k - padding], within each group as before.
 """
 
@@ -16,14 +16,14 @@ from psg.rules._registry import decomposition, reshape, rule, transpose
 
 
 def _each(option: Any, dims: int) -> tuple[int, ...]:
-    """One entry a spatial dimension."""
+    """The option with one entry for each spatial dimension."""
     if isinstance(option, int):
         return (option,) * dims
     return tuple(option) * dims if len(option) == 1 else tuple(option)
 
 
 def _same_padding(dilation: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[tuple[int, ...], list[int]]:
-    """Padding on both sides, and what is left for the far side alone, in F.pad's order (last dimension first)."""
+    """The padding on both sides, and further padding on the far side alone, in F.pad's order (last dimension first)."""
     total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     extra = [amount for t in reversed(total) for amount in (0, t % 2)]
     return tuple(t // 2 for t in total), extra
@@ -73,7 +73,7 @@ def _transposed(dims: int) -> Any:
         images = _images(input, dims)
         output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, True, output_padding, groups)
         geometry = Geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups)
-        # An output padding of a stride or more leaves room for windows that belong to no input: zeros stand there.
+        # An output padding of a stride or more leaves room for windows that no input position has: pad the input with zeros.
         beyond = [amount for extra, pace in zip(reversed(output_padding), reversed(stride), strict=True) for amount in (0, extra // pace)]
 
         def weight_factor(cotangent: Tensor) -> Conv:
@@ -88,7 +88,7 @@ def _transposed(dims: int) -> Any:
 
 
 def _images(tensor: Tensor, dims: int) -> Tensor:
-    """[n, images, c, *spatial], also where fn convolves one image without a batch dimension of its own."""
+    """The tensor as [n, images, c, *spatial], also where fn convolves one image without a batch dimension."""
     return tensor.unsqueeze(1) if tensor.ndim == dims + 2 else tensor
 
 
@@ -100,7 +100,7 @@ def _sum_images(cotangent: Tensor) -> Dense:
 def _with_full_lists(op: Any, dims: int) -> None:
     @decomposition(op)
     def full(*args: Any, **kwargs: Any) -> Any:
-        """One entry a spatial dimension in every list: vmap takes the length of `stride` for their number, and so misplaces the bias."""
+        """Expand lists of one entry: vmap takes the length of `stride` for the number of spatial dimensions, and misplaces the bias."""
 
         def each(option: Any) -> Any:
             return _each(option, dims) if isinstance(option, (list, tuple)) and len(option) == 1 < dims else option
@@ -133,7 +133,7 @@ def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
                 return NotImplemented
         padding = _each(padding, dims)
         spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-        # What no window of the input reaches, at its far end.
+        # The number of entries at the far end of the input that no window reaches.
         rest = tuple((size + 2 * p - span) % step for size, p, span, step in zip(shape[-dims:], padding, spans, stride, strict=True))
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         return transposed, {"weight": weight, "output_padding": rest, **options}
@@ -153,7 +153,7 @@ def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
             return NotImplemented
         stride, padding, dilation, output_padding = (_each(option, dims) for option in (stride, padding, dilation, output_padding))
         if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
-            return NotImplemented  # room for windows that belong to no input
+            return NotImplemented  # room for windows that no input position has
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         return plain, {"weight": weight, **options}
 

@@ -22,9 +22,9 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """y = W[index]: ([n,*], [v,d]) -> [n,*,d]. `sparse` says how torch would store the summed gradient; it changes no number."""
+    """y = W[index]: ([n,*], [v,d]) -> [n,*,d]. `sparse` only says how torch would store the summed gradient."""
     if weight.is_complex() or max_norm is not None:
-        return NotImplemented  # torch writes the shortened rows into the weight, where whatever fn does with it later finds them
+        return NotImplemented  # torch rescales rows of the weight in place, which later uses of the weight in fn must see
     rows, features = weight.shape
     output = F.embedding(input, weight)
 
@@ -33,7 +33,7 @@ def embedding(
         cotangent = cotangent.reshape(*index.shape, features)
         ignored = None if padding_idx is None else index == padding_idx % rows
         if scale_grad_by_freq:
-            # The frequency is that within the sample: one sample is all that fn sees.
+            # The frequency within the sample: fn sees one sample only.
             count = (index[:, :, None] == index[:, None, :]).sum(2, keepdim=True)
             cotangent = cotangent / count
         if ignored is not None:
@@ -47,7 +47,7 @@ def embedding(
 def embedding_transpose(
     shape: torch.Size, weight: Tensor, max_norm: float | None = None, scale_grad_by_freq: bool = False, **_: Any
 ) -> Any:
-    """Nobody differentiates for an index."""
+    """Lets the rule run inside transforms that fn uses. Its result is never applied: an index has no derivative."""
     return NotImplemented if weight.is_complex() or max_norm is not None or scale_grad_by_freq else (F.embedding, {})
 
 
@@ -61,7 +61,7 @@ def embedding_with_padding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """vmap's own rule for a weight of each sample forgets padding_idx, which says that a row gets no gradient."""
+    """An embedding whose weight depends on the sample: vmap's batching rule ignores padding_idx, whose row must get no gradient."""
     if padding_idx is None or max_norm is not None or not _functorch.is_sampled(weight) or not -len(weight) <= padding_idx < len(weight):
         return NotImplemented
     output = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
@@ -69,7 +69,7 @@ def embedding_with_padding(
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The identity, through which no gradient goes back where `padding`. Tangents go on: in torch too padding is of gradients alone."""
+    """The identity, with a zero gradient where `padding`. Forward-mode tangents pass: in torch, too, padding only stops gradients."""
 
     generate_vmap_rule = True
 
@@ -95,14 +95,14 @@ class _WithoutGradient(torch.autograd.Function):
 
 @decomposition(F.embedding, differentiated=True)
 def refuse_frequencies(*args: Any, scale_grad_by_freq: bool = False, **kwargs: Any) -> Any:
-    """What vmap makes of the derivative of this gradient, which is none of a function, is not what torch makes of it in a loop."""
+    """A gradient scaled by frequencies is not the gradient of any function; under vmap its derivative differs from torch's in a loop."""
     if scale_grad_by_freq or any(argument is True for argument in args[5:6]):
-        raise PsgError("the derivative of a gradient that scale_grad_by_freq scales is another one under vmap")
+        raise PsgError("embedding with scale_grad_by_freq=True: vmap differentiates its gradient wrongly; use method='loop'")
     return embedding_with_padding(*args, **kwargs)
 
 
 def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
-    """W[index], an integer tensor along dim 0, as an embedding; negative ones count from the end where the op lets them."""
+    """W[index] for an integer tensor along dim 0, as an embedding; with `from_end`, negative indices count from the end."""
     known = isinstance(input, Tensor) and isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
     if not known or input.ndim == 0 or input.is_complex() or len(input) == 0:
         return NotImplemented
@@ -121,7 +121,7 @@ LOOKUPS = {
         (torch.index_select, Tensor.index_select), lambda input, dim, index: _lookup(input, index) if dim == 0 else NotImplemented
     ),
 }
-"""Ops that look rows of a parameter up, as an embedding does."""
+"""Ops that look up rows of a parameter, each rewritten as an embedding."""
 
 
 _MODES = {"sum": 0, "mean": 1, "max": 2}
@@ -143,14 +143,14 @@ def embedding_bag(
 ) -> Any:
     """y[b] = the sum, mean or maximum of W[index] over bag b: ([n,b,t], [v,d]) -> [n,b,d], or [n,t] with offsets [n,b].
 
-    With C the cotangent, position t of bag b gets psw[t] C[b] of a sum, C[b] / (entries of b) of a mean, and of a maximum the C[b,d] of
-    those d where it is the first with the largest value. An id that is padding is no entry.
+    With C the cotangent, the row at position t of bag b gets: for a sum psw[t] C[b] (psw: per_sample_weights), for a mean
+    C[b] / (entries of b), for a maximum C[b,d] for those d where t is the first position with the largest value. Padding ids do not count.
     """
     rows, features = weight.shape
     if weight.is_complex() or max_norm is not None or mode not in _MODES or input.numel() == 0 or (mode == "max" and sparse):
         return NotImplemented
     if scale_grad_by_freq:
-        return NotImplemented  # on CPU torch (2.13) divides by the frequency of another id; lifting does as torch does
+        return NotImplemented  # on CPU torch (2.13) divides by the frequency of a wrong id; the lifted path does the same
     if per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape):
         return NotImplemented
     if padding_idx is not None and not -rows <= padding_idx < rows:
@@ -158,16 +158,16 @@ def embedding_bag(
     starts = _starts(input, offsets, include_last_offset)
     if starts is None:
         return NotImplemented
-    n, bags = starts.shape  # the last bag is no one's with include_last_offset
+    n, bags = starts.shape  # with include_last_offset the last of these is no bag
     index = input.reshape(n, -1).long()
     padding = -1 if padding_idx is None else padding_idx % rows
     scales = None if per_sample_weights is None else per_sample_weights.reshape(n, -1)
 
-    # The samples' bags, one after the other, are the bags of one call.
+    # One call for all samples: their bags, one after the other.
     offset = starts + index.shape[1] * torch.arange(n, device=starts.device)[:, None]
     flat = None if scales is None else scales.reshape(-1).contiguous()
-    # Not torch.embedding_bag, which may leave out what only a gradient of the weight needs: the rows that a maximum has chosen.
-    # The op inside of it takes the memory of ids and weights as contiguous, whether it is or not.
+    # Not torch.embedding_bag, which may omit the rows that each maximum has chosen: only the weight's gradient needs them.
+    # The op inside of it assumes that ids and weights are contiguous, and does not check.
     output, _, _, chosen = torch.ops.aten._embedding_bag(
         weight, index.reshape(-1).contiguous(), offset.reshape(-1), False, _MODES[mode], False, flat, False, padding
     )
@@ -201,9 +201,9 @@ def _starts(input: Tensor, offsets: Tensor | None, include_last_offset: bool) ->
         return torch.arange(0, bags * size, size, device=input.device).repeat(input.shape[0], 1)
     if input.ndim != 2 or offsets is None or offsets.ndim != 2 or offsets.shape[1] <= include_last_offset:
         return None
-    if offsets.device.type == "cpu":  # elsewhere torch does not look either
+    if offsets.device.type == "cpu":  # on other devices torch does not check either
         fits = (offsets[:, 0] == 0) & (offsets[:, -1] <= input.shape[1])
-        torch.ops.aten._assert_async.msg(fits.all(), "offsets[0] has to be 0, and the last one at most the number of ids")
+        torch.ops.aten._assert_async.msg(fits.all(), "embedding_bag: offsets[0] has to be 0, and the last offset at most the number of ids")
     return offsets.long().contiguous()
 
 

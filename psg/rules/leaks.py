@@ -1,7 +1,7 @@
-"""Ops that a pass must not meet. The list is short, and each entry has its test.
+"""Ops that a pass must not run. The list is short, and each entry has its test.
 
-Lifting is as right as PyTorch's vmap with autograd beneath it; these are the places where that is wrong and cannot be helped (what can is
-in repairs.py), or where a function would change what it must not.
+Lifting is only as correct as PyTorch's vmap with autograd beneath it. Listed here are ops that vmap gets wrong and that cannot be written
+with other ops (repairs.py has those that can), and ops that would change a tensor that they must not change.
 """
 
 import inspect
@@ -19,11 +19,11 @@ from psg.rules._registry import leak
 
 leak(
     *(torch.as_strided, Tensor.as_strided),
-    reason="as_strided reads the memory of one sample, which vmap lays out in its own way",
+    reason="as_strided depends on the memory layout of one sample, which vmap does not keep",
     when=lambda input, *args, **kwargs: _functorch.is_sampled(input),
     rungs=("capture", "vmap"),
 )
-leak(torch.as_strided_copy, Tensor.as_strided_, reason="this variant of as_strided under vmap has a wrong gradient or value")
+leak(torch.as_strided_copy, Tensor.as_strided_, reason="as_strided_copy or as_strided_ under vmap has a wrong gradient or value")
 leak(
     *(F.embedding, F.embedding_bag),
     reason="max_norm writes into the weight",
@@ -31,13 +31,13 @@ leak(
 )
 _DATA = vars(torch._C.TensorBase)["data"]
 leak(_DATA.__set__, reason="assigning to .data under vmap(grad) breaks the tensor", rungs=("vmap",))
-leak(_DATA.__get__, reason=".data inside a transform is a constant for that one alone", rungs=("inside",))
+leak(_DATA.__get__, reason=".data inside a torch.func transform is a constant for that transform alone", rungs=("inside",))
 leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under vmap has a wrong gradient")
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
 leak(Tensor.addbmm_, reason="addbmm_ under vmap resizes the tensor that it writes into", rungs=("capture", "vmap"))
 leak(
     *(torch.index_fill, Tensor.index_fill, Tensor.index_fill_),
-    reason="index_fill under vmap mixes the samples of a tensor value",
+    reason="index_fill with a tensor as its value mixes the samples under vmap",
     when=lambda *args, **kwargs: any(isinstance(value, Tensor) for value in (*args[3:], kwargs.get("value"))),
     rungs=("capture", "vmap"),
 )
@@ -50,20 +50,20 @@ leak(
 leak(
     *(torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.tensorsolve, torch.logdet, Tensor.logdet),
     *(torch.linalg.det, torch.det, Tensor.det, torch.linalg.slogdet, torch.slogdet, Tensor.slogdet),
-    reason="forward-mode derivatives of solve and det under vmap are those of other pivots",
+    reason="forward-mode derivatives of solve and det under nested vmaps use other pivots, and are wrong",
     when=lambda *args, **kwargs: _functorch.tangents_apart(),
     rungs=("capture", "vmap"),
 )
 leak(
     torch.linalg.lstsq,
-    reason="lstsq of operands with different numbers of dimensions, whose batch dimensions vmap mistakes",
+    reason="lstsq of operands with different numbers of dimensions: vmap confuses their batch dimensions",
     when=lambda A, B, *args, **kwargs: A.ndim != B.ndim and (A.ndim, B.ndim) != (2, 1),
     rungs=("capture", "vmap"),
 )
 
-OWN_GENERATOR = "fn draws from a generator that it is given or makes: one seeded in fn draws the same for every sample, and vmap would not"
+OWN_GENERATOR = "fn draws from a torch.Generator: one that fn seeds has to give every sample the same numbers, and under vmap would not"
 
-# Where the running mean stands, and the name of the flag under which it is updated, which stands in the sixth place.
+# The position of the argument running_mean, and the name of the flag that enables its update, which is at position 5.
 _UPDATING: dict[Any, tuple[int, str]] = {
     F.batch_norm: (1, "training"),
     F.instance_norm: (1, "use_input_stats"),
@@ -80,10 +80,10 @@ _UPDATING: dict[Any, tuple[int, str]] = {
 
 
 def refuse_updates(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise if the call writes into a buffer of the module, or updates running statistics, in whatever memory they are.
+    """Raise if the call writes into a buffer of the module, or updates running statistics, wherever they are stored.
 
     Raises:
-        StateError: It does.
+        StateError: The call does so.
     """
     refuse = _writes.refusal()
     if refuse is not None and (target := target_of(func, args, kwargs)) is not None:
@@ -98,7 +98,7 @@ def refuse_updates(func: Any, args: Any, kwargs: Any) -> None:
     if argument(mean, "running_mean") is not None and argument(5, flag):
         raise StateError(
             f"a {func.__name__} in training mode updates its running statistics, so that one sample's gradient would depend on the others. "
-            "Put the module in eval mode, or use GroupNorm, LayerNorm or an InstanceNorm without them."
+            "Put the module in eval mode, or use GroupNorm, LayerNorm or an InstanceNorm without running statistics."
         )
 
 

@@ -1,6 +1,6 @@
 """The linear layer: y = x W^T + b.
 
-With C the cotangent of y, sample n at positions t: grad W = sum_t C[n,t,:] x[n,t,:]^T and grad b = sum_t C[n,t,:].
+With C the cotangent of y, for sample n with positions t: grad W[n] = sum_t C[n,t,:] x[n,t,:]^T and grad b[n] = sum_t C[n,t,:].
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def positions(tensor: Tensor) -> Tensor:
 
 
 def sum_positions(cotangent: Tensor) -> Dense:
-    """[n, *positions, d] -> the Dense gradient [n, d] of something added at every position."""
+    """[n, *positions, d] -> the Dense gradient [n, d] of a parameter that is added at every position."""
     flat = positions(cotangent)
     return Dense(flat[:, 0] if flat.shape[1] == 1 else flat.sum(1))
 
@@ -33,11 +33,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     shape = (*input.shape[:-1], weight.shape[0])
     converted = _functorch.autocast_dtype(input) is not None or bias is not None and bias.dtype != input.dtype
     if input.ndim > 2 and not converted and not input.is_contiguous() and input.mT.is_contiguous():
-        # Columns that are to be rows, those of an unfolded image say: a flat product would copy them first.
+        # The transpose of a contiguous tensor, such as an unfolded image: a flat product would copy it first.
         output = reshape(_in_blocks(input.flatten(0, -3), weight, bias), shape)
     else:
-        # One flat product: on [n, 1, i] the native op would copy the bias n times, and vmap would add it in a pass of its own, which is why
-        # frozen layers run here too.
+        # One flat product: on [n, 1, i] the native op would copy the bias n times. vmap would add the bias in a separate pass, so frozen
+        # layers run here too.
         rows = input.flatten(0, -2)
         blocks = 1 if converted else _machine.row_blocks(rows, weight.T)
         output = F.linear(rows, weight, bias) if blocks == 1 else _in_blocks(rows.unflatten(0, (blocks, -1)), weight, bias)

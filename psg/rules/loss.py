@@ -1,6 +1,6 @@
-"""Losses have no parameters; their rules fold the samples into the rows that the native kernels know.
+"""Losses have no parameters; their rules fold the samples into the rows of one call of the native kernel.
 
-Under vmap they are written out in a dozen small ops, or run sample by sample.
+vmap would write them out in a dozen small ops, or run them sample by sample.
 """
 
 import math
@@ -61,9 +61,9 @@ def smoothed_and_weighted(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """(1 - eps) loss + eps / classes * -sum_k w_k log softmax(x)_k, written out: torch selects by a mask here, which vmap cannot.
+    """(1 - eps) loss + eps / classes * -sum_k w_k log softmax(x)_k, written out: torch selects by a mask here, which vmap cannot do.
 
-    A mean is one over the weights of the targets. Source: cross_entropy_loss_label_smoothing in aten/src/ATen/native/LossNLL.cpp.
+    A mean divides by the summed weights of the targets. Source: cross_entropy_loss_label_smoothing in aten/src/ATen/native/LossNLL.cpp.
     """
     if weight is None or not label_smoothing or target.is_floating_point() or not _is_plain(size_average, reduce, reduction):
         return NotImplemented
@@ -85,7 +85,7 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
 
 
 def _in_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The arguments of a loss that torch computes in float32 under autocast."""
+    """The arguments of a loss that torch computes in float32 under autocast, converted to float32 there."""
     if _functorch.autocast_dtype(tensors[0]) is None:
         return tensors
     return tuple(tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor for tensor in tensors)
@@ -112,7 +112,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Any:
-    """All sequences of all samples in one call: ([n,t,b,classes], [n,b,s], [n,b], [n,b]) -> [n,b] or [n]; or each without b."""
+    """All sequences of all samples in one call: ([n,t,b,classes], [n,b,s], [n,b], [n,b]) -> [n,b] or [n]; or all without b."""
     single = log_probs.ndim == 3
     if single:
         log_probs, targets = log_probs.unsqueeze(2), targets.unsqueeze(1)
@@ -120,12 +120,12 @@ def ctc_loss(
         return NotImplemented
     n, t, b, classes = log_probs.shape
     if isinstance(input_lengths, Tensor) != isinstance(target_lengths, Tensor):
-        return NotImplemented  # torch says what it expects
+        return NotImplemented  # torch raises its own error
     inputs, goals = _lengths(input_lengths, n, b, single), _lengths(target_lengths, n, b, single)
     if inputs is None or goals is None or log_probs.numel() == 0 or targets.numel() == 0:
         return NotImplemented
     if single and _functorch.may_ask(goals) and (goals != targets.shape[2]).any():
-        return NotImplemented  # one list of targets is as long as it says: torch says what it expects
+        return NotImplemented  # without b, target_lengths has to be the length of targets: torch raises its own error
     flat = log_probs.movedim(1, 0).reshape(t, n * b, classes)
     losses = F.ctc_loss(flat, targets.flatten(0, 1), inputs.flatten(), goals.flatten(), blank, "none", zero_infinity).reshape(n, b)
     if reduction == "mean":
@@ -138,7 +138,7 @@ def ctc_loss(
 
 
 def _lengths(given: Any, n: int, b: int, single: bool) -> Tensor | None:
-    """Lengths of the sequences, [n,b]; None where they are not that."""
+    """The lengths of the sequences as [n,b]; None if they do not fit."""
     if isinstance(given, Tensor):
         return given.reshape(n, b) if given.shape == (n, b) or single and given.shape == (n,) else None
     return torch.tensor(given).expand(n, b) if isinstance(given, (list, tuple)) and len(given) == b else None  # the same for all samples
@@ -159,7 +159,7 @@ def multi_margin_loss(
     if not _is_plain(size_average, reduce, reduction) or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
         return NotImplemented
     if weight is not None and (weight.shape != (len(input), input.shape[-1]) or weight.requires_grad):
-        return NotImplemented  # torch says what it expects
+        return NotImplemented  # torch raises its own error
     losses = F.multi_margin_loss(input.flatten(0, -2), target.flatten(), p, margin, reduction="none")
     if weight is not None:
         losses = losses * weight.gather(1, target.reshape(len(target), -1)).flatten()
@@ -177,7 +177,7 @@ def multilabel_margin_loss(
     return _by_sample(losses, input.shape[:-1], reduction), {}
 
 
-# Losses that vmap does not know, written out as in aten/src/ATen/native/Loss.cpp
+# Losses for which vmap has no batching rule, written out as in aten/src/ATen/native/Loss.cpp
 
 
 @decomposition(F.soft_margin_loss)
@@ -197,7 +197,7 @@ def soft_margin_loss(
 def kl_div(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False
 ) -> Any:
-    """y (log y - x), or exp(y) (y - x) of a target that is a logarithm."""
+    """y (log y - x); with `log_target`, exp(y) (y - x)."""
     if size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean", "batchmean"):
         return NotImplemented
     terms = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
@@ -250,7 +250,7 @@ def triplet_margin_loss(
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
-    """(log v + (x - y)^2 / v) / 2 for v = max(var, eps), of whose cotangent var has all: torch's own, whose check of var the pass sees."""
+    """(log v + (x - y)^2 / v) / 2 for v = max(var, eps); var gets v's whole cotangent. As in torch, but the pass sees the check of var."""
     if reduction not in ("mean", "sum", "none") or not isinstance(var, float) and not (isinstance(var, Tensor) and var.is_floating_point()):
         return NotImplemented
     if var < 0 if isinstance(var, float) else (var < 0).any():

@@ -1,4 +1,4 @@
-"""Ops that vmap does not know, or runs sample by sample: from others that it does know."""
+"""Ops that vmap cannot run, or runs sample by sample, written with ops that it does run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
 
 @rule(torch.index_add, Tensor.index_add, params=())
 def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
-    """Where every sample has an index of its own (the edges of a graph), as rows of one table of all: ([n,*], [n,t], [n,*]) -> [n,*]."""
+    """One call on the rows of all samples, if each has an index of its own (the edges of a graph): ([n,*], [n,t], [n,*]) -> [n,*]."""
     dims, (n, *shape), edges = input.ndim - 1, input.shape, index.shape[1:]
     if not -dims <= dim < dims or input.ndim != source.ndim or source.dtype != input.dtype or len(edges) != 1 or index.stride(0) == 0:
         return NotImplemented
@@ -41,8 +41,8 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
     if index.dtype not in (torch.int32, torch.int64) or not input.is_contiguous() and input.stride(0) != 0:
         return NotImplemented
     if [*source.shape[1 : 1 + dim], *source.shape[2 + dim :]] != shape[:dim] + shape[dim + 1 :] or source.shape[1 + dim] != edges[0]:
-        return NotImplemented  # torch says what it expects
-    # An index outside of the sample's own rows would be inside of another's.
+        return NotImplemented  # torch raises its own error
+    # An index out of range for its sample would address a row of another sample.
     if not _functorch.may_ask(index) or input.numel() == 0 or ((index < 0) | (index >= shape[dim])).any():
         return NotImplemented
     rows = index + shape[dim] * torch.arange(n, device=index.device)[:, None]
@@ -53,7 +53,7 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
 
 @decomposition(torch.index_add, Tensor.index_add)
 def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha: float = 1, **others: Any) -> Any:
-    """The same where that does not run: vmap selects each from the whole."""
+    """The same where the rule declines, as a scatter_add: vmap would run index_add sample by sample."""
     if others or not isinstance(dim, int):
         return NotImplemented
     if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
@@ -62,7 +62,7 @@ def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha:
     shape[dim] = len(index)
     whole = all(given == own for d, (given, own) in enumerate(zip(source.shape, input.shape, strict=False)) if d != dim % source.ndim)
     if not whole or input.ndim != source.ndim or source.shape[dim] != len(index):
-        return NotImplemented  # torch says what it expects
+        return NotImplemented  # torch raises its own error
     if alpha != 1:
         source = (alpha * source).to(input.dtype)
     return input.scatter_add(dim, index.reshape(shape).expand(source.shape), source)
@@ -75,7 +75,7 @@ def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @decomposition(torch._weight_norm)  # pyright: ignore[reportPrivateImportUsage]
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
-    """v g / |v|, the norm over all dimensions but one, or over all for -1: its own backward is run sample by sample."""
+    """v g / |v|, with the norm over all dimensions but `dim`, or over all if it is -1: vmap would run torch's backward sample by sample."""
     if not -v.ndim <= dim < v.ndim or v.dtype != g.dtype or v.is_complex():
         return NotImplemented
     dims = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]
@@ -85,11 +85,11 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
 
 
 def _written_back(op: Any) -> Callable[..., Any]:
-    # Of a copy: what the op keeps for its backward must not be what is written into.
+    # Run the op on a copy: the input is written into, and must not be what the op saves for its backward.
     return lambda input, *args, **kwargs: input.copy_(op(input.clone(), *args, **kwargs))
 
 
-# In place, vmap runs these sample by sample.
+# vmap runs the in-place forms of these ops sample by sample.
 for _name in (
     *("addcdiv", "addcmul", "addmm", "addr", "clamp", "clip", "cumprod", "cumsum", "fmod", "heaviside", "hypot", "index_copy", "ldexp"),
     *("baddbmm", "index_reduce", "lerp", "nextafter", "polygamma", "pow", "put", "remainder", "renorm", "scatter", "square"),
@@ -132,13 +132,13 @@ def _is_nonzero(input: Tensor) -> bool:
 
 @decomposition(Tensor.__contains__)
 def _contains(self: Tensor, element: Any) -> Any:
-    """`element in tensor`, written out: its last step is a Python value of a tensor, which the pass knows how to take."""
+    """`element in tensor`, written out: it ends in bool() of a tensor, which the pass can handle."""
     return bool((self == element).any())
 
 
 @decomposition(Tensor.__setitem__)
 def _fill(self: Tensor, index: Any, value: Any) -> Any:
-    """tensor[mask] = number, of a mask that depends on the sample: what it selects has no shape under vmap, and need not have one."""
+    """tensor[mask] = number, for a mask that depends on the sample: under vmap the selection has no shape, and torch.where needs none."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape[: index.ndim]
     is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
     if not (is_mask and is_number and _functorch.is_sampled(index)):
@@ -167,7 +167,7 @@ def _quantile(name: str) -> None:
     def quantile(
         input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear", out: Tensor | None = None
     ) -> Any:
-        """Between the two entries next to rank q (count - 1), by sorting: torch's own steps, one of which vmap runs sample by sample.
+        """Interpolate between the sorted entries next to rank q (count - 1), in torch's own steps, one of which vmap runs sample by sample.
 
         Source: quantile_compute in aten/src/ATen/native/Sorting.cpp.
         """
@@ -178,9 +178,9 @@ def _quantile(name: str) -> None:
             return NotImplemented
         share = q if isinstance(q, Tensor) else torch.tensor(q, dtype=input.dtype, device=input.device)
         if share.device.type == "cpu" and not ((share >= 0) & (share <= 1)).all():
-            return NotImplemented  # torch says what it expects
+            return NotImplemented  # torch raises its own error
         if input.dtype not in (torch.float32, torch.float64) or interpolation not in (*_WHOLE, "linear", "midpoint"):
-            return NotImplemented  # torch says what it expects
+            return NotImplemented  # torch raises its own error
         flat = input.reshape(-1) if dim is None else input.movedim(dim, -1) if input.ndim else input[None]
         ordered = flat.sort().values  # NaN last
         unknown = ordered.isnan().sum(-1, keepdim=True)
@@ -188,14 +188,14 @@ def _quantile(name: str) -> None:
         if name == "nanquantile":
             rank = share * (last - unknown).clamp(min=0)
         else:
-            rank = torch.where(unknown > 0, last, share * last)  # that of a NaN, if there is one
+            rank = torch.where(unknown > 0, last, share * last)  # the rank of a NaN, if there is one
         if interpolation in _WHOLE:
             found = ordered.gather(-1, _WHOLE[interpolation](rank).long())
         else:
             below, above = rank.floor(), rank.ceil()
             weight = torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - below
             found = torch.lerp(ordered.gather(-1, below.long()), ordered.gather(-1, above.long()), weight)
-        # [*rest, several]: those of each share first, and then what is left of the input.
+        # [*rest, several] -> [several, *rest]: the shares first, then the remaining dimensions of the input.
         whole = found.movedim(-1, 0)
         if keepdim:
             rest = (
@@ -208,7 +208,7 @@ def _quantile(name: str) -> None:
 
 
 _WHOLE = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}
-"""Where a quantile is one of the entries."""
+"""How to round the rank for the interpolations whose quantile is one of the entries."""
 
 _quantile("quantile")
 _quantile("nanquantile")
@@ -216,7 +216,7 @@ _quantile("nanquantile")
 
 @decomposition(torch.masked_fill, Tensor.masked_fill)
 def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
-    """With a number that a tensor holds (a mask token)."""
+    """masked_fill whose value is a tensor without dimensions (a mask token)."""
     if not isinstance(value, Tensor) or value.ndim or mask.dtype != torch.bool or value.is_complex() and not input.is_complex():
         return NotImplemented
     return torch.where(mask, value.to(input.dtype), input).contiguous()
@@ -231,11 +231,11 @@ def _take(input: Tensor, index: Tensor, **others: Any) -> Any:
 
 @decomposition(torch.renorm, Tensor.renorm)
 def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) -> Any:
-    """Slices along `dim` with a norm above `maxnorm` brought to it."""
+    """Scale the slices along `dim` that have a norm above `maxnorm` down to that norm."""
     if input.ndim < 2 or input.is_complex() or not input.is_contiguous() or any(isinstance(number, Tensor) for number in (p, maxnorm)):
         return NotImplemented
     if others or p <= 0 or maxnorm < 0 or not -input.ndim <= dim < input.ndim:
-        return NotImplemented  # torch says what it expects
+        return NotImplemented  # torch raises its own error
     dims = [d for d in range(input.ndim) if d != dim % input.ndim]
     norm = torch.linalg.vector_norm(input, p, dims, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)
@@ -243,7 +243,7 @@ def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) ->
 
 @decomposition(F.affine_grid)
 def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Any:
-    """A product with the grid of the identity: ([b,d,d+1], [b,c,*shape]) -> [b,*shape,d]."""
+    """The product of theta and the grid of the identity: ([b,d,d+1], [b,c,*shape]) -> [b,*shape,d]."""
     dims = len(size) - 2 if isinstance(size, (list, tuple)) else 0
     if dims not in (2, 3) or theta.ndim != 3 or theta.shape != (size[0], dims, dims + 1) or not _functorch.is_sampled(theta):
         return NotImplemented
@@ -276,11 +276,11 @@ _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
 def _layout(conversion: Any) -> None:
     @decomposition(conversion)
     def channels_last(self: Tensor, *args: Any, memory_format: Any = None, **kwargs: Any) -> Any:
-        """The layout of a sample: vmap cannot ask for it by name, but by a permutation of a contiguous tensor."""
+        """Channels last within each sample: vmap cannot convert to it by name, so permute, make contiguous, and permute back."""
         if _CHANNELS_LAST.get(memory_format) != self.ndim:
             return NotImplemented
         moved = conversion(self.movedim(1, -1), *args, **kwargs).contiguous().movedim(-1, 1)
-        # A tensor that is in both layouts at once is in the other one to torch, and what comes out a copy.
+        # torch takes a tensor that fits both layouts for contiguous, so its conversion to channels last is a copy, not an alias.
         both = conversion is not Tensor.contiguous and moved.dtype == self.dtype and self.is_contiguous()
         with torch._C.DisableTorchFunction():
             alias = both and _functorch.memory_of(moved) == _functorch.memory_of(self)
@@ -296,7 +296,7 @@ for _conversion in (
 
 @decomposition(Tensor.is_contiguous)
 def _is_contiguous(self: Tensor, memory_format: Any = torch.contiguous_format) -> Any:
-    """Of a sample in this layout."""
+    """Whether a sample is contiguous in a channels-last layout."""
     if _CHANNELS_LAST.get(memory_format) != self.ndim:
         return NotImplemented
     return self.movedim(1, -1).is_contiguous()

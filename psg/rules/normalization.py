@@ -1,7 +1,7 @@
-"""Normalisation layers: y = xhat w + b, with xhat normalised inside the sample, or by statistics that are given.
+"""Normalisation layers: y = xhat w + b, with xhat normalised inside the sample, or by given statistics.
 
 With C the cotangent: grad w[n] = sum over positions of xhat C, grad b[n] = sum over positions of C. Both are small, so Dense. xhat is
-computed again when the factor is built: one fused pass, and nothing more is held until then.
+recomputed when the factor is built: that takes one fused pass, and no memory until then.
 """
 
 import math
@@ -35,7 +35,7 @@ def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = Non
     if _any_complex(input, weight, bias):
         return NotImplemented
     dims = len(normalized_shape)
-    input = input.contiguous()  # as the kernel needs it: here once, and not in the forward pass, the backward pass and for the factor
+    input = input.contiguous()  # copy here once, or the kernel copies it in forward, in backward and for the factor
     return F.layer_norm(input, normalized_shape, weight, bias, eps), {
         "weight": lambda cotangent: _sum_leading(F.layer_norm(input.to(cotangent.dtype), normalized_shape, eps=eps).mul_(cotangent), dims),
         "bias": lambda cotangent: _sum_leading(cotangent, dims),
@@ -60,7 +60,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         return NotImplemented
     if input[0].numel() == num_groups:
         return NotImplemented  # one value a group: torch refuses it
-    # The native kernel takes the memory of all three as contiguous, whether it is or not.
+    # The native kernel assumes that input, weight and bias are contiguous, and does not check.
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
     if not has_history(weight, bias) and input.dtype == wide(input.dtype) and not torch.is_autocast_enabled(input.device.type):
         norm = _Norm(weight, bias, num_groups, eps)
@@ -88,12 +88,12 @@ def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, 
 
 
 class _Norm:
-    """A group norm in one precision, whose backward pass finds the cotangent of the data and the gradients of all samples in one call.
+    """A group norm in one precision. One call of its backward kernel gives the cotangent of the data and the gradients of all samples.
 
     Args:
         weight: [c] or None.
-        bias: The same.
-        groups: How many groups.
+        bias: [c] or None.
+        groups: The number of groups.
         eps: As in `F.group_norm`.
     """
 
@@ -106,25 +106,25 @@ class _Norm:
     def forward(self, input: Tensor) -> Tensor:
         """[n,images,c,*] -> the same."""
         self.shape = input.shape
-        # Whoever asks for the parameters first may as well have the data's cotangent, if that goes on to somewhere.
+        # If the parameters are asked for first, also compute the data's cotangent, if the data has a history.
         self.leads_on = input.grad_fn is not None
         self.images = input.detach().flatten(0, 1).contiguous()
         output, *self.moments = _native(self.images, self.weight, self.bias, self.groups, self.eps)
         return reshape(output, self.shape)
 
     def backward(self, cotangent: Tensor) -> Tensor:
-        """The cotangent of the input, which is let go of."""
+        """The cotangent of the input. It is not stored any longer."""
         served = self.asked is cotangent
         if not served or self.c_input is None:
             self._solve(cotangent, True)
         found, self.c_input = self.c_input, None
         if served:
-            self.asked = None  # the parameters have had theirs: its memory serves the rest of the pass
+            self.asked = None  # the parameters' gradients are known: free the cotangent's memory
         assert found is not None
         return found.reshape(self.shape)
 
     def factors(self) -> dict[str, Callable[[Tensor], Dense]]:
-        """Of the parameters, [n,c]."""
+        """The functions that build the factors of the parameters, [n,c], from the cotangent."""
 
         def own(cotangent: Tensor, k: int) -> Dense:
             if self.asked is not cotangent:
@@ -136,7 +136,7 @@ class _Norm:
     def _solve(self, cotangent: Tensor, data: bool) -> None:
         n, b, c, *_ = self.shape
         size = self.shape[3:].numel()
-        # As one image with n b c channels the native kernel keeps them apart. It takes memory as contiguous, whether it is or not.
+        # On one image with n b c channels the native kernel keeps samples and images apart. It assumes contiguous memory.
         rows = (tensor.reshape(1, n * b * c, size).contiguous() for tensor in (cotangent, self.images))
         one = *rows, *(moment.reshape(1, -1) for moment in self.moments)
         weight = (cotangent.new_ones(c) if self.weight is None else self.weight).repeat(n * b)
@@ -147,7 +147,7 @@ class _Norm:
 
 
 class _GroupNorm(torch.autograd.Function):
-    """Its place in the graph, for the sake of the data."""
+    """The autograd node of a `_Norm`, which returns the cotangent of the data."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, norm: _Norm) -> Tensor:
@@ -176,7 +176,7 @@ def instance_norm(
         return _by_statistics(input, running_mean, running_var, weight, bias, eps)
     if running_mean is not None or running_var is not None or input.ndim < 4:
         return NotImplemented
-    # Each channel is a group. The native kernel for it is wrong on a CPU for one image, where the cotangent is channels last.
+    # Each channel is a group. The native instance norm is wrong on a CPU for one image with a channels-last cotangent.
     return group_norm(input, input.shape[2], weight, bias, eps)
 
 
@@ -199,10 +199,10 @@ def batch_norm(
 
 def _by_statistics(input: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     """xhat = (x - mean) / sqrt(var + eps) and y = x scale + shift, for statistics [n, c]."""
-    # Written out: one multiply-add in any memory layout, and the statistics may be the sample's own.
+    # Written out: one multiply-add in any memory layout, and the statistics may differ between samples.
     if mean is None or var is None or input.ndim < 3 or _any_complex(input, weight, bias):
         return NotImplemented
-    # Buffers are the same for all samples, and are not differentiated.
+    # Expanded statistics (stride 0) are the same for all samples: compute with one row. None are differentiated.
     mean, var = (widen(tensor[:1] if tensor.stride(0) == 0 else tensor).detach() for tensor in (mean, var))
     rstd = (var + eps).rsqrt()
     scale = rstd if weight is None else rstd * weight
@@ -222,7 +222,7 @@ def _any_complex(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.is_complex() for tensor in tensors)
 
 
-# Written out, for passes whose gradients are differentiated in turn: in vmap's own rules for the backward of these ops the moments are
+# Written out, for passes whose gradients are differentiated again: vmap's rules for the backward of these ops treat the moments as
 # constants.
 
 
@@ -233,7 +233,7 @@ def written_out_layer_norm(
     """Over the last dimensions."""
     shape = tuple(normalized_shape)
     if input.shape[input.ndim - len(shape) :] != shape:
-        return NotImplemented  # torch says what it expects
+        return NotImplemented  # torch raises its own error
     return _written_out(input, range(-len(shape), 0), weight, bias, shape, eps)
 
 
@@ -273,7 +273,7 @@ def written_out_batch_norm(
 
 
 def _written_out(input: Tensor, dims: Iterable[int], weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Any:
-    """Over `dims`, for a weight and a bias that `shape` lays along the other dimensions."""
+    """Normalise over `dims`; `shape` is that of weight and bias to broadcast against the input."""
     if input.numel() == 0 or torch.is_autocast_enabled(input.device.type) or _any_complex(input, weight, bias):
         return NotImplemented
     wide_input, dims = widen(input), tuple(dims)

@@ -1,8 +1,8 @@
 """Matrix products beyond F.linear: each is an einsum of parameters and data, and so is the gradient of each parameter.
 
 y[n,O] = sum over the labels not in O of x_1[n,K_1] x_2[K_2] ..., where data carries the sample's label n and parameters do not. With C the
-cotangent of y: grad x_k[n,K_k] = the einsum of C[n,O] and every other operand -> [n,K_k]. Of a parameter that maps some labels of the data
-to others of the output that is an Outer over the labels that both have, and it is not formed.
+cotangent of y: grad x_k[n,K_k] = the einsum of C[n,O] and every other operand -> [n,K_k]. For a parameter that maps some labels of the data
+to others of the output, this is an Outer over the labels that data and output share, and is not materialised.
 """
 
 import math
@@ -34,16 +34,16 @@ def contract(
     """An einsum of data (samples in dim 0) and of shared operands (no samples).
 
     Args:
-        operands: Of which one at least is data.
-        labels: One letter a dimension of each operand, without the samples.
+        operands: The operands; at least one is data.
+        labels: For each operand one letter a dimension, without the samples.
         out: The labels of the output.
         shared: Which operands have no samples.
-        stretch: Labels for which a dimension of size 1 stands for any size.
-        forward: The op itself, of the physical operands, where that is not plainly the einsum.
-        contiguous: Whether the op's output is for one sample, of which fn may then take views.
+        stretch: Labels whose dimensions broadcast from size 1.
+        forward: Computes the op from the physical operands; None for torch.einsum.
+        contiguous: Whether the op's output for one sample is contiguous, so that fn may take views of it.
 
     Returns:
-        The output, and for each operand the builder of its factor, which is of use for the shared ones only. Or NotImplemented.
+        The output, and for each operand the builder of its factor, meaningful for shared operands only. Or NotImplemented.
     """
     sizes: dict[str, int] = {}
     shapes = [tensor.shape if alone else tensor.shape[1:] for tensor, alone in zip(operands, shared, strict=True)]
@@ -81,7 +81,7 @@ def contract(
 
 
 def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
-    """The factor of a parameter, some of whose labels come from the data and do not come out, while the others come out; else None."""
+    """The factor, if some labels of the parameter are only in the data and all others only in the output; else None."""
     contracted = "".join(name for name in labels if name in given and name not in out)
     produced = "".join(name for name in labels if name in out and name not in given)
     if not contracted or not produced or len(contracted + produced) < len(labels) or len(set(given)) < len(given):
@@ -97,7 +97,7 @@ def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, s
     factor = Outer(x, c) if first is contracted else Outer(c, x)
     if len(labels) == 2:
         return factor
-    # As a matrix, then with all its labels, then with these where they stand in the parameter.
+    # View the matrix with all its labels, then permute these into the parameter's order.
     order = contracted + produced if first is contracted else produced + contracted
     whole = torch.Size(found[name] for name in order)
     strides = {name: shape[k + 1 :].numel() for k, name in enumerate(labels)}
@@ -114,7 +114,7 @@ def _dense(
     for tensor, _ in others:
         dtype = torch.promote_types(dtype, tensor.dtype)  # under autocast they differ
     present = {name for _, names in terms for name in names}
-    # What was stretched is summed over; what no other operand has is the same for every entry.
+    # Broadcast labels are summed over; along labels that no other operand has, the gradient is constant.
     kept = [name for name, size in zip(labels, shape, strict=True) if name in present and size == sizes[name]]
     gradient = _contracted([(tensor.to(dtype), names) for tensor, names in terms], out[0] + "".join(kept))
     index = tuple(slice(None) if name in kept else None for name in labels)
@@ -122,9 +122,9 @@ def _dense(
 
 
 def _contracted(terms: list[tuple[Tensor, str]], out: str) -> Tensor:
-    """The einsum of several tensors by two at a time, first those whose product adds least to what they take themselves.
+    """The einsum of several tensors, two at a time: always the pair whose product adds the fewest entries.
 
-    torch goes from left to right: from the cotangent of a mixture of experts to all of its experts' products, before it meets their gates.
+    torch goes from left to right: in a mixture of experts it would multiply the cotangent by all experts before the gates.
     """
     while len(terms) > 2:
         first, second, kept = min(_products(terms, out), key=lambda product: product[3])[:3]
@@ -134,7 +134,7 @@ def _contracted(terms: list[tuple[Tensor, str]], out: str) -> Tensor:
 
 
 def _products(terms: list[tuple[Tensor, str]], out: str) -> Iterator[tuple[tuple[Tensor, str], tuple[Tensor, str], str, int]]:
-    """All pairs, the labels that have to come out of their product, and how many entries that adds."""
+    """All pairs of terms, with the labels that their product has to keep and the number of entries that it adds."""
     for first, second in combinations(terms, 2):
         needed = {*out, *(name for term in terms if term is not first and term is not second for name in term[1])}
         sizes: dict[str, int] = {}
@@ -146,12 +146,12 @@ def _products(terms: list[tuple[Tensor, str]], out: str) -> Iterator[tuple[tuple
 
 
 def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str, shared: Collection[str], **options: Any) -> Any:
-    """A product of two operands by an einsum's equation."""
+    """A product of two operands, given as an einsum's equation; see `contract` for the options."""
     inputs, out = equation.split("->")
     labels = inputs.split(",")
     alone = [name in shared for name in names]
     if all(alone):
-        return NotImplemented  # what is data is not a factor of it
+        return NotImplemented  # neither operand of the product is data
     if any(tensor.ndim != len(own) + (not one) for tensor, own, one in zip(operands, labels, alone, strict=True)):
         return NotImplemented
     result = contract(operands, labels, out, alone, **{"stretch": "", **options})
@@ -183,7 +183,7 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
 
 
 def _matmul_by_batch(input: Tensor, other: Tensor, dims: Sequence[int], shared: Collection[str]) -> Any:
-    """Two operands with dimensions before the last two, which broadcast: what autograd does, with the samples before them."""
+    """Two operands whose dimensions before the last two broadcast: computed as autograd does, with the samples in dim 0."""
     rank = max(dims)
     x, w = (
         tensor if name in shared else tensor.reshape(tensor.shape[0], *(1,) * (rank - own), *tensor.shape[1:])
@@ -270,7 +270,7 @@ def _added(
     if any(size not in (1, full) for size, full in zip(shape, product.shape[1 + lead :], strict=True)) or lead < 0:
         return NotImplemented
     output = alpha * product
-    if beta != 0:  # torch does not even read it then
+    if beta != 0:  # for 0 torch ignores the input, NaN included
         bias = input if "input" in shared else input.reshape(input.shape[0], *(1,) * lead, *shape)
         output = (output + beta * bias).to(product.dtype)
 
@@ -327,7 +327,7 @@ def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, al
 
 @rule(torch.einsum, params=("operands",))
 def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> Any:
-    """Any equation in which no parameter has one label twice."""
+    """Any equation in which no parameter repeats a label."""
     alone = [f"operands[{k}]" in shared for k in range(len(operands))]
     written = einsum_labels(equation, [tensor.ndim - (not one) for tensor, one in zip(operands, alone, strict=True)])
     if written is None:
@@ -343,13 +343,13 @@ def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> An
 
 @lru_cache(maxsize=1024)
 def _is_contiguous(equation: str, layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> bool:
-    """Whether the einsum of tensors of these shapes and strides is."""
+    """Whether the einsum of tensors with these shapes and strides is contiguous."""
     operands = (torch.empty_strided(shape, strides, device="meta") for shape, strides in layouts)
     return torch.einsum(equation, *operands).is_contiguous()
 
 
 def einsum_labels(equation: Any, dims: Sequence[int]) -> tuple[list[str], str] | None:
-    """The labels of each operand and of the output, an ellipsis replaced by letters of its own; None if they do not fit."""
+    """The labels of each operand and of the output, with an ellipsis replaced by unused letters; None if they do not fit."""
     if not isinstance(equation, str):
         return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
@@ -365,7 +365,7 @@ def einsum_labels(equation: Any, dims: Sequence[int]) -> tuple[list[str], str] |
         return None
     dots = "".join(spare[:longest])
     labels = [term.replace("...", dots[longest - count :]) for term, count in zip(terms, wanted, strict=True)]
-    if not arrow:  # the broadcast dimensions, and the letters that stand once, in alphabetical order
+    if not arrow:  # the broadcast dimensions, and the letters that occur once, in alphabetical order
         letters = inputs.replace("...", "").replace(",", "")
         out = "..." + "".join(sorted(letter for letter in letters if letters.count(letter) == 1))
     return labels, out.replace("...", dots)
@@ -373,7 +373,7 @@ def einsum_labels(equation: Any, dims: Sequence[int]) -> tuple[list[str], str] |
 
 @rule(torch.tensordot, params=("a", "b"))
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None, *, shared: Collection[str] = ()) -> Any:
-    """Contract the named dimensions of a with those of b: the last `dims` of a with the first of b if it is a number."""
+    """Contract the given dimensions of a with those of b; if `dims` is a number, the last of a with the first of b."""
     if out is not None:
         return NotImplemented
     counts = [tensor.ndim - (name not in shared) for name, tensor in (("a", a), ("b", b))]
@@ -409,7 +409,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     return output, {"weight": builders[2], "bias": lambda cotangent: Dense(sum_to(cotangent, torch.Size(cotangent.shape[-1:])))}
 
 
-# Mixtures of experts: rows that stand in the order of their matrices.
+# Mixtures of experts: rows that are sorted by their matrix.
 
 
 @rule(torch._grouped_mm, params=("mat2",))  # pyright: ignore[reportPrivateImportUsage]
@@ -423,9 +423,9 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
     n, t = self.shape[:2]
     rows = torch.arange(t, device=offs.device, dtype=offs.dtype).expand(n, t).contiguous()
     expert = torch.searchsorted(offs.contiguous(), rows, right=True).flatten()
-    # What torch makes of rows beyond the last offset is not defined: they are zero here.
+    # torch leaves rows beyond the last offset undefined; here they are zero.
     input = self.flatten(0, 1).masked_fill((expert == len(mat2))[:, None], 0)
-    # All samples' rows in the order of the matrices, in one call; and for the gradients in the order of the samples, in one call too.
+    # One call for the rows of all samples, sorted by matrix; and one call for the gradients, with the rows sorted by sample.
     order = expert.argsort(stable=True)
     ends = offs.diff(dim=1, prepend=offs.new_zeros(n, 1)).sum(0).cumsum(0).to(offs.dtype)
     ends = torch.cat([ends[:-1], ends.new_full((1,), n * t)])
@@ -440,7 +440,7 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
     return output, {"mat2": factor}
 
 
-# Products of data and one matrix, as those that can be transposed: x W and x W^T. The latter is F.linear.
+# Products of data and one matrix, rewritten as the two that have a transpose: x W (torch.matmul) and x W^T (F.linear).
 
 
 @transpose(torch.matmul, data="input")
@@ -452,7 +452,7 @@ def matmul_transpose(shape: torch.Size, other: Tensor) -> Any:
 
 
 def _by_rows(left: Tensor, right: Tensor, left_is_shared: bool) -> Any:
-    """left @ right, for the matrix that is shared and data of any dimensions."""
+    """left @ right, where one is the shared matrix and the other is data of any dimensions."""
     if not left_is_shared:
         return torch.matmul(left, right) if right.ndim == 2 and left.ndim > 0 else NotImplemented
     if left.ndim != 2 or right.ndim == 0:
@@ -486,7 +486,7 @@ def standard_mv(input: Tensor, vec: Tensor, shared: Collection[str]) -> Any:
 
 @standard(torch.einsum)
 def standard_einsum(equation: Any, operands: Sequence[Tensor], shared: Collection[str]) -> Any:
-    """Of data and one matrix, which takes one label of the data to one of the output."""
+    """An einsum of data and one matrix that maps one label of the data to one of the output."""
     if len(shared) != 1 or len(operands) != 2:
         return NotImplemented
     written = einsum_labels(equation, [tensor.ndim for tensor in operands])

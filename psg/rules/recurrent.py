@@ -1,9 +1,9 @@
 """Recurrent layers and cells.
 
 With C_t the cotangents of the gates before their activations (psg/rules/_gates.py): grad W_ih[n] = sum_t C_t x_t^T,
-grad W_hh[n] = sum_t C_t h_{t-1}^T, grad b[n] = sum_t C_t. A rule runs one layer, in one direction or two; a stack of layers is opened into
-such calls, with its dropout between them, where vmap's randomness holds. vmap itself has no rule for these ops: where ours does not fit
-(every sample has weights of its own, a pack holds sequences of several lengths) the recurrence is written out in ops that it knows.
+grad W_hh[n] = sum_t C_t h_{t-1}^T, grad b[n] = sum_t C_t. A rule runs one layer, in one direction or two. A stack of layers is split into
+such calls, with its dropout between them, which follows vmap's randomness. vmap itself has no rule for these ops: where psg's rule declines
+(weights differ between samples, a pack holds sequences of several lengths), the recurrence is written out in ops that vmap can run.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from psg.rules._gates import Elman, Gru, Lstm, Relu, Weights
 from psg.rules._layers import Cell, Kind, Layer, compute_dtype, is_autocast, run_layer, states_of, weights_of
 from psg.rules._registry import decomposition, has_history, rule
 
-_REFUSED = "torch would not accept the sizes or dtypes of this recurrent op"
+_REFUSED = "recurrent op: the sizes or dtypes of the input, the states and the weights do not fit together"
 
 
 def _layer(op: Any, kind: Kind) -> None:
-    overloads = getattr(torch.ops.aten, op.__name__)  # in the graphs of exported programs
+    overloads = getattr(torch.ops.aten, op.__name__)  # exported programs call these
 
     @rule(op, overloads.input, params=("params",), frozen=True)
     def layer(
@@ -38,7 +38,7 @@ def _layer(op: Any, kind: Kind) -> None:
     ) -> Any:
         """([n,b,t,i], [n,d,b,h]) -> ([n,b,t,d h], [n,d,b,h]), or t before b; an LSTM with two states each."""
         if not isinstance(has_biases, bool) or num_layers != 1 or input.ndim != 4 or input.numel() == 0:
-            return NotImplemented  # a pack; a stack of layers
+            return NotImplemented  # a pack, or a stack of layers
         states, weights = states_of(kind, hx), weights_of(kind, params, has_biases, 1 + bidirectional)
         expected = input.shape[0], 1 + bidirectional, input.shape[1 if batch_first else 2]
         if weights is None or any(has_history(*own) for own in weights) or any(state.shape[:3] != expected for state in states):
@@ -59,7 +59,7 @@ def _layer(op: Any, kind: Kind) -> None:
 
     @decomposition(op, overloads.input, overloads.data)
     def layers(*args: Any, **kwargs: Any) -> Any:
-        """What the rule declines: a pack of equal lengths as padded sequences, a stack as its layers, one layer written out."""
+        """Runs what the rule declines: a pack of equal lengths as padded sequences, a stack layer by layer, one layer written out."""
         if kwargs or len(args) != 9:
             return NotImplemented
         if not isinstance(args[3], bool):
@@ -84,7 +84,7 @@ def _layer(op: Any, kind: Kind) -> None:
         train: bool,
         bidirectional: bool,
     ) -> list[Tensor]:
-        """[t, b, i] or, with `sizes`, a pack [rows, i]."""
+        """Runs layer by layer, on [t, b, i] or, with `sizes`, a pack [rows, i]."""
         if num_layers == 1:
             return _written_out(kind, input, sizes, states, weights_of(kind, params, has_biases, 1 + bidirectional))
         count, final = len(params) // num_layers, []
@@ -107,7 +107,7 @@ def _as_hx(kind: Kind, states: list[Tensor]) -> Any:
 def _written_out(
     kind: Kind, input: Tensor, sizes: list[int] | None, states: Sequence[Tensor], weights: Sequence[Weights] | None
 ) -> list[Tensor]:
-    """One layer in ops that vmap knows: [t, b, i] or a pack [rows, i], states [d, b, h] -> [t, b, d h] or [rows, d h], [d, b, h]."""
+    """One layer in ops that vmap can run: [t, b, i] or a pack [rows, i], states [d, b, h] -> [t, b, d h] or [rows, d h], [d, b, h]."""
     expected = (len(weights or ()), input.shape[1] if sizes is None else sizes[0])
     if weights is None or any(state.shape[:2] != expected for state in states) or compute_dtype(kind, input, states, weights) is None:
         raise PsgError(_REFUSED)
@@ -119,7 +119,7 @@ def _written_out(
         steps = z.unbind(0) if sizes is None else z.split(sizes)
         for step in reversed(steps) if d else steps:
             new = kind.step(step, [value[: len(step)] for value in state], own)
-            # In a pack the longest come first: those after them have ended or, backwards in time, not begun.
+            # In a pack the longest sequences come first; those beyond len(step) have ended or, backwards in time, not begun.
             state = [torch.cat([value, old[len(step) :]]) for value, old in zip(new, state, strict=True)]
             rows.append(new[0])
         rows = rows[::-1] if d else rows
@@ -128,26 +128,26 @@ def _written_out(
     return [torch.cat(outputs, -1), *(torch.stack(parts) for parts in zip(*final, strict=True))]
 
 
-# Packs. Their lengths are Python values: samples whose lengths differ go apart there (CONVERSIONS of psg/_ops.py).
+# Packs. Their lengths are read as Python values: samples whose lengths differ are then run in separate groups (CONVERSIONS of psg/_ops.py).
 
 
 @decomposition(torch._VF._pack_padded_sequence, torch.ops.aten._pack_padded_sequence.default)
 def _pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-    """Step after step, the rows of the sequences that have not ended: [t, b, *] or [b, t, *] -> [rows, *], rows at each step [t]."""
+    """Step by step, the rows of the sequences that have not ended: [t, b, *] or [b, t, *] -> [rows, *], number of rows at each step [t]."""
     input = input.transpose(0, 1) if batch_first else input
     counts = [int(length) for length in lengths.unbind()]
     if counts != sorted(counts, reverse=True) or len(counts) != input.shape[1] or not 0 < counts[-1] <= counts[0] <= len(input):
-        raise PsgError("torch would not accept these lengths")
+        raise PsgError("pack_padded_sequence: lengths has to hold one length of 1 to t for each sequence, in decreasing order")
     sizes = [sum(count > t for count in counts) for t in range(counts[0])]
     return torch.cat([input[t, :size] for t, size in enumerate(sizes)]), torch.tensor(sizes, device="cpu")
 
 
 @decomposition(torch._VF._pad_packed_sequence, torch.ops.aten._pad_packed_sequence.default)
 def _pad_packed_sequence(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
-    """The way back: [rows, *] -> [t, b, *] or [b, t, *], and the lengths [b]."""
+    """The inverse of packing: [rows, *] -> [t, b, *] or [b, t, *], and the lengths [b]."""
     sizes = [int(size) for size in batch_sizes.unbind()]
     if 0 < total_length < len(sizes):
-        raise PsgError("torch would not accept this total length")
+        raise PsgError("pad_packed_sequence: total_length has to be at least the length of the longest sequence")
     pad = (0, 0) * (data.ndim - 1)
     steps = [F.pad(step, (*pad, 0, sizes[0] - len(step)), value=padding_value) for step in data.split(sizes)]
     output = F.pad(torch.stack(steps), (*pad, 0, 0, 0, max(0, total_length - len(sizes))), value=padding_value)
@@ -181,7 +181,7 @@ def _cell(op: Any, kind: Kind) -> None:
 
     @decomposition(op, overload)
     def written_out(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:
-        """One step in ops that vmap knows."""
+        """One step in ops that vmap can run."""
         states, weights = states_of(kind, hx), Weights(w_ih, w_hh, b_ih, b_hh, None)
         sized = all(state.shape[:-1] == input.shape[:-1] for state in states)
         if not sized or compute_dtype(kind, input, states, [weights]) is None:

@@ -1,4 +1,4 @@
-"""Ops that vmap gets wrong: from others that it gets right. Each has its test, and leaks.py what has no such form."""
+"""Ops that vmap gets wrong, written with ops that it gets right. Each has its test. Ops without such a form are in leaks.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,16 +27,16 @@ def _nanmedian(input: Tensor) -> Tensor:
 def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
     @decomposition(op)
     def whole(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """One of all entries, of whose cotangent every entry with its value has an equal share; vmap's form, by a dimension, picks one.
+        """The max, min or median of all entries. Entries equal to it share its cotangent evenly; vmap would give all of it to one.
 
-        Under a vmap of fn's own that form is torch's own too.
+        That is because vmap reduces along a dimension. Under a vmap of fn's own torch itself does so: the call is declined.
         """
         if args or kwargs or _functorch.vmaps(input) != 1 or not input.is_floating_point() or input.numel() == 0:
             return NotImplemented
         value = value_of(input.detach())
         chosen = (input == value) | (input.isnan() & value.isnan())
         share = (torch.where(chosen, input, 0) / chosen.sum()).sum()
-        # The value itself, and not what the sum is rounded to.
+        # Return the value itself, not the rounded sum.
         return torch.where(value.isfinite(), value + (share - share.detach()), share)
 
 
@@ -49,7 +49,7 @@ for _name, _value_of in {"max": torch.amax, "min": torch.amin, "median": _median
 def lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False, out: Tensor | None = None) -> Any:
     """X with P L U X = B by triangular solves: ([*,i,i], [*,i], [*,i,k]) -> [*,i,k].
 
-    Where LU is the sample's own and B has further dimensions, vmap gives LU one of size 1, and there torch (2.13) takes wrong pivots.
+    Where LU depends on the sample and B has more dimensions, vmap gives LU one of size 1, for which torch (2.13) takes wrong pivots.
     """
     if out is not None or not _functorch.is_sampled(LU):
         return NotImplemented
@@ -71,7 +71,7 @@ def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor |
 def _aligned(op: Any) -> None:
     @decomposition(op)
     def solve(A: Tensor, B: Tensor, *, left: bool = True, **options: Any) -> Any:
-        """Both with as many dimensions: where one has fewer, vmap's result has the shape of another broadcast."""
+        """Give A and B equally many dimensions: where one has fewer, vmap broadcasts them to a wrong shape."""
         vector = B.ndim == 1 or A.shape[:-1] == B.shape
         if A.ndim == B.ndim + vector or not (_functorch.is_sampled(A) or _functorch.is_sampled(B)) or "out" in options:
             return NotImplemented
@@ -89,12 +89,12 @@ _aligned(torch.linalg.solve_ex)
 
 @decomposition(F.group_norm)
 def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Of a part of the channels: a sample of its own may be contiguous, where the batch, for which the kernel asks, is not."""
+    """Make the batch contiguous, as the kernel needs it: in a part of the channels each sample may be contiguous where the batch is not."""
     if not _functorch.is_wrapped(input) or _functorch.bare(input).is_contiguous():
         return NotImplemented
     copy = input.clone(memory_format=torch.contiguous_format)
     if not _functorch.bare(copy).is_contiguous():
-        return NotImplemented  # that of a parameter is one for all samples
+        return NotImplemented  # the copy of a parameter is made once, and expanded to all samples
     return F.group_norm(copy, *args, **kwargs)
 
 
@@ -103,13 +103,13 @@ _DATA = vars(torch._C.TensorBase)["data"].__get__
 
 @decomposition(_DATA, differentiated=True)
 def data(self: Tensor) -> Tensor:
-    """A constant for every derivative; under vmap torch's own is one for the innermost alone."""
+    """`.data` as a constant for every derivative; under vmap torch's own is a constant for the innermost alone."""
     return self.detach()
 
 
 @rule(_DATA, params=())
 def data_of_a_batch(self: Tensor) -> Any:
-    """The same outside of all transforms of the function's own, where vmap has none."""
+    """The same outside of all transforms of fn's own, where vmap does not support `.data`."""
     return self.detach(), {}
 
 
@@ -125,7 +125,7 @@ if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
         options: Any = None,
         **cross_entropy_options: Any,
     ) -> Tensor:
-        """The fused op asks `requires_grad` below the function mode, where vmap answers no, and then returns no gradient."""
+        """Unfused: the fused op reads `requires_grad` below the function mode, where vmap says False, and then returns no gradient."""
         if cross_entropy_options.get("ignore_index", 0) is None:
             del cross_entropy_options["ignore_index"]
         classes = linear_weight.shape[:-1]  # more than one dimension for a loss over further dimensions

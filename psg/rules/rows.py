@@ -1,6 +1,6 @@
-"""How the ops that have rules hold rows: what of their data is one row, which belongs to one sample or to none.
+"""How to split the data of ops that have rules into rows, each of which belongs to one sample or to none.
 
-Used where fn sees a whole batch, in whatever layout: every row is then treated as a sample of its own.
+Used where fn sees a whole batch (method="batch"), in whatever layout: a rule then treats every row as a sample.
 """
 
 import math
@@ -17,11 +17,11 @@ from psg.rules.products import einsum_labels, matmul_equation
 
 
 class Split(NamedTuple):
-    """A call whose rows are samples.
+    """A call whose data is split into rows, for a rule that takes these for samples.
 
     Attributes:
-        data: What has rows, with these in dim 0, as a rule expects samples.
-        join: From what the rule gives to the op's own output.
+        data: The data arguments, with the rows in dim 0.
+        join: Turns the rule's output into the op's own output.
         options: Other arguments that change.
     """
 
@@ -31,13 +31,13 @@ class Split(NamedTuple):
 
 
 Splitter = Callable[[dict[str, Any], Collection[Place]], Split | None]
-"""From a call's arguments and the places of its parameters."""
+"""Splits a call, given its arguments and the places of its parameters; None if it cannot."""
 
 _splitters: dict[Any, Splitter] = {}
 
 
 def split_rows(op: Any, arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
-    """Split the data of a call with parameters in these places; None if it is not known how."""
+    """Split the data of a call with parameters in these places; None if there is no way."""
     splitter = _splitters.get(op)
     return None if splitter is None else splitter(arguments, own)
 
@@ -71,7 +71,7 @@ splits(F.layer_norm, F.rms_norm)(lambda arguments, own: positions(arguments, len
 @splits(F.embedding)
 def _embedding_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if arguments.get("scale_grad_by_freq"):
-        return None  # the frequency would be that in the batch: a sample's gradient would depend on the others
+        return None  # frequencies would be counted in the batch: a sample's gradient would depend on the others
     return positions(arguments, 0, "input")
 
 
@@ -91,7 +91,7 @@ def _embedding_bag_rows(arguments: dict[str, Any], own: Collection[Place]) -> Sp
     sizes = ends - starts
     if 0 in (len(input), len(sizes)) or offsets[0] != 0 or sizes.min() < 0:
         return None
-    # Bags of one size, each followed by one that is no one's.
+    # Pad the bags to one size; the padding comes after the last offset, so that it is in no bag.
     steps = torch.arange(max(1, int(sizes.max())), device=input.device)
     places = torch.where(steps < sizes[:, None], starts[:, None] + steps, 0)
     data: dict[Place, Tensor] = {("input", None): input[places], ("offsets", None): torch.stack([torch.zeros_like(sizes), sizes], 1)}
@@ -103,7 +103,7 @@ def _embedding_bag_rows(arguments: dict[str, Any], own: Collection[Place]) -> Sp
 @splits(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _convolution_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if arguments["input"].ndim != arguments["weight"].ndim:
-        return None  # a single image: there is no telling its rows apart
+        return None  # a single unbatched image cannot be split into rows
     return Split({("input", None): arguments["input"]}, lambda output: output)
 
 
@@ -117,15 +117,15 @@ def _normalization_rows(arguments: dict[str, Any], own: Collection[Place]) -> Sp
 
 
 def _without(dim: int) -> Callable[[Tensor], Tensor]:
-    """Takes one dimension of size 1 away."""
+    """A function that removes one dimension, of size 1."""
     return lambda output: reshape(output, (*output.shape[:dim], *output.shape[dim + 1 :]))
 
 
-# Products. A row is what all data and the output have, and no parameter.
+# Products. Rows run along the labels that all data and the output have, and no parameter.
 
 
 def _contraction(operands: dict[Place, Tensor], labels: list[str], out: str, own: Collection[Place]) -> Split:
-    """Rows of an einsum, one letter a dimension; the rule sees them as samples, in which their dimensions are of size 1."""
+    """Split an einsum (one letter a dimension) into rows. The rule takes these for samples, in which their dimensions have size 1."""
     named = dict(zip(operands, labels, strict=True))
     data = {place: names for place, names in named.items() if place not in own}
     taken: set[str] = set()
@@ -174,7 +174,7 @@ def _product(equation: str, *names: str) -> Splitter:
 splits(torch.mm, Tensor.mm)(_product("ti,io->to", "input", "mat2"))
 splits(torch.bmm, Tensor.bmm)(_product("bti,bio->bto", "input", "mat2"))
 splits(torch.mv, Tensor.mv)(_product("ti,i->t", "input", "vec"))
-# What is added to a product is the same for all rows, or the rule declines it.
+# The tensor that is added to a product has to be the same for all rows; otherwise the rule declines.
 splits(torch.addmm, Tensor.addmm)(_product("ti,io->to", "mat1", "mat2"))
 splits(torch.baddbmm, Tensor.baddbmm)(_product("bti,bio->bto", "batch1", "batch2"))
 
@@ -197,7 +197,7 @@ def _einsum_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | N
 
 @splits(*(getattr(torch, name) for name in ("rnn_tanh", "rnn_relu", "gru", "lstm")))
 def _recurrent_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
-    """[b,t,i] or [t,b,i], states [d,b,h]. A pack or a stack is opened first: the rule declines it."""
+    """[b,t,i] or [t,b,i], states [d,b,h]. The rule declines a pack or a stack, whose decomposition calls the op for each layer."""
     input, hx, batch_first = arguments["input"], arguments["hx"], arguments["batch_first"]
     if not isinstance(arguments["has_biases"], bool) or input.ndim != 3:
         return None
@@ -222,5 +222,5 @@ def _cell_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | Non
 
 
 def _states(hx: Any, turn: Callable[[Tensor], Tensor]) -> dict[Place, Tensor]:
-    """The states of a recurrence, one tensor or several, turned each."""
+    """The states of a recurrence (one tensor or several) by their places, each passed through `turn`."""
     return {("hx", None): turn(hx)} if isinstance(hx, Tensor) else {("hx", k): turn(state) for k, state in enumerate(hx)}

@@ -1,6 +1,6 @@
-"""What lifting does under vmap with an op that meets a parameter and has no rule, for functions of a whole batch, where nothing is lifted.
+"""Ops on a parameter that no registered rule covers, for functions of a whole batch: there nothing is lifted.
 
-Rules for the rows of products and sums, and other ops in terms of these.
+Elementwise products and sums get rules for their rows; other ops are written with ops that have one.
 """
 
 import math
@@ -33,7 +33,7 @@ def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Spli
 
 
 def _row_shape(weight: Tensor) -> torch.Size:
-    """The weight's shape without leading ones: what it is multiplied with or added to is a row."""
+    """The weight's shape without leading ones: the shape of a row of the data."""
     return weight.shape[next((i for i, size in enumerate(weight.shape) if size != 1), weight.ndim) :]
 
 
@@ -52,7 +52,7 @@ def _shifted(input: Tensor, weight: Tensor) -> Any:
 
 
 def _broadcast(cotangent: Tensor, shape: torch.Size, own: torch.Size) -> Dense:
-    """The gradient of a real weight that was broadcast, to complex data perhaps."""
+    """The gradient of a real weight that was broadcast; the data may be complex."""
     summed = sum_to(cotangent, shape)
     return Dense((summed.real if summed.is_complex() else summed).reshape(len(cotangent), *own))
 
@@ -72,7 +72,7 @@ IN_PLACE = {
     **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
 }
-"""Ops that write into data what the op named here makes of it and a parameter."""
+"""In-place ops on data and a parameter, and for each the op that computes what it writes."""
 
 
 def _difference(input: Any, other: Any, **options: Any) -> Any:
@@ -110,7 +110,7 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _where(condition: Tensor, *choices: Any) -> Any:
-    """A parameter (a mask token) is repeated first, and what a row takes of it is then the row's own."""
+    """torch.where with a parameter (a mask token) expanded first, so that every row has a copy of its own."""
     shape = torch.broadcast_shapes(condition.shape, *(choice.shape for choice in choices if isinstance(choice, Tensor)))
     if all(not isinstance(choice, Tensor) or choice.shape == shape for choice in choices):
         return NotImplemented
@@ -128,4 +128,4 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     torch.where: _where,
     Tensor.where: lambda self, condition, other: _where(condition, self, other),
 }
-"""Ops that reach a parameter by no rule for rows, in other ops that do."""
+"""Ops without a rule for rows, written with ops that have one."""
