@@ -2,15 +2,15 @@
 
 Three questions have several answers:
 
-    norm:        Of layers whose weight meets several positions of a sample. "keep": the gradients are materialised once, for the norm and
-                 for the sum. "gram": the norm from the inner products of positions. "chunks": the norm from gradients that are
-                 materialised a few samples at a time. After the last two the sum is one weighted product.
-    gram:        Of convolutions: from the inner products of all "pixels", or of all "patches".
-    materialize: Of convolutions: by one grouped "convolution", by the native gradient of each of the "samples", by products of "patches"
-                 or, of depthwise ones, by a "correlation": a convolution with the cotangents as kernels.
+    norm:        For layers that use their weight at several positions of a sample. "keep": materialise the gradients once, for the norm
+                 and the sum. "gram": the norm from inner products between positions. "chunks": the norm from gradients materialised a few
+                 samples at a time, and dropped. After the last two the sum is one weighted matrix product.
+    gram:        For convolutions: from the inner products of all "pixels", or of all "patches".
+    materialize: For convolutions: by one grouped "convolution", by the native weight gradient of each of the "samples", by products of
+                 "patches" or, if depthwise, by a "correlation": a convolution with the cotangents as kernels.
 
-All answers give one result, up to rounding. A model of costs chooses, from operations, bytes, and what a byte is worth on the device;
-`using` asks for something else, and `psg.explain` tells what runs.
+All answers give the same result, up to rounding. A cost model chooses: it counts operations and bytes, and weighs a byte as the device
+does. `using` overrides the choice, and `psg.explain` shows it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from psg.memory import pages_are_kept
 __all__ = ["Choice", "using"]
 
 Choice = str | Callable[[Any, Mapping[str, float]], str]
-"""An answer, or a function that gives one for a factor and the costs of all answers."""
+"""An answer, or a function `(factor, costs of all answers) -> answer`."""
 
 _ANSWERS = {
     "norm": ("keep", "gram", "chunks"),
@@ -59,20 +59,21 @@ def using(
     keep_bytes: int | None = None,
     measure: bool | None = None,
 ) -> Iterator[None]:
-    """A context in which norms and sums are computed so. It changes time and memory, and no result beyond rounding.
+    """A context that sets how norms and sums are computed. It changes time and memory, and results only by rounding.
 
-    It holds for the thread that enters it, and nests: what is None stays as it is. An answer that a parameter does not have (a "gram" of
-    one position) is passed over, and the cost model chooses.
+    It applies to the thread that enters it. Contexts nest: an argument of None keeps the outer setting. Where a parameter does not have
+    the answer asked for (a "gram" of one position), the cost model chooses.
 
     Args:
-        norm: "keep", "gram" or "chunks", or a function of the factor and a mapping from possible answers to costs in operations a sample.
+        norm: "keep", "gram" or "chunks", or a function that gets the factor and a mapping from the possible answers to their costs, in
+            operations a sample, and returns one of them.
         gram: "pixels" or "patches", or such a function.
         materialize: "convolution", "samples", "patches" or "correlation", or such a function.
-        keep_bytes: The most that is kept for one parameter between the norm and the sum, in bytes; 512 MiB by default.
-        measure: Whether to time all answers, once for every shape, dtype, device and number of threads, and take the fastest from then on.
+        keep_bytes: The most bytes of materialised gradients that may be kept for one parameter; 512 MiB by default.
+        measure: Whether to time all answers once for each shape, dtype, device and number of threads, and use the fastest from then on.
 
     Raises:
-        InputError: There is no such answer, or `keep_bytes` is negative.
+        InputError: An answer does not exist, or `keep_bytes` is negative or no integer.
 
     Example:
         >>> import torch, psg
@@ -103,9 +104,9 @@ def using(
 
 
 def asked() -> Hashable:
-    """What `using` asks for here: equal where the same is asked for."""
+    """The current settings of `using`, as a key: equal where they ask for the same."""
     choices, *rest = _settings.get()
-    # A function that is written where it is asked for is another one each time, and says the same.
+    # A lambda written at the call site is a new object each time: compare its code.
     told = {question: _told(answer) for question, answer in choices.items()}
     return tuple(sorted(told.items(), key=lambda item: item[0])), *rest
 
@@ -120,10 +121,10 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     """The answer to a question.
 
     Args:
-        question: A key of the questions above.
+        question: One of the three questions above.
         costs: The possible answers, with their costs in operations.
-        factor: Whom it is about.
-        run: Does what an answer says, to be timed, and returns what it has made.
+        factor: The factor in question.
+        run: Carries out an answer and returns the result; called to time it.
 
     Returns:
         One of the keys of `costs`.
@@ -142,7 +143,7 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
 
 
 def may_keep(count: int) -> bool:
-    """Whether so many bytes may be kept for one parameter."""
+    """Whether `count` bytes may be kept for one parameter."""
     return count <= _settings.get().keep_bytes
 
 
@@ -163,7 +164,7 @@ def _time(run: Callable[[str], Any], answer: str, device: torch.device) -> float
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        held.append(run(answer))  # as in a step, which holds what is kept: the next turn does not find it in cache
+        held.append(run(answer))  # held, as a training step holds it, so that the next turn does not reuse memory that is still in cache
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start) if turn else best

@@ -1,4 +1,4 @@
-"""Conv: an Outer over unfolded patches, unfolded only where that is cheapest."""
+"""Conv: the gradient of a convolution. In effect an Outer over unfolded patches, which are formed only where that is cheapest."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from psg.factors._planned import Costs, Planned, remembered
 
 
 class Geometry(NamedTuple):
-    """The options of a convolution, one entry a spatial dimension.
+    """The options of a convolution, with one entry for each spatial dimension.
 
     Example:
         >>> Geometry(kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1).kernel
@@ -29,11 +29,11 @@ class Geometry(NamedTuple):
     groups: int
 
     def dead_taps(self, size: Sequence[int], out: Sequence[int]) -> list[list[int]]:
-        """For each dimension the taps of the kernel that meet padding alone."""
+        """For each dimension, the taps of the kernel that only ever meet padding."""
 
         def lives(tap: int, dim: int) -> bool:
-            place = self.dilation[dim] * tap - self.padding[dim]  # of the first output position; the others are strides further on
-            first = max(0, -(place // self.stride[dim]))  # whose place is not before the input
+            place = self.dilation[dim] * tap - self.padding[dim]  # read by the first output position; the next reads a stride later
+            first = max(0, -(place // self.stride[dim]))  # the first output position whose place is not before the input
             return first < out[dim] and place + self.stride[dim] * first < size[dim]
 
         return [[tap for tap in range(taps) if not lives(tap, dim)] for dim, taps in enumerate(self.kernel)]
@@ -42,10 +42,10 @@ class Geometry(NamedTuple):
 class Conv(Planned):
     """gradient[n, o, i, k] = sum over images and output positions t of cotangent[n, o, t] input[n, i, stride t + dilation k - padding].
 
-    With groups g, output channel o reads the i / g input channels of its group alone, so no two groups ever mix.
+    With groups g, output channel o reads only the i / g input channels of its own group.
 
     Args:
-        cotangent: [n, images, o, *spatial out]. Images are what fn itself batches (1 for one image a sample); they add up.
+        cotangent: [n, images, o, *spatial out]. The images are fn's own batch dimension (1 for one image a sample); their gradients add up.
         input: [n, images, i, *spatial in].
         geometry: Kernel, stride, padding, dilation, groups.
 
@@ -101,7 +101,7 @@ class Conv(Planned):
 
     def _correlation(self) -> Tensor:
         """gradient[n, g]: the one channel of a group correlated with its cotangent."""
-        # A convolution whose kernels are the cotangents: a step of theirs is the stride, and a step of the result the dilation.
+        # The cotangents serve as kernels, so stride and dilation change places.
         _, stride, padding, dilation, _ = self.geometry
         input, kernels = self.input.reshape(1, -1, *self.input.shape[3:]), self.cotangent.flatten(0, 2).unsqueeze(1)
         result = torch.convolution(input, kernels, None, dilation, padding, stride, False, [0] * len(stride), len(kernels))
@@ -113,7 +113,7 @@ class Conv(Planned):
         left = self.cotangent.unflatten(2, (groups, -1)).flatten(4).permute(0, 2, 3, 1, 4).reshape(self.n, groups, -1, self.positions)
         windows = self._windows()  # [n, images, g, i / g, *out, *kernel]
         out, taps = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)
-        # Channels innermost where there are many (one long run a tap), positions innermost where there are few.
+        # Channels innermost where there are many (one long copy for each tap), positions innermost where there are few.
         channels_last = self._has_many_channels and any(size > 1 for size in kernel)
         windows = windows.permute((0, 2, 1, *out, *taps, 3) if channels_last else (0, 2, 3, *taps, 1, *out))
         matrix = (self.positions, self.shape[1:].numel())
@@ -125,7 +125,7 @@ class Conv(Planned):
             return left[chunk].flatten(0, 1), patches
 
         size = max(1, _machine.chunk_bytes(self.device) // self._patch_bytes())
-        if size >= self.n or self.is_differentiated:  # what is written in place has no derivative
+        if size >= self.n or self.is_differentiated:  # writes by `out=` have no derivative
             gradient = multiply(*sides(slice(None)))
         else:
             gradient = left.new_empty(self.n, *left.shape[1:3], matrix[1])
@@ -141,7 +141,7 @@ class Conv(Planned):
         return torch.stack([self._native_gradient(c, x, tuple(self.shape), self.geometry.groups) for c, x in samples])
 
     def _grouped_convolution(self) -> Tensor:
-        # The samples become groups of one convolution, whose weight gradient then keeps them apart.
+        # The samples become groups of one convolution, whose weight gradient keeps groups apart.
         cotangent, input = self.cotangent.transpose(0, 1).flatten(1, 2), self.input.transpose(0, 1).flatten(1, 2)
         weight_shape = (self.n * self.shape[0], *self.shape[1:])
         gradient = self._native_gradient(cotangent, input, weight_shape, groups=self.n * self.geometry.groups)
@@ -151,7 +151,7 @@ class Conv(Planned):
         if cotangent.numel() == 0 or input.numel() == 0:
             return cotangent.new_zeros(weight_shape)
         if input.shape[2:].numel() == 1:
-            # A single pixel has strides that mean nothing, in which torch reads one layout of all channels and another of a group's.
+            # The strides of a single pixel mean nothing, but torch may infer one memory layout for all channels and another for a group.
             input = input.reshape(-1).view(input.shape)
         _, stride, padding, dilation, _ = self.geometry
         weight = cotangent.new_empty(weight_shape)  # only its shape is read
@@ -160,7 +160,7 @@ class Conv(Planned):
         arguments = cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask
         gradient = torch.ops.aten.convolution_backward(*arguments)[1]
         if cotangent.dtype.itemsize < 4:
-            # Taps that meet nothing but padding oneDNN's kernel (torch 2.13) leaves as it has found their memory.
+            # oneDNN's kernel (torch 2.13) leaves taps that only meet padding uninitialised.
             for dim, dead in enumerate(self.geometry.dead_taps(input.shape[2:], cotangent.shape[2:]), start=2):
                 if dead:
                     gradient = gradient.index_fill(dim, torch.tensor(dead, device=gradient.device), 0)
@@ -169,7 +169,7 @@ class Conv(Planned):
     def _by_group(self) -> Outer:
         """An Outer of n x g samples with the same inner products: left [(n g), t, o / g], right [(n g), t, k (i / g)]."""
         groups, dims, (out_channels, *rest) = self.geometry.groups, len(self.geometry.kernel), self.shape
-        # Inner products do not mind in which order a patch stands: where there are many channels they are one run in memory.
+        # Inner products do not depend on the order of a patch's entries. Many channels are best copied as one run of memory.
         order = (0, 2, 1, *range(4, 4 + 2 * dims), 3)
         right = (
             self._windows(channels_last=self._has_many_channels)
@@ -181,7 +181,7 @@ class Conv(Planned):
         return Outer(left, right)
 
     def _windows(self, channels_last: bool = False) -> Tensor:
-        """The patches as a view of the padded input, [n, images, g, i / g, *out, *kernel]: no patch is copied."""
+        """The patches, [n, images, g, i / g, *out, *kernel], as a view of the padded input: no patch is copied."""
         kernel, stride, padding, dilation, groups = self.geometry
         n, images, channels, *_ = self.input.shape
         padded = self.input
@@ -218,7 +218,7 @@ class Conv(Planned):
         return self._by_chunks(self.geometry.groups * self._pixels() ** 2 * self.cotangent.element_size(), Conv._pixel_gram_norm)
 
     def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
-        """A function of a few samples at a time, so that what it forms of `size` bytes a sample is read from cache."""
+        """Apply a function to a few samples at a time, so that its temporaries, `size` bytes a sample, stay in cache."""
         count = max(1, 4 * _machine.chunk_bytes(self.device) // max(1, size))
         if count >= self.n:
             return function(self)
@@ -232,8 +232,8 @@ class Conv(Planned):
         return self._by_group().scale().reshape(self.n, self.geometry.groups).sum(1)
 
     def _pixel_gram_norm(self) -> Tensor:
-        # Patches overlap, so the products of all of them are sums of few: <patch_t, patch_s> = sum_k <x[t + k], x[s + k]> over the taps k
-        # of the kernel. These run along diagonals of the pixels' Gram matrix, and one spatial dimension can be summed after the other.
+        # Patches overlap, so their inner products are sums of inner products of pixels: <patch_t, patch_s> = sum_k <x[t + k], x[s + k]>
+        # over the taps k of the kernel. These lie on diagonals of the pixels' Gram matrix; one spatial dimension is summed at a time.
         kernel, stride, padding, dilation, groups = self.geometry
         images, _, *size = self.input.shape[1:]
         patches, cotangents = _gram_of(self.input, groups), _gram_of(self.cotangent, groups)
@@ -248,14 +248,14 @@ class Conv(Planned):
         if self._is_correlated:
             return Dense(self.materialize()).weighted_sum(weights)
         if self.geometry.groups == 1 and 0 < self.n * self.positions <= 128:
-            # The few columns of one product: the native kernel reorders the whole weight for them.
+            # One small matrix product: the native kernel would reorder the whole weight for so few columns.
             dims = len(self.geometry.kernel)
             right = self._windows().squeeze(2).permute(0, 1, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
             right = right.reshape(self.n, self.positions, self.shape[1:].numel())
             left = self.cotangent.flatten(3).transpose(2, 3).flatten(1, 2)
             return Outer(left, right).weighted_sum(weights).reshape(self.shape)
         cotangent, input = self.cotangent, self.input.flatten(0, 1)
-        if self.dtype == torch.float16:  # of whose few exponents a cotangent may leave when it is multiplied by its weight
+        if self.dtype == torch.float16:  # a cotangent times its weight may leave the range of float16
             cotangent, input = widen(cotangent), widen(input)
         cotangent = scale_rows(cotangent, weights).flatten(0, 1)
         return self._native_gradient(cotangent, input, tuple(self.shape), groups=self.geometry.groups).to(self.dtype)
@@ -266,9 +266,9 @@ class Conv(Planned):
     def products(self, direction: Tensor) -> Tensor:
         """The terms of <gradient[n], direction>, by image, output channel and position -> [n, images, o, *spatial out].
 
-        A direction of one output channel, for one group, stands for all of them.
+        A direction with a single output channel, for one group, is broadcast over all output channels.
         """
-        # They are the products of the cotangent and the convolution of the input with the direction.
+        # The cotangent times the convolution of the input with the direction, entry by entry.
         _, stride, padding, dilation, groups = self.geometry
         if self.n == 0:
             return widen(self.cotangent)
@@ -287,7 +287,7 @@ class Conv(Planned):
             plan = "materialised in chunks"
         return f"{plan}, {'and once more' if self._is_correlated else 'native weight gradient'}"
 
-    # Costs, in operations for one sample.
+    # Costs, in operations for one sample
 
     @remembered
     def _norm_costs(self) -> Costs:
@@ -298,7 +298,7 @@ class Conv(Planned):
     def _gram_costs(self) -> Costs:
         t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
         byte, out, patch = _machine.used(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
-        # A sum over the taps of a dimension clears its result, and for each tap reads it, reads on and writes it.
+        # The sum over the taps of a dimension clears its result; each tap reads the result and a summand, and writes the result.
         passes = 4 + sum(1 + 3 * taps for taps in self.geometry.kernel)
         return {
             "patches": t * t * (2 * (out + patch) + 3 * byte * groups * size) + 2 * byte * self._patch_bytes(),
@@ -311,39 +311,40 @@ class Conv(Planned):
         if self.device.type != "cpu":
             if groups > 1:
                 return {"convolution": 0}
-            # Many groups are slow on GPUs: from how many on is what torch.nn.utils._expanded_weights goes by.
+            # Convolutions of many groups are slow on GPUs; the threshold is that of torch.nn.utils._expanded_weights.
             return {"patches": 0 if is_flat or self.shape[1] < 4 else 32, "convolution": self.n}
         # Measured: benchmarks/micro.py, conv.
         byte, t, entries = _machine.used(self.device, self.dtype), self.positions, self.shape.numel()
         products, written = 2 * t * entries, byte * self._bytes()
         left, right = byte * t * self.shape[0] * self.dtype.itemsize, byte * self._pixels() * self.input.shape[2] * self.dtype.itemsize
         patches = 0 if is_flat else byte * self._patch_bytes()
-        # What native kernels have no better way for they compute from patches too, group by group.
+        # The cost of native kernels in cases that they too compute from patches, group by group.
         columns = 1.4 * products + 1.3 * byte * self._patch_bytes() + left + 30_000 * groups
         native, many = self._native_costs(products, left + right, columns)
-        # Beyond the cache what one convolution of many groups has computed takes memory of its own, before it is laid out anew.
+        # The result of a grouped convolution is laid out anew: beyond the cache size, from newly allocated memory.
         again = written if entries < 100_000 else _machine.kept(self.device, self.dtype) * self._bytes()
-        # Patches are copied run by run: of channels, of positions, or of the kernel's row where there is one position.
+        # Patches are copied in runs: of channels, of positions or, where there is one position, of a row of the kernel.
         run = self.shape[1] if self._has_many_channels else self.cotangent.shape[-1] if t > 1 else self.geometry.kernel[-1]
         costs = {"patches": products + patches * (1 + 8 / run) + left + written, "convolution": many + again}
-        if groups == 1 and not _functorch.is_traced():  # whose graph would grow with the number of samples
+        if groups == 1 and not _functorch.is_traced():  # a traced graph would grow with the number of samples
             costs["samples"] = native + _CALL * torch.get_num_threads() + 2 * written
         if self._is_depthwise:
             costs["correlation"] = 3.5 * products + left + right + written + (350_000 * groups if t == 1 else 0)
         return costs
 
     def _native_costs(self, products: float, data: float, columns: float) -> tuple[float, float]:
-        """What native kernels take for a sample alone, and as groups of one convolution of all samples."""
+        """The costs of native kernels for each sample alone, and for all samples as groups of one convolution."""
         (out_channels, in_channels, *kernel), groups = self.shape, self.geometry.groups
         if self.dtype not in _NATIVE or not 1 < max(kernel) <= 14:
             return columns, columns
-        # oneDNN takes channels in blocks, and fills up those of one group, but not those of many. Of three dimensions torch gives it many.
+        # oneDNN works on blocks of channels. It pads the channels of a single group to whole blocks, but not those of many groups;
+        # a three-dimensional convolution is like many groups.
         filled = -(-out_channels // 16) * 16 / out_channels * (-(-in_channels // 8) * 8 / in_channels if in_channels >= 4 else 1)
         alone = products * filled + data if len(kernel) < 3 else columns
         if self.n * groups == 1:
             return alone, alone
         fits = (out_channels // groups) % 8 == 0 and in_channels % 8 == 0 and self.positions > 1
-        # For small depthwise kernels it has one of its own.
+        # Small depthwise kernels have an implementation of their own.
         small = self._is_depthwise and len(kernel) == 2 and max(kernel) <= 3 and max(self.geometry.dilation) == 1
         fits = fits or small and min(self.input.shape[3:]) >= max(kernel)
         return alone, products + data if fits else columns
@@ -354,15 +355,15 @@ class Conv(Planned):
 
     @property
     def _is_depthwise(self) -> bool:
-        """Whether `_correlation` fits."""
+        """Whether `_correlation` applies."""
         fits = self.cotangent.shape[1] == 1 and self.shape[1] == 1 and self.shape[0] == self.geometry.groups
         return fits and self.device.type == "cpu" and self.dtype in _NATIVE
 
     @property
     def _is_correlated(self) -> bool:
-        """Whether a sum too is faster by `_correlation`: of kernels that are large, dilated or of three dimensions.
+        """Whether a weighted sum too is faster by `_correlation`: for depthwise kernels that are large, dilated or three-dimensional.
 
-        Their native gradient, of one sample as of all, is up to twenty times as slow (measured: benchmarks/micro.py, conv).
+        Their native gradient, of one sample or of all, takes up to twenty times as long (measured: benchmarks/micro.py, conv).
         """
         kernel, _, _, dilation, _ = self.geometry
         slow = len(kernel) > 1 and (max(kernel) > 3 or max(dilation) > 1 or len(kernel) > 2)
@@ -374,7 +375,7 @@ class Conv(Planned):
     def _sum_cost(self) -> float:
         if self._is_correlated:
             return 8 * self.positions * self.shape.numel()  # at a quarter of the pace of products
-        # The native kernels lay out anew what they read.
+        # The native kernels reorder their inputs first.
         read = (self.positions * self.shape[0] + self._pixels() * self.input.shape[2]) * self.dtype.itemsize
         return 2 * self.positions * self.shape.numel() + 2 * _machine.used(self.device, self.dtype) * read
 
@@ -385,10 +386,10 @@ class Conv(Planned):
         return self.input.shape[1] * self.input.shape[3:].numel()
 
 
-# The dtypes that oneDNN's kernels know on every CPU.
+# The dtypes for which oneDNN has kernels on every CPU.
 _NATIVE = (torch.float32, torch.bfloat16)
 
-# What a call of a native kernel costs each thread, in operations.
+# The cost of calling a native kernel, in operations for each thread.
 _CALL = 2_500_000
 
 
@@ -403,7 +404,7 @@ def _gram_of(tensor: Tensor, groups: int) -> Tensor:
 def _sum_diagonals(gram: Tensor, first: int, second: int, count: int, taps: int, stride: int, padding: int, dilation: int) -> Tensor:
     """sum_k gram[.., stride t + dilation k - padding, .., stride s + dilation k - padding, ..] -> [.., t, .., s, ..] for t, s < count.
 
-    `first` and `second` are the two dimensions; what lies outside of `gram` counts as zero.
+    `first` and `second` are the two dimensions; entries outside of `gram` count as zero.
     """
     size = gram.shape[first]
     shape = list(gram.shape)

@@ -1,4 +1,4 @@
-"""Outer: a sum over positions of outer products, as every matrix product leaves it."""
+"""Outer: a sum over positions of outer products, the gradient of every matrix product."""
 
 import math
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class Outer(Planned):
         return self._product(Dense.squared_norm) if self.positions == 1 else self._planned_norm()
 
     def _product(self, reduce: Callable[[Dense], Tensor]) -> Tensor:
-        # One side may be so small, and the other so large, that their squares do not fit, where the gradient is an ordinary one.
+        # The squares of one side may underflow and those of the other overflow, although the gradient itself is of ordinary size.
         left, right = (reduce(Dense(side[:, 0].to(_spacious(side)))) for side in (self.left, self.right))
         return (left * right).to(wide(self.dtype))
 
@@ -85,12 +85,12 @@ class Outer(Planned):
         return self.recover(product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1))
 
     def scale(self) -> Tensor:
-        # Norms read once and write nothing.
+        # vector_norm reads once and writes nothing.
         left, right = (torch.linalg.vector_norm(side, dim=2, dtype=wide(self.dtype)) for side in (self.left, self.right))
         return (left * right).square().sum(1)
 
     def _chunked_norm(self) -> Tensor:
-        # Materialised a few samples at a time, so that the memory is used again and, on a CPU, the norm reads it from cache.
+        # Materialised a few samples at a time: the memory is reused and, on a CPU, the norm reads from cache.
         size = max(1, _machine.chunk_bytes(self.device) // max(1, self._bytes()))
         chunks = zip(self.left.transpose(1, 2).split(size), self.right.split(size), strict=True)
         return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])
@@ -106,8 +106,8 @@ class Outer(Planned):
         return product(left.flatten(0, 1).T, right.flatten(0, 1))
 
     def _half_weighted_sum(self, weights: Tensor) -> Tensor:
-        # Times a weight a side may leave the few exponents of this dtype, where the sum is well inside. So the side is scaled in units
-        # of its largest entry, and the sum taken out of them while it is still wide.
+        # A side times its weights may leave the range of float16 even where the sum does not. So the side is divided by its largest
+        # entry, and the sum multiplied by it again while still in float32.
         left, right = self.left, self.right
         if left.shape[2] > right.shape[2]:
             return self.transpose()._half_weighted_sum(weights).T.contiguous()
@@ -142,7 +142,7 @@ class Outer(Planned):
     def _plan(self, more: float = 0) -> str:
         return "product" if self.positions == 1 and not more else super()._plan(more)
 
-    # Costs, in operations for one sample.
+    # Costs, in operations for one sample
 
     @remembered
     def _norm_costs(self) -> Costs:
@@ -159,12 +159,12 @@ class Outer(Planned):
         return self._materialize_cost()
 
 
-# Between this and infinity the squares of float32 have all their digits.
+# The least number whose float32 square has all its digits.
 _LEAST = (torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps) ** 0.5
 
 
 def _are_safe(left: Tensor, right: Tensor) -> bool:
-    """Whether no square was lost in these norms, [n]: asked on a CPU alone, and not in a trace, which has no answer."""
+    """Whether no square underflowed or overflowed in these norms, [n]. False where asking would wait for a device or break a trace."""
     if left.dtype == torch.float64 or left.numel() == 0:
         return True
     if not (_functorch.may_ask(left) and _functorch.may_ask(right)):
@@ -174,7 +174,7 @@ def _are_safe(left: Tensor, right: Tensor) -> bool:
 
 
 def _spacious(side: Tensor) -> torch.dtype:
-    """float64, in which the squares of float32 fit, on devices that have it."""
+    """float64, which holds the squares of all float32 numbers, on devices that have it."""
     return torch.float64 if side.device.type in ("cpu", "cuda") else side.dtype
 
 

@@ -1,4 +1,4 @@
-"""What factors have in common whose norms and sums can be computed in several ways; `psg.plans` chooses."""
+"""The common base of factors whose norms and sums can be computed in several ways, between which `psg.plans` chooses."""
 
 import functools
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from psg.factors._base import Additive
 from psg.factors._dense import Dense
 
 _CARRIED = 25
-"""Ops that it takes a factor, beyond what it takes its gradient, to be carried over a derivation, and normed then."""
+"""How many more ops it takes to carry a factor over a derivation and norm it, than to do the same with its materialised gradient."""
 
 
 Costs = dict[str, float]
@@ -43,9 +43,9 @@ def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
 
 
 class Planned(Additive):
-    """A factor of which a norm, and a norm and a weighted sum together, have several plans. See `psg.plans`, the question "norm".
+    """A factor with several plans for its norm, and for its norm and weighted sum together: the question "norm" of `psg.plans`.
 
-    It is held as tensors alone, and its costs depend only on their shapes, dtype and device, and on its constants.
+    All its fields are tensors. Its costs depend on their shapes, dtype and device, on its constants, and on `_machine.settings`.
     """
 
     @abstractmethod
@@ -54,44 +54,44 @@ class Planned(Additive):
 
     @abstractmethod
     def _norm_costs(self) -> Costs:
-        """What "gram" and "chunks" cost, in operations for one sample."""
+        """The costs of "gram" and "chunks", in operations for one sample."""
 
     @abstractmethod
     def _materialize_cost(self) -> float:
-        """What materialising costs, in operations for one sample."""
+        """The cost of materialising, in operations for one sample."""
 
     @abstractmethod
     def _sum_cost(self) -> float:
-        """What a weighted sum costs, in operations for one sample."""
+        """The cost of a weighted sum, in operations for one sample."""
 
     def _chunks_cost(self, byte: float) -> float:
-        """What a norm by "chunks" costs: materialising, and reading it from cache, where a byte costs so much."""
+        """The cost of a norm by "chunks": materialising, then reading from cache at `byte` operations a byte."""
         return self._materialize_cost() + byte * self._bytes()
 
     @functools.cached_property
     def _layout(self) -> Hashable:
-        """All that costs depend on, but for the machine."""
+        """Everything about this factor that its costs depend on."""
         shapes = (getattr(self, name).shape for name in self.fields)
         return type(self), *shapes, self.dtype, self.device, *(getattr(self, name) for name in self.constants)
 
     def _bytes(self) -> int:
-        """What one sample's gradient takes."""
+        """The size of one sample's gradient."""
         return self.shape.numel() * self.dtype.itemsize
 
     def _planned_norm(self) -> Tensor:
-        """The squared norm, when no sum follows or what it takes is decided."""
+        """The squared norm, when no weighted sum follows, or when `settle` has already decided against "keep"."""
         return self._norm_by(plans.choose("norm", self._norm_costs(), self, self._norm_by))
 
     @remembered
     def _joint_costs(self) -> Costs:
-        """What norm and sum together cost."""
+        """The costs of a norm and a weighted sum together."""
         byte = _machine.taken_out(self.device, self.dtype)
         weighted = self._sum_cost() + byte * (self.nbytes // max(1, self.n))
         costs = {plan: cost + weighted for plan, cost in self._norm_costs().items()}
         return costs | {"keep": self._materialize_cost() + (_machine.kept(self.device, self.dtype) + byte) * self._bytes()}
 
     def _plan(self, more: float = 0) -> str:
-        """How norm and sum are computed together, where every plan but "keep" costs some operations more."""
+        """The plan for norm and sum together; `more` is added to the cost of every plan but "keep"."""
         costs = {plan: cost if plan == "keep" else cost + more for plan, cost in self._joint_costs().items()}
         if not plans.may_keep(self.n * self._bytes()):
             del costs["keep"]

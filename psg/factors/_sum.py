@@ -1,4 +1,4 @@
-"""Sum: several terms for one parameter (tied, used again), or none (not used)."""
+"""Sum: several terms for one parameter (tied or used several times), or none (unused)."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
 _OPS = 40
-"""That a term's inner products with another take, and what these round in proportion to."""
+"""How many ops one term more takes: its inner products with the others, and their `scale`."""
 
 
 class Sum(Additive):
-    """gradient = sum of the terms' gradients. Without terms it stands for zeros and holds nothing.
+    """gradient = the sum of the terms' gradients; without terms, zeros that take no memory.
 
     Args:
         terms: Factors of the same samples and shape.
@@ -57,7 +57,7 @@ class Sum(Additive):
         total = first.materialize()
         if not first.is_made_anew or self.is_differentiated:
             return reduce(torch.add, (term.materialize() for term in rest), total)
-        for term in rest:  # into memory that nobody else has
+        for term in rest:  # in place, since nobody else holds this memory
             if isinstance(term, Scaled) and isinstance(term.factor, Expanded):
                 total.addcmul_(term.factor.values, term.entries)
             else:
@@ -75,7 +75,7 @@ class Sum(Additive):
         for i, term in enumerate(self.terms):
             squared = term.squared_norm()
             total = total + squared
-            scale = scale + squared + term.scale()  # terms may cancel, and so may the positions of each
+            scale = scale + squared + term.scale()  # terms may cancel each other, and so may the positions within a term
             for earlier in self.terms[:i]:
                 total = total + 2 * earlier.inner(term)
         return self.recover(total, scale) if len(self.terms) > 1 else total
@@ -94,13 +94,13 @@ class Sum(Additive):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether two of the terms have no inner product but that of their gradients, formed."""
+        """Whether the inner product of some two terms takes their materialised gradients."""
         met = [term for term in self.terms if not _is_spread(term)]
         return len(met) > 1 and any(isinstance(term, Scaled) for term in met)
 
     @property
     def is_kept(self) -> bool:
-        # Once one term is, adding the others to it costs less than their inner products with it.
+        # Once one term is materialised, adding the others to it costs less than inner products with it.
         mixed = self.is_mixed and plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize)
         return mixed or any(term.is_kept for term in self.terms)
 
@@ -123,10 +123,10 @@ class Sum(Additive):
         byte = _machine.used(self.device, self.dtype)
         formed = [term._chunks_cost(byte) for term in planned]
         costs = [term._norm_costs() for term in planned]
-        # With what is spread over the entries every position meets them all, as in a materialised gradient.
+        # An inner product with an Expanded term takes every entry at every position, as materialising does.
         apart = sum(min(cost.values()) for cost in costs) + len(spread) * sum(term._materialize_cost() for term in planned)
         for i, j in itertools.combinations(range(len(planned)), 2):
-            # Every position of one with every position of the other: the geometric mean of what each costs with itself.
+            # Every position of one term with every position of the other: the geometric mean of each term's own Gram cost.
             apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
         apart += _OPS * (len(self.terms) - 1) * _machine.dispatched(self.device) / max(1, self.n)
         together = sum(formed) + len(spread) * byte * planned[0]._bytes()
@@ -140,5 +140,5 @@ class Sum(Additive):
 
 
 def _is_spread(term: Factor) -> bool:
-    """Whether it is made of a few numbers for each sample, whose inner product with any other takes no gradient of its own."""
+    """Whether the term is a few numbers a sample, expanded: its inner product with another term materialises nothing."""
     return isinstance(term.factor if isinstance(term, Scaled) else term, Expanded)
