@@ -1,17 +1,17 @@
 """psg: per-sample gradients for PyTorch, the way JAX would do them.
 
-From a function of one sample, `fn(params, *sample) -> scalar`, to functions of a batch; `help(psg.transforms)` has what they share:
+The transforms turn a function of one sample, `fn(params, *sample) -> scalar`, into functions of a batch (`help(psg.transforms)`):
 
-    per_sample_grad, per_sample_value_and_grad   every sample's gradient, a tree of tensors [n, *shape]; with the losses
+    per_sample_grad, per_sample_value_and_grad   every sample's gradient, a tree of tensors [n, *shape]; the same with the losses
     per_sample_norm                              the norms [n]
     clipped_grad                                 the sum of clipped gradients, a `ClippedGrad`
     factored_grad                                the gradients as factors, for `psg.tree`
 
-    stateless                                    makes such a function, and its params, of an nn.Module
-    jit                                          compiles what a transform has made
-    explain, check                               which path each parameter takes, and why; a comparison with a loop
-    rule, primitive                              a fast path for an op; an op of your own
-    keep_pages                                   keeps the memory that the process frees
+    stateless                                    makes such a function, and its params, from an nn.Module
+    jit                                          compiles a function that a transform has made
+    explain, check                               reports each parameter's path, and why; compares psg with a loop
+    rule, primitive                              adds a fast path for an op; makes your function one op
+    keep_pages                                   makes the process reuse the memory that it frees
 
 Modules: `tree` (norms, Gram matrices, weighted sums, projections, moments, noise), `clipping` (clip norms of leaves and groups, policies),
 `distributed` (several processes), `plans` (how norms and sums are computed), `rules`, `factors`, `testing`.

@@ -1,4 +1,4 @@
-"""From norms to clip coefficients, and to clipped sums: policies, and which leaves are clipped together.
+"""Clip coefficients from norms (policies), groups of leaves that are clipped together, and clipped sums.
 
 A policy is a function `policy(norms, clip_norm) -> clip_coef`, [n] to [n]. With norms |g_n| and clip norm C:
 
@@ -9,10 +9,10 @@ A policy is a function `policy(norms, clip_norm) -> clip_coef`, [n] to [n]. With
              Optimization", 2023; Yang et al., "Normalized/Clipped SGD with Perturbation for Differentially Private Non-Convex
              Optimization", 2022.)
 
-Under each of them the scaled gradient's norm is at most C up to rounding, so one sample more or less changes a sum by at most C.
+Under each, the scaled gradient's norm is at most C up to rounding, so adding or removing one sample changes a sum by at most C.
 
-A policy of the user's must treat every sample on its own, elementwise in the norms, as these do: it is called on parts of a batch
-(`chunk_size`) and on batches with padding (`buckets` of `psg.jit`, masks), over which a mean or a quantile of the norms is another one.
+A policy of your own must be elementwise in the norms, as these are: it is called on parts of a batch (`chunk_size`) and on padded batches
+(`buckets` of `psg.jit`, masks), whose mean norm or quantiles are not those of the batch.
 """
 
 import math
@@ -32,7 +32,7 @@ from psg.factors import Factor, Joint, norm_of
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "bounded", "clip", "normalize"]
 
 Policy = Callable[[Tensor, Any], Tensor]
-"""From norms and a clip norm to clip coefficients."""
+"""A function (norms, clip_norm) -> clip_coef, [n] to [n]."""
 
 
 def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         >>> clip(torch.tensor([0.0, 1.0, 4.0]), 2.0)
         tensor([1.0000, 1.0000, 0.5000])
     """
-    under = norms <= clip_norm  # which nothing is of a clip norm that is NaN: it must not leave gradients unclipped
+    under = norms <= clip_norm  # all False for a NaN clip norm, so that it gives NaN instead of unclipped gradients
     return torch.where(under, 1, clip_norm / torch.where(under, 1, norms))
 
 
@@ -82,16 +82,16 @@ def automatic(gamma: float = 0.01) -> Policy:
 
 
 def bounded(policy: Policy) -> Policy:
-    """A policy of one's own, with no coefficient above clip_norm / norm: so that the clipped sum has a sensitivity.
+    """Your own policy, its coefficients capped at clip_norm / norm, so that the clipped sum has a finite sensitivity.
 
     Args:
         policy: From norms [n] and a clip norm to coefficients [n], at least 0.
 
     Returns:
-        The policy min(policy, clip_norm / norm), under which `sensitivity` is known. A coefficient that is negative or NaN counts as zero.
+        The policy min(policy, clip_norm / norm). A coefficient of `policy` that is negative or NaN counts as zero.
 
     Raises:
-        InputError: `policy` is no function. At a call: it gives something else than [n].
+        InputError: `policy` is not a function. At a call: `policy` does not return a tensor [n].
 
     Example:
         >>> import torch
@@ -104,7 +104,7 @@ def bounded(policy: Policy) -> Policy:
 
     def capped(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         coefs = coefficients(policy, norms, clip_norm)
-        # A norm that reads zero may be that of a gradient whose square is lost, and no coefficient may be infinite.
+        # A norm of zero may be an underflow: its gradient's squares were too small. And no coefficient may be infinite.
         limits = torch.finfo(norms.dtype)
         most = (clip_norm / norms.clamp(min=limits.tiny**0.5)).clamp(max=limits.max)
         return torch.minimum(torch.where(coefs >= 0, coefs, 0), most)
@@ -121,7 +121,7 @@ def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         clip_norm: A number or a scalar tensor, at least 0 and finite.
 
     Returns:
-        [n]. Norms below eps^4 of their dtype (2e-28 in single precision) count as that, so that what is multiplied stays finite.
+        [n]. Positive norms below eps^4 of their dtype (2e-28 in float32) count as eps^4, so that coefficients stay finite.
 
     Example:
         >>> import torch
@@ -144,27 +144,27 @@ def adapt(
 ) -> Tensor:
     """The clip norm for the next step, which follows a quantile of the norms.
 
-    clip_norm exp(-rate (fraction - quantile)), where fraction is 1/2 + (sum_n ([norms[n] <= clip_norm] - 1/2) + std z) / m, with m the
-    expected batch size and z standard normal. All that is carried from step to step is the clip norm itself; nothing waits for the device.
-    For `psg.jit` let the function close over a tensor, `clip_norm=C`, and write the new one into it: `C.copy_(adapt(C, ...))`.
+    It is clip_norm exp(-rate (fraction - quantile)), where fraction is 1/2 + (sum_n ([norms[n] <= clip_norm] - 1/2) + std z) / m, with m
+    the expected batch size and z standard normal. The clip norm is the only state from step to step; nothing waits for the device. Under
+    `psg.jit`, let the function close over a tensor C, `clip_norm=C`, and update C in place: `C.copy_(adapt(C, ...))`.
 
     Args:
-        clip_norm: The one of this step: a number or a scalar tensor, greater than 0 (from 0 it does not move).
-        norms: `ClippedGrad.norms`, [n], or what `group_norms` holds for one of several clip norms. One that is not finite counts as
-            larger.
-        expected_batch_size: The mean number of samples in a batch, a public number; the size itself where nothing is private.
-        quantile: Which share of the norms is to stay unclipped, in [0, 1].
+        clip_norm: This step's clip norm: a number or a scalar tensor, greater than 0 (from 0 it never moves).
+        norms: `ClippedGrad.norms`, [n]; where there are several clip norms, the leaf of `group_norms` that belongs to this one. A norm that
+            is not finite counts as larger than the clip norm.
+        expected_batch_size: The mean number of samples in a batch, a public number; without privacy, the batch's own size.
+        quantile: The share of norms that should stay unclipped, in [0, 1].
         rate: The learning rate, at least 0.
-        std: The standard deviation of the noise on the sum, at least 0. One sample changes the sum by 1/2, so a noise multiplier of
-            2 std is spent; beside one of s on the gradients the step as a whole has (s^-2 + (2 std)^-2)^-1/2.
-        mask: Booleans [n], as given to the clipped gradient: where it is False the sample does not count.
-        generator: What draws z, on the norms' device; None for torch's default.
+        std: The standard deviation of the noise on the sum, at least 0. One sample changes the sum by 1/2, so the sum's noise multiplier is
+            2 std. If the gradients' is s, that of the whole step is (s^-2 + (2 std)^-2)^-1/2.
+        mask: Booleans [n], as given to `clipped_grad`: samples where it is False do not count.
+        generator: The generator that draws z, on the norms' device; None for torch's default.
 
     Returns:
         A scalar tensor on the device of `norms`, in their dtype or that of a `clip_norm` of higher precision.
 
     Raises:
-        InputError: `norms` or `mask` is not [n], or an option out of its range.
+        InputError: `norms` or `mask` is not [n], `clip_norm` is a `PerLeaf` or `PerGroup`, or an option is out of range.
 
     Example:
         >>> import torch
@@ -226,9 +226,9 @@ class PerGroup:
     """Clip groups of leaves, each to a norm of its own.
 
     Args:
-        label: From a leaf's path to its group's label. The path is a tuple of keys, of one for a dict of parameters:
-            `("encoder.weight",)`, whose name is `path[0]`.
-        clip_norm: The clip norm of every label that a leaf has.
+        label: A function from a leaf's path to its group's label. The path is a tuple of keys; in a dict of parameters it has one key,
+            `("encoder.weight",)`, so the parameter's name is `path[0]`.
+        clip_norm: A mapping from every label that `label` gives to a clip norm.
 
     Example:
         >>> import torch, psg
@@ -251,7 +251,7 @@ class Group(NamedTuple):
 
 
 def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
-    """The groups that a clip norm makes of the leaves of a tree.
+    """The groups in which a clip norm clips the leaves of a tree.
 
     Args:
         clip_norm: A number or scalar tensor (one group), a `PerLeaf` or a `PerGroup`.
@@ -261,7 +261,7 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
         The groups; every leaf is in exactly one.
 
     Raises:
-        InputError: A clip norm is no number, negative or NaN; a label has none, or no leaf; a tree does not fit.
+        InputError: A clip norm is not a number, negative or NaN; a label has no clip norm, or no leaf; `PerLeaf`'s tree does not fit.
     """
     indices = range(spec.num_leaves)
     if isinstance(clip_norm, PerLeaf):
@@ -277,7 +277,7 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
             groups = [Group(tuple(own), clip_norm.clip_norm[label]) for label, own in members.items()]
         except KeyError as error:
             raise InputError(
-                f"PerGroup(label=...) gives {error.args[0]!r}, which has no clip norm; there are {list(clip_norm.clip_norm)!r}."
+                f"PerGroup(label=...) gives {error.args[0]!r}, which has no clip norm; clip_norm has {list(clip_norm.clip_norm)!r}."
             ) from None
         if unused := [label for label in clip_norm.clip_norm if label not in members]:
             raise InputError(
@@ -316,7 +316,7 @@ def _expect_keys(norms: Any, params: Any) -> None:
 
 
 def check_clip_norm(clip_norm: Any) -> None:
-    """Raise unless `clip_norm` is a number that is at least 0 (inf included), or a scalar tensor of one, where it may be asked.
+    """Raise unless `clip_norm` is a number that is at least 0 (inf included), or a scalar tensor of one, checked where reading it is free.
 
     Raises:
         InputError: It is not.
@@ -325,7 +325,7 @@ def check_clip_norm(clip_norm: Any) -> None:
         if clip_norm.ndim != 0:
             raise InputError(f"clip_norm: expected a number or a scalar tensor, got a tensor of shape {tuple(clip_norm.shape)}.")
         if not _functorch.may_ask(clip_norm):
-            return  # its value is not read: that would wait for the device
+            return  # reading its value would wait for the device; a trace has no value
         clip_norm = clip_norm.item()
     if not isinstance(clip_norm, numbers.Real) or isinstance(clip_norm, bool):
         raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.")
@@ -334,12 +334,12 @@ def check_clip_norm(clip_norm: Any) -> None:
 
 
 def expect_finite(groups: list[Group], policy: Policy) -> None:
-    """Raise InputError for a clip norm of inf where it is what every gradient is brought to."""
+    """Raise InputError for a clip norm of inf under a policy that scales gradients by it: every bounded one but "clip"."""
     if policy is clip or not _is_bounded(policy):
         return
     asked = (group.clip_norm for group in groups if not isinstance(group.clip_norm, Tensor) or _functorch.may_ask(group.clip_norm))
     if any(clip_norm == math.inf for clip_norm in asked):
-        raise InputError('clip_norm=inf: gradients can be brought to a finite norm only. policy="clip" leaves them as they are.')
+        raise InputError('clip_norm=inf: this policy needs a finite clip norm. policy="clip" takes inf, and leaves gradients as they are.')
 
 
 def policy_of(policy: str | Policy) -> Policy:
@@ -352,10 +352,10 @@ def policy_of(policy: str | Policy) -> Policy:
         The function (norms, clip_norm) -> clip_coef.
 
     Raises:
-        InputError: There is none of that name, or it is one that makes policies.
+        InputError: No policy has that name, or `policy` is `automatic` itself, which makes policies.
     """
     if policy is automatic:
-        raise InputError('policy=automatic: that makes policies: give what it returns, automatic(), or "automatic".')
+        raise InputError('policy=automatic: this function makes policies: give what it returns, automatic(), or "automatic".')
     if callable(policy):
         return policy
     if policy not in POLICIES:
@@ -364,7 +364,7 @@ def policy_of(policy: str | Policy) -> Policy:
 
 
 def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Tensor:
-    """What a policy makes of norms.
+    """A policy's clip coefficients for these norms.
 
     Args:
         policy: The policy.
@@ -375,9 +375,9 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
         A coefficient for each norm, [n].
 
     Raises:
-        InputError: It makes something else of them.
+        InputError: The policy returns anything but a tensor [n].
     """
-    coefs = policy(norms if _is_bounded(policy) else norms.clone(), clip_norm)  # a user's may write into them
+    coefs = policy(norms if _is_bounded(policy) else norms.clone(), clip_norm)  # a user's policy may write into its input
     if not isinstance(coefs, Tensor) or coefs.shape != norms.shape:
         got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
         raise InputError(f"the policy has to give a coefficient for each norm, {tuple(norms.shape)}; it gave {got}.")
@@ -385,7 +385,7 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
 
 
 class ClippedSums(NamedTuple):
-    """What `clipped_sums` returns; sums in the order of the leaves, coefs and their norms in that of the groups."""
+    """What `clipped_sums` returns: `sums` in the order of the leaves, `coefs` and `group_norms` in the order of the groups."""
 
     sums: list[Tensor]
     norms: Tensor
@@ -400,13 +400,13 @@ def clipped_sums(
     """The sums of clipped per-sample gradients.
 
     Args:
-        factors: Of the leaves.
-        groups: Which of them are clipped together, and their clip norms.
+        factors: One for each leaf.
+        groups: Which leaves are clipped together, and their clip norms.
         choose: From norms [n] and a clip norm to clip coefficients [n].
-        mask: Booleans [n], or None: where it is False the sample contributes exactly zero.
+        mask: Booleans [n], or None: a sample where it is False contributes exactly zero.
 
     Returns:
-        The sums, and what they were clipped by. Samples whose norm is not finite contribute exactly zero and are counted.
+        The sums, norms and coefficients. Samples whose norm is not finite contribute exactly zero and are counted.
     """
     factors = [factor.settle() for factor in factors]
     joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
@@ -414,12 +414,12 @@ def clipped_sums(
     apart = [norms] if len(groups) == 1 else [joint.norm for joint in joints]
     keep, nonfinite = None, torch.zeros((), dtype=torch.int64, device=norms.device)
     if not _all_count(norms, mask):
-        finite = norms < math.inf  # which NaN is not
+        finite = norms < math.inf  # False for NaN
         keep = finite if mask is None else finite & mask
         nonfinite = (~finite if mask is None else ~finite & mask).sum()
         if mask is not None:
             norms, *apart = (torch.where(mask, value, 0) for value in (norms, *apart))
-        # A zero weight would turn inf and NaN into NaN: such samples are taken out of the factors themselves.
+        # A weight of zero times inf or NaN would be NaN: such samples are zeroed in the factors themselves.
         joints = [joint.zero(keep) for joint in joints]
 
     coefs = []
@@ -432,7 +432,7 @@ def clipped_sums(
 
 
 def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
-    """Whether every sample does, known where asking costs nothing: on other devices it would wait, in a trace it has no answer."""
+    """Whether every sample counts: none masked, all norms finite. False where that is unknown: on other devices and in a trace."""
     if not _functorch.may_ask(norms):
         return False
     # Norms are not negative: their sum is finite only if each of them is.
@@ -460,21 +460,20 @@ def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
         policy: The policy.
 
     Returns:
-        sqrt(sum over groups of C^2), in the units of the gradient; inf for a policy of the user's that `bounded` has
-        given no bound.
+        sqrt(sum over groups of C^2), in the units of the gradient; inf for a user's policy that `bounded` does not wrap.
     """
     if not _is_bounded(policy):
         return math.inf
     if len(groups) == 1:
         only = groups[0].clip_norm
-        return only.clone() if isinstance(only, Tensor) else only  # of its own: whoever adapts the clip norm may write into it
+        return only.clone() if isinstance(only, Tensor) else only  # a copy: the clip norm may be adapted in place
     if any(isinstance(group.clip_norm, Tensor) for group in groups):
         device = next(group.clip_norm.device for group in groups if isinstance(group.clip_norm, Tensor))
-        # Times one, so that integers become what a norm can be taken of.
+        # Times 1.0, because vector_norm takes no integers.
         return torch.linalg.vector_norm(torch.stack([1.0 * torch.as_tensor(group.clip_norm, device=device) for group in groups]))
     return math.hypot(*(group.clip_norm for group in groups))
 
 
 def _is_bounded(policy: Policy) -> bool:
-    """Whether no coefficient of its makes a gradient longer than the clip norm."""
+    """Whether none of the policy's coefficients leaves a gradient longer than the clip norm."""
     return policy in POLICIES.values() or getattr(policy, "_bounded", False)

@@ -9,8 +9,8 @@ small convolutional network. Four things happen:
 4. picture: the norms that training saw, with the clip norm, and accuracy by step, in one PNG.
 
 Training draws its noise from torch's generator with a fixed seed, so that two runs agree. A real release needs a
-secret source of randomness and an accountant; the demo prints the three numbers which an accountant asks for. The
-histogram shows norms as they are, without noise: something to learn from, not to release.
+secret source of randomness and an accountant; the demo prints the three numbers that an accountant asks for. The
+histogram shows exact norms, without noise: learn from it, but do not release it.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from psg import plot, testing
 
 CLIP_NORM = 1.0
 NOISE_MULTIPLIER = 3.0  # standard deviation of the noise, in units of the clip norm
-SAMPLE_RATE = 1 / 8  # chance of each sample to be in a batch
+SAMPLE_RATE = 1 / 8  # probability that a batch contains a given sample
 LEARNING_RATE = 0.005
 EVALUATE_EVERY = 10
 
@@ -47,7 +47,7 @@ class Digits(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What private training leaves behind: test accuracy at `steps`, and the norms of each step's batch."""
+    """The record of private training: test accuracy at `steps`, and the norms of each step's batch."""
 
     steps: list[int]
     accuracy: list[float]
@@ -74,7 +74,7 @@ def network() -> nn.Module:
 
 
 def check(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Compare psg with a loop over samples in double precision and print the largest error; raises where they differ."""
+    """Compare psg with a loop over samples in double precision and print the largest error; raise if they differ."""
     loss, params = psg.stateless(model.double(), F.cross_entropy)
     found = psg.check(loss)(params, x.double(), y)
     model.float()
@@ -140,7 +140,7 @@ def train(model: nn.Module, data: Digits, steps: int, seed: int) -> Trained:
         model: the network; its parameters are trained in place.
         data: what to train on and what to evaluate on.
         steps: number of steps.
-        seed: of the sampling and of the noise.
+        seed: for the sampling and the noise.
 
     Returns:
         Accuracy and norms along the way.
@@ -161,7 +161,7 @@ def train(model: nn.Module, data: Digits, steps: int, seed: int) -> Trained:
         out = clipped_grad(params, data.train_x[batch], data.train_y[batch])
         noisy = psg.tree.add_noise(out.grads, NOISE_MULTIPLIER * out.sensitivity, generator=generator)
         for name, param in params.items():
-            # The expected batch size, because the size of this batch would tell something about its samples.
+            # The expected batch size, because this batch's own size would reveal something about its samples.
             param.grad = noisy[name] / expected_size
         optimizer.step()
         seen.norms.append(out.norms)
@@ -173,7 +173,7 @@ def train(model: nn.Module, data: Digits, steps: int, seed: int) -> Trained:
 
 
 def accuracy(model: nn.Module, params: dict[str, Tensor], data: Digits) -> float:
-    """Share of the held-out digits that the network names rightly."""
+    """Share of the held-out digits that the network classifies correctly."""
     with torch.no_grad():
         output = functional_call(model, params, data.test_x)
     return (output.argmax(1) == data.test_y).float().mean().item()
@@ -194,12 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the demo.
 
     Args:
-        arguments: of the command line; None takes those of the process.
+        arguments: the command line's; None takes those of the process.
     """
     parser = argparse.ArgumentParser(prog="python -m psg.demo", description="Check, time and use psg on real data.")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps: got {options.steps}, expected 1 or more")

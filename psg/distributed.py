@@ -1,7 +1,7 @@
-"""Several processes, each with samples of its own: their sums added up, their samples joined.
+"""Collectives over processes that each have samples of their own: add up their sums, join their samples.
 
-Per-sample gradients need no communication; only what is computed from them does. So every process calls psg on its share of a batch, and
-hands the result to one of these functions, all processes alike, as to any of torch.distributed's collectives.
+Per-sample gradients need no communication; only results computed from them do. So every process calls psg on its share of a batch, and
+passes the result to one of these functions. All processes must call it, as with any collective of torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ __all__ = ["all_gather", "all_reduce"]
 def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """The sum over all processes: of clipped sums, counts of samples, Fisher diagonals.
 
-    One collective serves all leaves of one dtype and device. Gaussian noise belongs on the result, drawn by generators that are seeded
-    alike in all processes; or each process adds noise of its own before, of 1 / sqrt(processes) the standard deviation.
+    One collective serves all leaves of one dtype and device. Add Gaussian noise to the result, by generators that are seeded alike in all
+    processes; or let each process add its own noise before, with standard deviation std / sqrt(processes).
 
     Args:
         tree: Tensors of any shape, such as `ClippedGrad.grads`: the same structure, shapes and dtypes in every process.
         group: The processes; None for all of them.
 
     Returns:
-        The same tree, in one new buffer for leaves of one dtype, without history, alike in all processes. Added up in at least float32.
+        The same tree, without history, equal in all processes, added up in at least float32. Leaves of one dtype may share one buffer.
 
     Raises:
-        InputError: The tree has no leaves, or one that is no dense tensor of numbers; it is a `ClippedGrad`, of which `grads` alone is a
-            sum; torch.distributed has not been set up.
+        InputError: The tree has no leaves, or a leaf that is not a dense tensor of numbers; it is a `ClippedGrad`, of which only `grads`
+            and `nonfinite` are sums; torch.distributed has not been set up.
 
     Example:
         >>> import torch
@@ -48,10 +48,10 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020 (one collective for many leaves).
     """
-    if hasattr(tree, "clip_coef"):  # a ClippedGrad, which this layer does not know
+    if hasattr(tree, "clip_coef"):  # a ClippedGrad, whose class this layer cannot import
         raise InputError(
-            f"psg.distributed.all_reduce: got a {type(tree).__name__}, whose norms are of each process's own samples: pass its grads (and "
-            "its nonfinite, if it is wanted)."
+            f"psg.distributed.all_reduce: got a {type(tree).__name__}, whose norms are each process's own: pass its grads (and "
+            "its nonfinite, if you want it)."
         )
     leaves, spec = _trees.flatten(tree)
     _check_group("all_reduce")
@@ -65,7 +65,7 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         if leaf.layout != torch.strided:
             raise InputError(
                 f"psg.distributed.all_reduce: {_trees.paths(tree, 'tree')[i]} is a sparse sum, whose rows differ from process to process: "
-                "give its to_dense(), or all_gather the factors and call psg.tree.sparse_weighted_sum of all samples."
+                "pass its to_dense(), or all_gather the factors and call psg.tree.sparse_weighted_sum on all samples."
             )
     parts = [as_real(leaf.detach()) for leaf in leaves]
     results: dict[int, Tensor] = {}
@@ -80,21 +80,21 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
 
 @unaffected
 def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
-    """The samples of all processes: norms for a quantile, projections, factors for a Gram matrix.
+    """Join the samples of all processes: norms for a quantile, projections, factors for a Gram matrix.
 
-    What the processes hold is described to all of them first, so that an error in one is raised by all and none waits for ever.
+    The processes first tell each other what they hold, so that a tree that does not fit raises in all of them and none waits for ever.
 
     Args:
-        tree: Tensors [n, *] or factors: the same structure, dtypes and shapes but for n in every process.
+        tree: Tensors [n, *] or factors. Structure, dtypes and shapes must be the same in every process, but n may differ.
         group: The processes; None for all of them.
 
     Returns:
-        The same tree with the samples of the first process, then those of the second, and so on, without history, alike in all processes.
-        A factor stays one where its kind and shapes agree in all processes, and is materialised where they do not.
+        The same tree, without history, equal in all processes: the samples of the first process, then those of the second, and so on. A
+        factor stays factored where its kind and shapes agree in all processes, and becomes Dense where they do not.
 
     Raises:
-        InputError: The tree has no leaves, or one that has no samples; its leaves disagree on n; the trees differ between processes;
-            torch.distributed has not been set up.
+        InputError: The tree has no leaves, or a leaf without a batch dimension; its leaves disagree on n; the trees differ between
+            processes; torch.distributed has not been set up.
 
     Example:
         >>> import torch
@@ -108,13 +108,13 @@ def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     fits = bool(leaves) and all(isinstance(leaf, Factor) or isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves)
     factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves] if fits else []
     fits = len({factor.n for factor in factors}) == 1
-    # A process that has no samples need not know what kinds of factors the others' have led to: they send theirs, empty.
+    # A process without samples cannot know which kinds of factors the others found: so each sends its factors, emptied of samples.
     own = (factors[0].n, str(spec), list(map(_describe, factors))) if fits else None
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     wrong = [rank for rank, theirs in enumerate(found) if theirs is None]
     if wrong:
-        raise InputError(f"psg.distributed.all_gather: expected tensors [n, *] or factors of as many samples; not so in processes {wrong}.")
+        raise InputError(f"psg.distributed.all_gather: expected tensors [n, *] or factors, all of one n; not so in processes {wrong}.")
     sizes, specs, kinds = zip(*found, strict=True)
     stands_for = [(spec, [(empty.shape, empty.dtype) for empty, _ in theirs]) for spec, theirs in zip(specs, kinds, strict=True)]
     other = [rank for rank in range(len(found)) if stands_for[rank] != stands_for[0]]
@@ -128,21 +128,21 @@ def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
             factor, lengths = Dense(factor.materialize()), [[n] for n in sizes]
         elif factor.n == 0:
             factor = filled[0].map(lambda tensor, device=factor.device: tensor.to(device))
-        each = zip_longest(*lengths, fillvalue=0)  # where there are no samples there may be other tensors
+        each = zip_longest(*lengths, fillvalue=0)  # a process without samples may hold other tensors
         joined = factor.map(lambda tensor, each=each: _gather(tensor.detach(), next(each), group))
         results.append(joined.materialize() if isinstance(leaf, Tensor) else joined)
     return _trees.unflatten(spec, results)
 
 
 def _describe(factor: Factor) -> tuple[Factor, list[int]]:
-    """The factor without samples, and how many rows each of its tensors has: of segments, some have more."""
+    """The factor without samples, and how many rows each of its tensors has: in `Segments`, some have more than n."""
     lengths: list[int] = []
     factor.map(lambda tensor: lengths.append(len(tensor)) or tensor)
     return factor.take(slice(0)).map(lambda part: part.new_empty(part.shape, device="cpu")), lengths
 
 
 def _are_alike(factor: Factor, other: Factor) -> bool:
-    """Whether two factors without samples are made of the same, so that others like them can be joined."""
+    """Whether two factors without samples have the same kind, shapes and dtypes, so that factors like them can be joined."""
     (tensors, spec), (others, other_spec) = _trees.flatten(factor), _trees.flatten(other)
     return spec == other_spec and [(x.shape, x.dtype) for x in tensors] == [(x.shape, x.dtype) for x in others]
 

@@ -19,12 +19,12 @@ class Leaf:
     """One leaf of the differentiated argument.
 
     Attributes:
-        path: How to reach it.
+        path: Where the leaf is in the arguments, such as `params['weight']`.
         kind: The kind of its factor.
         plan: How `clipped_grad` computes its norm and its sum.
-        uses: The ops that met it and the way each went (rule, derived, lifted), with counts.
-        factored_bytes: What the factor holds.
-        dense_bytes: What the materialised gradients [n, *shape] would hold.
+        uses: The ops that used it, each with the way psg ran it (rule, derived, lifted), and their counts.
+        factored_bytes: The bytes of the factor.
+        dense_bytes: The bytes that the materialised gradients [n, *shape] would take.
     """
 
     path: str
@@ -42,10 +42,9 @@ class Report:
     Attributes:
         name: The function's name.
         n: The number of samples.
-        rung: The rung of the ladder that runs the call: "capture", "vmap" or "loop"; "batch" for a function of a whole batch; "empty"
-            without samples.
-        reasons: Why each rung above does not, as (rung, reason).
-        leaves: One entry a leaf.
+        rung: The method that runs the call: "capture", "vmap" or "loop"; "batch" for a function of a whole batch.
+        reasons: Why each method tried before could not run it, as (rung, reason).
+        leaves: One entry for each leaf.
     """
 
     name: str
@@ -77,23 +76,24 @@ def explain(
     randomness: Randomness = "different",
     method: Method = "auto",
 ) -> Callable[..., Report]:
-    """The function that runs one pass over a batch and reports the path of every parameter.
+    """Make a function that runs one pass over a batch and reports the path of every parameter.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
-        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
-            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
-            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
-        A function of the same arguments as fn over a batch of at least one sample. It returns a `Report`.
+        A function that takes fn's arguments for a batch of at least one sample. It returns a `Report`.
 
     Raises:
-        InputError: An argument does not fit, fn is one that a transform has made, or the batch is empty.
+        InputError: An argument does not fit, fn was made by a transform, or the batch is empty.
 
     Example:
         >>> import torch, psg
@@ -110,7 +110,7 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Report:
         name = getattr(fn, "__name__", type(fn).__name__)
         kept = _ambient.keep(fn)
-        with _ambient.off(), torch.no_grad():  # what runs forward, whoever may differentiate
+        with _ambient.off(), torch.no_grad():  # reports the forward pass, which is the same if the result is differentiated
             call = prepare(f"explain({name})", kept, options, args, kwargs)
             if call.n == 0:
                 raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")

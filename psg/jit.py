@@ -1,7 +1,7 @@
 """Trace a whole transform, forward, backward and reductions, to one flat graph, and compile it.
 
 The first call of every signature (tree structure, shapes, strides, dtypes, devices, Python values, autocast) is traced (psg/_trace.py). The
-graph of ATen ops goes to one of torch.compile's backends, and what comes out is compared with the eager result before it is used:
+graph of ATen ops goes to one of torch.compile's backends, and the compiled result is compared with the eager one before it is used:
 compilers do go wrong. Later calls of the signature run the compiled graph alone.
 """
 
@@ -31,7 +31,7 @@ from psg.transforms import Batching, label_of, mark
 
 _log = logging.getLogger("psg.jit")
 
-# torch's tracer patches what all threads see.
+# torch's tracer patches state that all threads share.
 _tracing = threading.RLock()
 
 _Compile = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
@@ -41,8 +41,8 @@ class Compiled(NamedTuple):
     """One entry of a jitted function's cache.
 
     Attributes:
-        signature: What it was traced for: the tensors of the call, written as dtype[shape].
-        seconds: What tracing, compiling and the comparison with eager took.
+        signature: The tensors of the call that was traced, written as dtype[shape].
+        seconds: The time for tracing, compiling and the comparison with eager.
         error: Why calls of this signature run eagerly; None if they run compiled.
     """
 
@@ -59,48 +59,47 @@ def jit(
     buckets: int | Sequence[int] | None = None,
     check: bool = True,
 ) -> "Jitted":
-    """Compile a function that `psg`'s transforms have made, or any pure function of trees of tensors that calls some.
+    """Compile a function made by psg's transforms, or any pure function of trees of tensors that calls such functions.
 
     What is traced and what is not, as in JAX:
 
-    - Tensors among the arguments may change from call to call. New shapes, strides, dtypes or devices are a new signature, and so are
-      other Python values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings: each is
+    - Tensor arguments may change from call to call. New shapes, strides, dtypes or devices make a new signature, and so do other Python
+      values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings. Each signature is
       compiled once.
-    - Tensors that fn closes over are read at every call, so that changes in place are seen, those of dtype or shape by compiling anew;
-      one that is *replaced* is not. What fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to tell it
-      from what fn closes over, a function that closes over tensors is traced twice. Functions made by `psg.stateless` are looked after,
-      wherever fn calls them, and so are modules among the arguments: replaced buffers, frozen parameters and submodules and
-      `train()`/`eval()`, of the criterion too, lead to a new trace. Another function does so by an attribute `cache_key`, a function
-      without arguments that returns something hashable.
-    - Python values that fn closes over, and what it prints or appends to, are those of the trace. One that fn takes from a tensor, by
-      `.item()` or by branching on it, cannot be traced, unless fn has made that tensor from numbers: such a function runs eagerly.
-    - `torch.compiler.is_compiling()` is true during the trace. Models that look into a mask, to take a shorter way if nothing is masked,
-      ask that first, as those of transformers do, and go the way that is right for every mask.
-    - Nothing may be written into an argument or into what fn closes over: return the new values instead.
-    - Random numbers of torch are drawn anew at every call, from torch's generators; `torch.manual_seed` decides them.
+    - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
+      it by another tensor is not. In modules, psg does see this: for functions made by `psg.stateless`, wherever fn calls them, and for
+      modules among the arguments, replaced buffers, frozen parameters or submodules and `train()`/`eval()` lead to a new trace, in the
+      criterion too. Give any other function an attribute `cache_key` for this: a function without arguments, whose hashable result
+      becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to
+      tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
+    - Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes a Python
+      value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from numbers.
+    - `torch.compiler.is_compiling()` is true during the trace. Models that take a shortcut where a mask masks nothing should ask that
+      first, as those of transformers do, and then take the path that is right for every mask.
+    - fn must not write into an argument or a tensor that it closes over: return the new values instead.
+    - Random numbers of torch are drawn anew at every call, from torch's generators, as `torch.manual_seed` sets them.
 
-    Inside torch.func transforms and forward-mode AD, and where an input or what fn closes over requires grad, calls run eagerly, so that
-    they can be differentiated. So do empty batches, and calls inside of another function that is traced or watched by a dispatch mode.
-    Thread-safe: a signature is compiled once, whoever asks first.
+    Calls run eagerly, so that they can be differentiated, inside torch.func transforms and forward-mode AD, and where an input or a tensor
+    that fn closes over requires grad. Calls on empty batches, inside another traced function or under a dispatch mode are eager too.
+    Thread-safe: each signature is compiled once, by whichever thread comes first.
 
     Args:
         fn: The function.
-        backend: As torch.compile takes it: "inductor", "aot_eager", "eager", another name or a function of a graph and its inputs.
-        mode: As torch.compile takes it, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
-        buckets: Pad batches, so that a varying number of samples (Poisson sampling) does not compile anew for each: an integer b for
-            multiples of b, or the sizes to choose from (and multiples of the largest beyond it). The samples that fill a batch up are
-            copies of its last one, contribute exactly zero to sums and do not appear in the result. For functions made by psg's
-            transforms.
-        check: Compare the first result of every signature with eager's. A mismatch, beyond what rounding the inputs does to eager's own,
-            gives a FallbackWarning, and calls of that signature stay eager.
+        backend: As in torch.compile: "inductor", "aot_eager", "eager", another name or a function of a graph and its inputs.
+        mode: As in torch.compile, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
+        buckets: Pad batches to a few sizes, so that a varying number of samples (Poisson sampling) does not compile anew for each: an
+            integer b for multiples of b, or a sequence of sizes (beyond the largest, its multiples). Padding repeats the last sample; it
+            contributes exactly zero to sums and does not appear in the result. Only for functions made by psg's transforms.
+        check: Compare the first result of every signature with the eager one. Where they differ by more than rounding the inputs explains,
+            a FallbackWarning says so, and calls of that signature stay eager.
 
     Returns:
-        The function, compiled, with `cache_info()` and `cache_clear()`. Where tracing or compiling is impossible it gives a
-        FallbackWarning that says why and runs eagerly. The logger "psg.jit" tells at level INFO when something is compiled.
+        The compiled function, with `cache_info()` and `cache_clear()`. Where tracing or compiling fails it gives a FallbackWarning that
+        says why, and runs eagerly. The logger "psg.jit" reports every compilation at level INFO.
 
     Raises:
-        InputError: An option does not fit. At a call: an argument is neither a tensor nor hashable.
-        StateError: At a call: fn draws random numbers of Python or NumPy, which every later call would repeat; or it writes into an
+        InputError: An option has a value that is not allowed. At a call: an argument is neither a tensor nor hashable.
+        StateError: At a call: fn draws random numbers of Python or NumPy, which every later call would repeat; or fn writes into an
             argument or a tensor that it closes over, as an optimizer does. The error comes before anything is written.
 
     Example:
@@ -133,40 +132,40 @@ class Jitted:
         self._sizes = None if buckets is None else _sizes(buckets)
         if self._sizes is not None and self._batching is None:
             raise InputError(
-                f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so that nothing "
-                "says which of its arguments are batched. Give jit the transform itself, or leave buckets out."
+                f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so psg cannot "
+                "tell which of its arguments are batched. Pass the transform's result itself to jit, or leave buckets out."
             )
         label = label_of(fn)
         if label is not None:
             mark(self, label)
         self._cache: dict[Hashable, _Entry] = {}
-        # By signature: what its traces have met of what they depend on.
+        # By signature: the `cache_key` of every function of `stateless` that its traces have called.
         self._watched: dict[Hashable, tuple[Callable[[], Hashable], ...]] = {}
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        """What it compiles, and for how many signatures it has."""
+        """The function's name, and the number of signatures."""
         return f"psg.jit({self._name}), compiled for {len(self._cache)} signatures"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, compiled for this signature."""
         if _functorch.is_traced() or forward_ad._current_level >= 0:
-            return self._fn(*args, **kwargs)  # a tracer would not see the ops of a compiled graph, and it carries no tangents
+            return self._fn(*args, **kwargs)  # a tracer cannot see the ops of a compiled graph, which carries no tangents either
         if self._sizes is not None and self._batching is not None:
             args, kwargs, n = self._batching.pad(args, kwargs, self._sizes)
             return self._batching.trim(self._run(args, kwargs), n)
         return self._run(args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As an attribute of a class it is a method, like the function."""
+        """Bind to an instance: as an attribute of a class it is a method, like any function."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __deepcopy__(self, memo: Any) -> "Jitted":
-        """Itself, like the function."""
+        """Itself: functions are not copied."""
         return self
 
     def cache_info(self) -> list[Compiled]:
-        """What has been compiled so far, in order."""
+        """The signatures met so far, in order."""
         return [entry.info for entry in self._cache.values()]
 
     def cache_clear(self) -> None:
@@ -177,7 +176,7 @@ class Jitted:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec, orders = _flatten((args, kwargs))
-        # Compilers take memory as it is, where a tensor may be marked as its negative or its conjugate.
+        # Compilers read memory as it is, and would miss that a tensor is marked as negated or conjugated.
         leaves = [leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -191,7 +190,7 @@ class Jitted:
                 entry = self._entry(signature)
                 if entry is None:
                     entry, watched = self._build(leaves, spec)
-                    # An error of the function's own ends here, and nothing is remembered.
+                    # If the function itself raises, it does so here, before anything is cached.
                     result = None if entry.info.error is None else self._fn(*args, **kwargs)
                     self._watched[signature] = tuple(dict.fromkeys((*self._watched.get(signature, ()), *watched)))
                     self._cache[self._state(signature)] = entry
@@ -204,7 +203,7 @@ class Jitted:
         return entry.program(tensors)
 
     def _state(self, signature: Hashable) -> Hashable:
-        """The signature, and the state of all modules that functions of `psg.stateless` have taken it through."""
+        """The cache's key: the signature, and the state of the modules whose `stateless` functions its traces have called."""
         return signature, tuple(watched() for watched in self._watched.get(signature, ()))
 
     def _entry(self, signature: Hashable) -> "_Entry | None":
@@ -212,7 +211,7 @@ class Jitted:
         return None if entry is None or entry.is_outdated else entry
 
     def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", list[Callable[[], Hashable]]]:
-        """A new entry, and what the trace depends on beside the signature."""
+        """A new entry, and the `cache_key` functions of what the trace depends on beside the signature."""
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         name = self._name
@@ -268,7 +267,7 @@ class _Entry(NamedTuple):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether it was compiled for other memory: a tensor that the function closes over has changed its dtype or shape in place."""
+        """Whether a tensor that the function closes over has changed its dtype or shape in place since it was compiled."""
         return self.program is not None and self.program.is_outdated
 
 
@@ -282,14 +281,14 @@ class _Program:
             self._run = compile(trace.graph, [tensor.detach() for tensor in (*tensors, *trace.captured)])
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        # In the surroundings that it was compiled in.
+        # Under the same settings as when it was compiled.
         with _ambient.off(), torch.no_grad():
             outputs = self._run(*(tensor.detach() for tensor in (*tensors, *self._trace.captured)))
         return _trees.unflatten(self._trace.spec, _trees.fill(self._trace.leaves, outputs))
 
     @property
     def is_outdated(self) -> bool:
-        """Whether what the function closes over has other shapes, strides, dtypes or devices than it was compiled for."""
+        """Whether tensors that the function closes over have other shapes, strides, dtypes or devices than when it was compiled."""
         return any(_signature(tensor) != expected for tensor, expected in zip(self._trace.captured, self._expected, strict=True))
 
     @property
@@ -299,7 +298,7 @@ class _Program:
 
 
 def _compare(actual: Any, expected: Any, name: str) -> None:
-    """Raise Mismatch unless the parts of a result agree, each on the scale of its own."""
+    """Raise Mismatch unless all parts of a result agree, each within a tolerance on its own scale."""
     if isinstance(expected, tuple):
         for i, (own, other) in enumerate(zip(actual, expected, strict=True)):
             _compare(own, other, f"{name}[{i}]")
@@ -308,10 +307,10 @@ def _compare(actual: Any, expected: Any, name: str) -> None:
 
 
 def _nudged(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, changed by as much as a few roundings do, those of autocast included."""
+    """The tensors, each entry randomly changed by a few roundings of its dtype, or of autocast's where that is coarser."""
 
     def nudge(tensor: Tensor) -> Tensor:
-        coarse = None if tensor.dtype == torch.float64 else _functorch.autocast_dtype(tensor)  # which leaves doubles alone
+        coarse = None if tensor.dtype == torch.float64 else _functorch.autocast_dtype(tensor)  # autocast leaves float64 alone
         eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarse) if dtype is not None)
         return tensor + 4 * eps * tensor * torch.randn_like(tensor)
 
@@ -319,8 +318,8 @@ def _nudged(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_rounding(actual: Any, expected: Any, nudged: Sequence[Any]) -> bool:
-    """Whether a result is no further off, leaf by leaf, than ten times what nudging its inputs does to eager's own."""
-    # Rounding takes a unit of a ReLU that is nearly zero to its other side, and the gradient jumps.
+    """Whether each leaf of a result is off by at most ten times what nudging the inputs changes the eager result by."""
+    # Rounding may push a ReLU's input across zero, and the gradient jumps.
     own, *others = [[leaf for leaf in _trees.flatten(tree)[0] if isinstance(leaf, Tensor)] for tree in (expected, actual, *nudged)]
     for want, *found in zip(own, *others, strict=True):
         exact = not (want.is_floating_point() or want.is_complex())
@@ -331,12 +330,12 @@ def _is_rounding(actual: Any, expected: Any, nudged: Sequence[Any]) -> bool:
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
-    """Leaves, structure, and the keys of all dicts in their order, over which fn may iterate: to the structure it is all one."""
+    """Leaves, structure, and the keys of all dicts in order: fn may iterate over them, and the structure ignores their order."""
     orders: list[Any] = []
 
     def note(node: Any) -> bool:
         if node is tree:
-            orders.clear()  # containers that are new to optree are flattened once more
+            orders.clear()  # a tree with containers that are new to optree is flattened once more
         elif isinstance(node, dict):
             orders.append(tuple(node))
         return False
@@ -353,16 +352,16 @@ def _signature(leaf: Any) -> Hashable:
         hash(leaf)
     except TypeError:
         raise InputError(
-            f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it before jit."
+            f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it by functools.partial first."
         ) from None
     if isinstance(leaf, nn.Module):
         return leaf, state_of(leaf)
-    # Numbers as they are written: 0.0 and -0.0 are equal and differ, a NaN equals none.
+    # Floats by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN.
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 
 
 def _surroundings() -> Hashable:
-    """What a trace depends on beside the arguments."""
+    """The settings that a trace depends on, beside the arguments."""
     numerics = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     return _ambient.autocast(), are_disabled(), plans.asked(), numerics
 
@@ -376,18 +375,18 @@ def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
 
 
 def _backend(name: str) -> _Compile:
-    from torch._dynamo.exc import InvalidBackend  # half a second, for those who compile
+    from torch._dynamo.exc import InvalidBackend  # takes half a second, so that only those who compile pay for it
 
     try:
         return torch._dynamo.lookup_backend(name)
     except InvalidBackend:
-        # "eager" and "aot_eager" are backends for debugging to torch, which its list leaves out.
+        # torch's list leaves out its backends for debugging, which "eager" and "aot_eager" are.
         known = ", ".join(map(repr, sorted({*torch.compiler.list_backends(), "eager", "aot_eager"})))
-        raise InputError(f"psg.jit(backend={name!r}): there is none of that name; torch has {known}.") from None
+        raise InputError(f"psg.jit(backend={name!r}): there is no backend of that name; torch has {known}.") from None
 
 
 def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
-    """From a flat graph and its inputs to a function. The graph needs no second tracing, so torch.compile's front end is left out."""
+    """A function that compiles a flat graph for given inputs. The graph is traced already, so torch.compile's front end is left out."""
     if backend != "inductor":
         if mode is not None:
             raise InputError(f'psg.jit(mode={mode!r}): only the backend "inductor" has modes.')
@@ -395,7 +394,7 @@ def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
     modes = torch._inductor.list_mode_options()
     if mode is not None and mode not in modes:
         raise InputError(f"psg.jit(mode={mode!r}): expected None or one of {', '.join(map(repr, modes))}.")
-    # The random numbers are those of eager, so that the two can be compared.
+    # With fallback_random the random numbers are those of eager, so that the results can be compared.
     options = {**({} if mode is None else modes[mode]), "fallback_random": True}
 
     def compile(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -403,7 +402,7 @@ def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
             for node in graph.graph.find_nodes(op="call_function", target=op):
                 node.update_kwarg("fuse", True)
         graph.recompile()
-        # On CPUs inductor would turn every convolution to channels last: slower here by up to 1.4 (ResNet, VGG, depthwise).
+        # On CPUs inductor would make every convolution channels-last: up to 1.4 times slower here (ResNet, VGG, depthwise).
         layout = {"layout_optimization": False} if {tensor.device.type for tensor in inputs} == {"cpu"} else {}
         run: Any = torch._inductor.compile(graph, [*inputs], options=options | layout)
         return run

@@ -1,7 +1,7 @@
-"""Memory: what a chunk may take of it, and pages that a process keeps, so that one step of a loop finds those of the step before.
+"""Memory: how much a chunk may take, and pages that a process keeps, so that each step of a loop reuses those of the step before.
 
-On a CPU large tensors come from the C library's malloc, and glibc's gives their pages back to the system as soon as they are freed. The
-next step gets fresh ones, which the kernel must map and clear: 0.25 microseconds for each 4 KiB, a third of a small model's step.
+On a CPU, large tensors come from the C library's malloc. glibc's malloc gives their pages back to the system as soon as they are freed, and
+the next step gets fresh ones, which the kernel must map and clear: 0.25 microseconds for each 4 KiB, a third of a small model's step.
 """
 
 import contextlib
@@ -14,31 +14,31 @@ import torch
 
 from psg._errors import InputError
 
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 _kept = False
 
 
 def keep_pages() -> bool:
-    """Have this process keep the memory that it frees, for what it allocates next.
+    """Make this process keep the memory that it frees, and reuse it for later allocations.
 
-    For programs that do the same again and again, such as training: each step then writes into the pages of the step before. It makes
-    plain PyTorch faster too. psg counts on it from then on: where writing per-sample gradients and reading them twice is cheaper than
-    computing what makes them unnecessary, it keeps them between the norm and the sum. The process never shrinks again, and its peak may
-    be higher, by what `psg.explain` calls materialised and by fragmentation.
+    For programs that repeat the same step, such as training: each step then writes into the pages of the step before. It makes plain
+    PyTorch faster too. psg counts on it from then on: it materialises more layers' per-sample gradients and keeps them from the norm to
+    the sum, where writing them and reading them twice is cheaper than avoiding them. The process never shrinks again, and its peak may be
+    higher, by fragmentation and by what `psg.explain` lists as "materialised and kept".
 
-    Concerns CPU tensors, on Linux with glibc. CUDA tensors are PyTorch's own allocator's, which keeps its memory anyway.
+    This affects CPU tensors, on Linux with glibc. For CUDA tensors, PyTorch's own allocator keeps its memory anyway.
 
     Returns:
-        Whether it took effect: False where the C library has no such setting, and nothing has changed.
+        Whether it took effect. False, with nothing changed, where the C library has no such setting.
 
     Example:
         >>> import psg
         >>> psg.keep_pages()  # doctest: +SKIP
         True
 
-    Source: mallopt(3): M_TRIM_THRESHOLD of -1 never gives memory back, M_MMAP_MAX of 0 takes none that would be.
+    Source: mallopt(3): with M_TRIM_THRESHOLD = -1 the heap is never trimmed, with M_MMAP_MAX = 0 nothing is allocated outside it by mmap.
     """
     global _kept
     if sys.platform != "linux":
@@ -57,13 +57,13 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 2
 
 
 def parse(size: str) -> int | None:
-    """The bytes that a text such as "512 MiB" names.
+    """The number of bytes that a text such as "512 MiB" names.
 
     Returns:
-        Their number; None for "auto".
+        The number; None for "auto".
 
     Raises:
-        InputError: It names none.
+        InputError: The text names no bytes.
     """
     if size == "auto":
         return None
@@ -76,23 +76,23 @@ def parse(size: str) -> int | None:
 
 
 def budget(size: str, device: torch.device) -> int:
-    """The bytes that a chunk may take on a device: those that `size` names, or for "auto" a quarter of those that are free."""
+    """The bytes that a chunk may take on a device: those that `size` names, or for "auto" a quarter of the free ones."""
     named = parse(size)
     if named is not None:
         return named
     if device.type == "cuda":
-        # What torch's allocator has taken and holds no tensor is free too.
+        # Memory that torch's allocator has reserved, but that holds no tensor, is free too.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return (torch.cuda.mem_get_info(device)[0] + unused) // 4
     return _free_on_the_host() // 4
 
 
 def _free_on_the_host() -> int:
-    """The bytes that this process can still have: of Linux's and of its container's; elsewhere a guess."""
+    """The bytes that this process can still allocate, by Linux's account and its container's limit; without those a guess, 4 GiB."""
     free = [4 << 30]
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, IndexError):
-        # Pages of files that are only cached count as available.
+        # MemAvailable counts cached pages of files as available.
         free = [int(re.findall(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(), re.MULTILINE)[0]) << 10]
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
         free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))

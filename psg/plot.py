@@ -1,7 +1,7 @@
 """Pictures of per-sample gradients. Needs matplotlib, which the `demo` extra brings.
 
-Every function draws on an `Axes` that it is given, so that pictures go wherever you put them; `page` opens a
-figure that no window and no global state of matplotlib knows of.
+Every function draws on an `Axes` that you pass, so you decide where pictures go; `page` makes a figure without a
+window, outside matplotlib's global state.
 """
 
 import math
@@ -50,7 +50,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
     Args:
         figure: what `page` returned.
-        path: where to; the ending says which format.
+        path: the file; its suffix chooses the format.
 
     Returns:
         The path.
@@ -66,9 +66,9 @@ def norm_histogram(ax: Axes, norms: Mapping[str, Tensor], clip_norm: float | Non
 
     Args:
         ax: where to draw.
-        norms: for each label the norms [n] of its samples; zeros and values that are not finite have no place on
+        norms: for each label the norms [n] of its samples; zeros and values that are not finite do not fit on
             the axis and are left out.
-        clip_norm: where the line stands; None draws none.
+        clip_norm: where to draw the line; None draws none.
         bins: number of bins, shared by all labels.
 
     Example:
@@ -93,12 +93,12 @@ def norm_histogram(ax: Axes, norms: Mapping[str, Tensor], clip_norm: float | Non
 
 
 def accuracy_by_step(ax: Axes, steps: Sequence[int], accuracy: Mapping[str, Sequence[float]]) -> None:
-    """Accuracy against training step, one line a label.
+    """Accuracy against training step, one line for each label.
 
     Args:
         ax: where to draw.
         steps: the steps at which accuracy was measured.
-        accuracy: for each label its accuracies, between 0 and 1, one a step.
+        accuracy: for each label its accuracies, between 0 and 1, one for each of `steps`.
 
     Example:
         >>> figure, (ax,) = page()

@@ -1,4 +1,4 @@
-"""From an nn.Module to a function of one sample and the parameters it is differentiated for."""
+"""From an nn.Module to a loss function of one sample, and the parameters to differentiate."""
 
 import contextlib
 import inspect
@@ -18,17 +18,17 @@ from psg._errors import InputError, StateError, warn_once
 from psg._ops import LIKE_ANOTHER, LIKENESSES, leaves_of, name_of
 from psg._outside import UNDIFFERENTIATED
 
-# While a function of a module runs, the module holds the parameters of that call: threads take turns. A module may call psg on itself.
+# A lock for each module: while a call runs, the module holds that call's parameters. Reentrant: a module may call psg on itself.
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-# What the functions of modules that are called meanwhile depend on: for whoever traces.
+# Within `watching`, the `cache_key` of every function of `stateless` that has been called: what a trace depends on.
 _met: ContextVar[list[Callable[[], Hashable]] | None] = ContextVar("_met", default=None)
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[Callable[[], Hashable]]]:
-    """A context that gives the `cache_key` of every function of `stateless` that is called in it."""
+    """A context that collects the `cache_key` of every function of `stateless` that is called in it."""
     met: list[Callable[[], Hashable]] = []
     token = _met.set(met)
     try:
@@ -38,8 +38,8 @@ def watching() -> Iterator[list[Callable[[], Hashable]]]:
 
 
 def state_of(module: nn.Module) -> Hashable:
-    """What a trace of a module depends on beside what is written into its tensors."""
-    # The modules themselves, whose ids could come again; a program that reads a tensor keeps it.
+    """What a trace of a module depends on, except the values of its tensors: submodules, their modes, which tensors they hold."""
+    # The modules themselves, because ids may be reused. For tensors ids suffice: a compiled program keeps those it reads alive.
     children = tuple(module.named_modules(remove_duplicate=False))
     held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
     return children, tuple(child.training for _, child in children), tuple(map(id, held))
@@ -48,44 +48,47 @@ def state_of(module: nn.Module) -> Hashable:
 def stateless(
     module: nn.Module, criterion: Callable[..., Any] | None = None, *, batch_dim: int | None = 0
 ) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-    """A pure function of one sample's loss, and the parameters to differentiate it for.
+    """Turn a module into a pure loss function of one sample, and the parameters to differentiate.
 
-    The function adds the batch dimension that modules expect: a sample [*shape] enters as [1, *shape], tensors in trees too. Recurrent
-    and Transformer layers of torch.nn expect it second unless they are told `batch_first=True`: say `batch_dim=1` then. Frozen parameters
-    and buffers are constants, read from the module at every call; and once more when a derivative of the result is asked for, until when
-    they must stay as they are. A parameter that the module holds under several names (tied) appears once, under the first.
+    The function adds the batch dimension that modules expect: a sample [*shape] enters the module as [1, *shape], tensors in trees too.
+    Recurrent and Transformer layers of torch.nn expect it second unless they have `batch_first=True`: pass `batch_dim=1` for those. Frozen
+    parameters and buffers are constants, read from the module at every call. If you differentiate the result, the
+    backward pass reads them again, so they must not change before it. A parameter that the module holds under several names (tied) appears
+    once, under the first.
 
     Args:
-        module: Any module, scripted and traced ones and those of exported programs included; its mode (train or eval) at the time of a
-            call counts. While the function runs, and while a loop runs backward, the module holds the parameters that it was given.
-            Threads that call functions of one module take turns; let none use the module itself meanwhile, nor functions of another
-            module that shares submodules with it.
-        criterion: From the module's output and the target, both with the batch dimension of 1, to the loss: a scalar, such as
-            `F.cross_entropy` with its default reduction gives; with `has_aux=True` of the transforms, to a pair of the loss and more, which
-            keeps its batch dimension of 1. A function of one positional argument is given the output alone, and there is no target. None if
-            the module's output is the loss, or has it as `.loss`. Several targets, or a weight for each sample, go in a tuple. It is called
-            while the module has the parameters that the loss is given: a penalty on them counts.
-        batch_dim: Where the batch dimension is added, 1 for sequences [t, *] that enter as [t, 1, *]. With None a sample enters as it is:
-            for modules written for one sample, and for samples that are batches themselves (all of a user's, or augmentations of one).
-            So does the whole batch of `method="batch"`, whose criterion gives one loss for each sample (`reduction="none"`).
+        module: Any module, including scripted, traced and exported ones; its mode (train or eval) at the time of a call counts. While the
+            function runs, and during the backward passes of a loop, the module holds the parameters that the function was given. Threads
+            that call functions of one module take turns; meanwhile no thread may use the module itself, or functions of another module
+            that shares submodules with it.
+        criterion: criterion(output, target) -> loss, a scalar, as `F.cross_entropy` gives by default. Output and target have a batch
+            dimension of size 1. With `has_aux=True` of the transforms it returns (loss, aux), and aux keeps this batch dimension. A
+            criterion with one positional argument gets the output alone, and there is no target. None if the module's output is the loss,
+            or has it as `.loss`. Pass several targets, or a weight for each sample, in a tuple. While the criterion runs, the module holds
+            the parameters given to the loss, so a penalty on the module's parameters is differentiated too.
+        batch_dim: Where to add the batch dimension: 1 turns sequences [t, *] into [t, 1, *]. None adds none: for modules written for one
+            sample; for samples that are batches themselves (all samples of a user, augmentations of an image); and for `method="batch"`,
+            which passes the whole batch and needs a criterion with one loss for each sample (`reduction="none"`).
 
     Returns:
-        `(loss, params)`. `loss(params, *inputs, target, **shared)`, without a target if the criterion takes none, passes the inputs on to
-        the module; a mapping among them is spread as keyword arguments, as in `module(**batch)`. What is given by keyword is the same for
-        all samples (masks, flags) and reaches the module as it is. `params` maps names to the parameters that require grad, detached: they
-        share their memory with the module's until that is moved, cast or assigned anew, after which stateless is to be called again. A part
-        of them is differentiated at the price of that part; the rest are constants, as the module has them. Neither can be pickled.
+        `(loss, params)`. `loss(params, *inputs, target, **shared)`, without a target if the criterion takes none, passes the inputs to the
+        module; a mapping among them is passed as keyword arguments, as in `module(**batch)`. Keyword arguments (`shared`: masks, flags) are
+        the same for all samples and reach the module unchanged. `params` maps names to the parameters that require grad, detached. They
+        share memory with the module's parameters until those are moved, cast or assigned anew; call stateless again after that. You may
+        pass a part of `params`: only that part is differentiated and paid for, and the module's other parameters are constants. `loss`
+        cannot be pickled; `params` can.
 
     Raises:
-        InputError: It is no module, no parameter requires grad, a lazy one has no shape yet, the module is wrapped (DataParallel, FSDP,
-            Opacus), or `batch_dim` is no dimension. At a call: the output has no loss, `params` is no mapping, or a name in it is not, or
-            no longer, the first name of a parameter.
-        StateError: At a call: a batch normalisation is in training mode, the module has changed one of its buffers, or it has used a
-            parameter that it also holds outside of its registered ones, in a list say, or the criterion one that it has kept.
+        InputError: `module` is not a module, or is wrapped (DataParallel, FSDP, Opacus); no parameter requires grad; a lazy parameter has
+            no shape yet; or `batch_dim` is not a dimension. At a call: the target is missing; there is no criterion and the output is and
+            has no loss; `params` is not a mapping; or a name in it is not, or no longer, the first name of a parameter.
+        StateError: At a call: a batch normalisation is in training mode or has no running statistics; the module changes one of its
+            buffers; the module uses a parameter from an unregistered place, such as a list; or the criterion uses a parameter of the
+            module to which it holds a reference of its own.
 
     Warns:
-        UserWarning: A parameter has a hook, which is not called. At a call: the module's parameters have other memory than those of
-            `params`, which stateless gave and which therefore no longer change with them.
+        UserWarning: A parameter has a hook, which is not called. At a call: the module's parameters have moved to other memory, so the
+            `params` that stateless returned no longer change with them.
 
     Example:
         >>> import torch, psg
@@ -97,7 +100,7 @@ def stateless(
     Source: `torch.func.functional_call`.
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"stateless: expected a module, got {module!r}. Of a class make an instance first.")
+        raise InputError(f"stateless: expected a module, got {module!r}. If it is a class, make an instance of it first.")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
     wrappers = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & _WRAPPERS]
@@ -115,10 +118,10 @@ def stateless(
         hooked = [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter._backward_hooks]
         memory = {name: parameter.data_ptr() for name, parameter in params.items()}
     if not params:
-        raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; unfreeze what is to be differentiated.")
+        raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; call requires_grad_() on some.")
     if hooked:
         warnings.warn(
-            f"stateless: the parameter {hooked[0]!r} has a hook, which psg does not call: a sample's gradient is that of its loss.",
+            f"stateless: the parameter {hooked[0]!r} has a hook, which psg does not call: apply it to the gradients yourself.",
             UserWarning,
             stacklevel=2,
         )
@@ -144,7 +147,7 @@ def stateless(
             output = module(*positional, **{**keyword, **shared})
             if criterion is None:
                 return _loss_of(output)
-            with _Strays(own, _KEPT_BY_CRITERION):  # with the others in place: it may have a penalty on them
+            with _Strays(own, _KEPT_BY_CRITERION):  # the call's parameters are in place: the criterion may penalise them
                 return criterion(output, *target)
 
         try:
@@ -157,7 +160,7 @@ def stateless(
             raise
 
     def cache_key() -> Hashable:
-        """For `psg.jit`: what the loss depends on beside its arguments and what is written into the tensors of module and criterion."""
+        """For `psg.jit`: what the loss depends on, except its arguments and the values of the module's and the criterion's tensors."""
         with turn:
             return state_of(module), state_of(criterion) if isinstance(criterion, nn.Module) else None
 
@@ -167,7 +170,7 @@ def stateless(
 
 
 _WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "FSDPModule", "GradSampleModule"}
-"""Modules around modules, by the names of their classes, that do with parameters what no function can."""
+"""Class names of wrapper modules, which copy, shard or hook parameters: no pure function does the same."""
 
 
 def _takes_two(criterion: Callable[..., Any]) -> bool:
@@ -175,7 +178,7 @@ def _takes_two(criterion: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion).parameters.values()
     except (TypeError, ValueError):
-        return True  # one of torch's own, say
+        return True  # no signature: a built-in function of torch's, say
     positional = [own for own in parameters if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)]
     return len(positional) != 1 or any(own.kind == own.VAR_POSITIONAL for own in parameters)
 
@@ -188,16 +191,16 @@ def _call(
     strays: dict[int, str],
     memory: dict[str, int],
 ) -> Any:
-    """Run what calls the module, with the names of its own parameters by id, while it has others; raise if that has changed a buffer."""
-    # Read at every call: submodules may have been exchanged, and parameters tied, since the last.
+    """Put `params` into the module, call `run` with the names of the module's own parameters by id; raise if that changes a buffer."""
+    # Read at every call: since the last, submodules may have been replaced and parameters tied.
     children = dict(module.named_modules())
     _refuse_batch_norms(children)
     slots, buffer_slots = _slots(children, "_parameters"), _slots(children, "_buffers")
     own = _held(slots)
     _warn_of_those_left_behind(module, params, own, memory)
     params = _under_all_names(module, params, own)
-    # Those that are not asked for are constants, as frozen ones are: with a history of their own the result would have one.
-    constants: dict[int, Tensor] = {}  # one for all names of those that are tied
+    # Parameters that are not in `params` are constants, like frozen ones: detached, or the result would require grad for them.
+    constants: dict[int, Tensor] = {}  # by id, so that a tied parameter has one for all its names
     others = {name: parameter for name, parameter in own.items() if name not in params and parameter.requires_grad}
     rest = {name: constants.setdefault(id(parameter), parameter.detach()) for name, parameter in others.items()}
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
@@ -217,7 +220,7 @@ def _call(
         with _Strays(met, _KEPT_BY_MODULE) if met else contextlib.nullcontext():
             output = run({id(parameter): name for name, parameter in own.items() if name in params})
         now = buffers if scripted is not None else _held(buffer_slots)
-    # What runs again in the backward pass is to find the same.
+    # Layers that run again in the backward pass (checkpoints) must find the same parameters.
     _pass.remember(module, params, holding)
     # A buffer that was assigned anew is another tensor; one that was written into has a new version.
     changed = [name for name, buffer in buffers.items() if now.get(name) is not buffer or buffer._version != versions[name]]
@@ -227,21 +230,21 @@ def _call(
 
 
 def _warn_of_those_left_behind(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor], memory: dict[str, int]) -> None:
-    """Warn of what stateless gave, as `memory` tells, where the module has something else by now."""
+    """Warn if `params` are still those that stateless returned, at the addresses in `memory`, but the module's have moved."""
     with torch._C.DisableTorchFunction():
         moved = [name for name in params if name in memory and name in own and own[name].data_ptr() != memory[name]]
         stale = [name for name in moved if _functorch.memory_of(params[name]) == memory[name]]
     if stale:
         warn_once(
             (type(module), "stale"),
-            f"stateless: the module's parameter {stale[0]!r} has been moved, cast or assigned anew since stateless was called, and is no "
-            "longer the one in params, which no optimizer of the module reaches. Call stateless again.",
+            f"stateless: the module's parameter {stale[0]!r} has been moved, cast or assigned anew since stateless was called. The one in "
+            "params is now another tensor, which an optimizer of the module does not update. Call stateless again.",
             UserWarning,
         )
 
 
 def _refuses_writes(children: dict[str, nn.Module], buffers: dict[str, Tensor]) -> Callable[[Any], None]:
-    """What raises for one of the buffers that is about to be written into: by `.data` no version would tell."""
+    """A function that raises if an op is about to write into a buffer: a write through `.data` leaves the version counter unchanged."""
     names: dict[int, str] = {}
 
     def refuse(target: Any) -> None:
@@ -269,20 +272,20 @@ _Slots = dict[str, tuple[dict[str, Tensor | None], str]]
 
 
 def _slots(children: dict[str, nn.Module], kind: str) -> _Slots:
-    """Where the modules hold their parameters, or buffers: by full name a dict and its key; those of a module with two names once."""
+    """Where the modules hold their parameters, or buffers: full name -> (dict, key). A module with two names is listed once."""
     holders = [(f"{prefix}." if prefix else "", getattr(child, kind)) for prefix, child in children.items()]
     return {f"{prefix}{key}": (holder, key) for prefix, holder in holders for key in holder.keys()}  # noqa: SIM118 (a scripted module's)
 
 
 def _held(slots: _Slots) -> dict[str, Tensor]:
-    """What is in them."""
+    """The tensors in these slots, by full name."""
     held = {name: holder[key] for name, (holder, key) in slots.items() if key in holder}
     return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
 @contextlib.contextmanager
 def _holding(slots: _Slots, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which these slots hold other tensors: what `torch.func.functional_call` calls a module in."""
+    """A context in which these slots hold other tensors, as under `torch.func.functional_call`."""
     own = {name: slots[name][0][slots[name][1]] for name in tensors}
     try:
         _put(slots, tensors)
@@ -308,7 +311,7 @@ def _scripted_holding(module: torch.jit.ScriptModule, params: dict[str, Tensor])
             holder = holder.getattr(part)
         slots[name] = (holder, attribute, holder.getattr(attribute))
     others = {id(own): params[name] for name, (_, _, own) in slots.items()}
-    # Recurrent layers hold theirs in a list too, from which they read them.
+    # Recurrent layers read their parameters from a list of their own.
     layers = [child._c for child in module.modules() if isinstance(child, torch.jit.ScriptModule) and child._c.hasattr("_flat_weights")]
     lists = [(layer, layer.getattr("_flat_weights")) for layer in layers]
     try:
@@ -325,7 +328,7 @@ def _scripted_holding(module: torch.jit.ScriptModule, params: dict[str, Tensor])
 
 
 def _under_all_names(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters by the names of the module's own; those that are tied there have several."""
+    """`params` under all names that the module has for them: tied parameters have several."""
     first: dict[int, str] = {}
     primaries = {name: first.setdefault(id(parameter), name) for name, parameter in own.items()}
     for name in params:
@@ -337,7 +340,7 @@ def _under_all_names(module: nn.Module, params: dict[str, Tensor], own: dict[str
 def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
     for other, parameter in module.named_parameters(remove_duplicate=False):
         if other == name:
-            return f"stateless: params has {name!r}, which is tied to {first[id(parameter)]!r}. Pass it under that name alone."
+            return f"stateless: params has {name!r}, which is tied to {first[id(parameter)]!r}. Pass it under the latter name alone."
     return (
         f"stateless: params has {name!r}, which is no parameter of {_kind(module)}. Pass what stateless gave, or a part of it; if the "
         "module has changed since, by a parametrization say, call stateless again."
@@ -345,7 +348,7 @@ def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
 
 
 def _strays(module: nn.Module) -> dict[int, str]:
-    """The parameters that the module also holds where it looks for none, in a list say: their names, by id."""
+    """The parameters that the module also holds in unregistered places, in a list say: their names, by id."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
     held: list[Any] = []
     for child in module.modules():
@@ -357,22 +360,22 @@ def _strays(module: nn.Module) -> dict[int, str]:
     return {id(value): names[id(value)] for value in held if id(value) in names}
 
 
-# What tells of a parameter no more than its shape, or is not differentiated.
+# Ops that read only a parameter's shape and the like, or that are not differentiated.
 _HARMLESS = UNDIFFERENTIATED | LIKENESSES
 
 
 _KEPT_BY_MODULE = (
-    "stateless: the module uses its parameter {!r} from a list, dict or attribute that is no registered parameter, where no other can take "
-    "its place. Use it by its registered name."
+    "stateless: the module uses its parameter {!r} from a list, dict or attribute that is not a registered parameter, where psg cannot "
+    "replace it. Use it by its registered name."
 )
 _KEPT_BY_CRITERION = (
-    "stateless: the criterion uses the module's parameter {!r} as it has kept it, and not as the loss is given it: its gradient would be "
-    "lost. Read it from the module whenever the criterion is called, or detach it."
+    "stateless: the criterion uses the module's parameter {!r} by a reference of its own, which is not the tensor that the loss is given: "
+    "its gradient would be lost. Read it from the module at every call of the criterion, or detach it."
 )
 
 
 class _Strays(TorchFunctionMode):
-    """Refuses them: what is kept there is not what the module is called with."""
+    """Refuses ops on these parameters: they are the module's own, not those that the call was given."""
 
     def __init__(self, strays: dict[int, str], message: str) -> None:
         super().__init__()
@@ -398,7 +401,7 @@ def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    # A scripted module knows what it was scripted from.
+    # A scripted module keeps the name of the class that it was scripted from.
     return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
@@ -408,7 +411,7 @@ def _mixes_samples(module: nn.Module) -> bool:
 
 def _add_batch_dim(argument: Any, dim: int | None) -> Any:
     def add(leaf: Any) -> Any:
-        # A label, say, has no dimension that could come before.
+        # A scalar, such as a label, has no dimension that could come first: with batch_dim=1 too it enters as [1].
         return leaf.unsqueeze(min(dim, leaf.ndim)) if isinstance(leaf, Tensor) and dim is not None else leaf
 
     return add(argument) if isinstance(argument, Tensor) else _trees.map_leaves(add, argument)

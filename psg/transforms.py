@@ -1,43 +1,44 @@
-"""From a function of one sample to functions of a batch: the five transforms.
+"""The five transforms: each turns a function of one sample into a function of a batch.
 
 Arguments that all five share:
 
-    argnums:    Which positional argument, or arguments, to differentiate: an integer or a tuple of them, as in torch.func.grad.
-                All of them are the same for every sample, unless in_dims says otherwise.
-    in_dims:    Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them,
-                as in torch.func.vmap. By default the argnums arguments are shared and every tensor of every other argument is batched
-                along dim 0; what is no tensor (a number, a string, a flag) is the same for every sample.
-    has_aux:    Whether fn returns (loss, aux). aux is a tree; its tensors come back with the samples in dim 0.
-    randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-    chunk_size: At most so many samples at a time. It changes memory and speed, and no result but through "different" random numbers. An
-                integer; a size in bytes that a chunk should stay within, such as "512 MiB"; or "auto" for a quarter of the memory that is
-                free. What a sample takes is measured on a first, small chunk, once for every shape. What chunks give is written into
-                place or added up, so that nothing is held twice.
-    method:     "auto" takes the highest rung of capture -> vmap(grad) -> loop that can run fn, and warns once (FallbackWarning) if it is
-                not the first; "capture", "vmap" or "loop" takes that one. All are right; `psg.explain` tells which runs and why.
-                "batch" is for another kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called once, without vmap.
+    argnums:    The index of the positional argument to differentiate, or a tuple of indices, as in torch.func.grad. The samples share
+                these arguments unless in_dims says otherwise.
+    in_dims:    The batch dimension of each positional argument, as in torch.func.vmap: an integer, None (shared by all samples) or a tree
+                of these. By default the argnums arguments are shared, and every tensor in the other arguments is batched along dim 0.
+                Values that are not tensors (numbers, strings, flags) are always shared.
+    has_aux:    Whether fn returns (loss, aux). aux is a tree; its tensors are returned with the samples in dim 0.
+    randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+    chunk_size: The most samples to run at a time: an integer; a size in bytes, such as "512 MiB", for as many as fit; "auto", for as many
+                as fit in a quarter of the free memory; None for the whole batch. For a size and "auto", a small first chunk measures the
+                bytes per sample, once for every shape. Chunks change memory and speed, but no result except through "different" random
+                numbers. Each chunk's results are written into place or added up, so nothing is held twice.
+    method:     "auto" takes the first of capture, vmap(grad) and a loop over the samples that can run fn, and warns once (FallbackWarning)
+                if an earlier one could not. "capture", "vmap" or "loop" forces that method. All give right results; `psg.explain` tells
+                which one runs and why.
+                "batch" is for a different kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called without vmap.
                 Choose it where vmap cannot run fn and a loop is slow: data-dependent routing (mixtures of experts), `.item()`, kernels
-                without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that meets a
-                parameter needs a rule, or an error names the parameter, the op and the line; StateError if losses share rows of data,
-                as under batch normalisation, or change when other samples are exchanged. It takes two more backward passes and one more
-                forward pass (two where fn draws random numbers), which measure that, on the samples at hand. Only what the samples share
-                can be differentiated, and tensors of an aux have the samples in dim 0.
+                without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that combines a
+                parameter with data needs a rule; otherwise InputError names the parameter, the op and the line. StateError if several
+                losses depend on one row of data, as under batch normalisation, or if a loss changes when other samples are exchanged.
+                These checks hold for the samples at hand, and cost two more backward passes and one more forward pass (two where fn
+                draws random numbers). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0.
 
-Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
+Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 
-Every transform raises InputError if an argument does not fit, or if fn does not return a scalar; what fn itself raises is raised as it
-is. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples gives
-leaves [0, *shape] and zero sums.
+Every transform raises InputError if an argument does not fit, or if fn does not return a scalar; errors from fn itself are raised
+unchanged. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples
+gives leaves [0, *shape] and zero sums.
 
-Derivatives. If an input requires grad, or a tensor that fn closes over, so do the results. The forward pass then is the same, at the
-same price, and holds nothing but the inputs; a backward pass, if there is one, computes vmap(grad(fn)) (or, where vmap cannot run fn, a
-loop over the samples) and differentiates that. It runs fn again: until then, write into nothing that fn reads, such as a module's
-buffers; and fn may draw random numbers from torch's default generators alone, not from one of its own or from Python's, which would
-give others. A function that draws takes this path from the start, for values and derivative must come from one draw: pass it detached
-parameters, or call under torch.no_grad(), where no derivative is wanted. Inside torch.func transforms (grad, vmap, jvp, ...) the path
-through vmap(grad) is taken too. At a norm of zero derivatives are zero.
+Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same,
+at the same price, and saves nothing but the inputs. A backward pass through the results computes vmap(grad(fn)) (or a loop over the
+samples, where vmap cannot run fn) and differentiates that. This runs fn again. Until then, write into nothing that fn reads, such as a
+module's buffers; and fn may draw random numbers only from torch's default generators, because the second run would draw different ones
+from a generator of fn's own or from Python's. If fn does draw random numbers, vmap(grad) runs from the start, because values and
+derivatives must come from one draw: where no derivative is wanted, pass detached parameters or call under torch.no_grad(). Inside
+torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are zero.
 
-torch.compile does not look into psg's functions: its graph breaks around them. What is compiled inside of fn runs uncompiled.
+torch.compile does not trace psg's functions: it breaks the graph around them. Compiled functions inside fn run uncompiled.
 """
 
 import functools
@@ -57,14 +58,14 @@ from psg.factors import Factor, Joint
 
 
 class Batching(NamedTuple):
-    """What a transform's function, as its attribute `batching`, tells of the batches it takes: for `psg.jit`, which pads them.
+    """How `psg.jit` pads the batches of a transformed function, and trims its results: the function's attribute `batching`.
 
     Attributes:
-        name: What messages call it.
+        name: The function's name in messages.
         fn: The function of one sample.
-        pad: From args, kwargs and a function of the number of samples that gives another, no smaller: args and kwargs of so many, and
-            the number before. The last sample is repeated, and masked where the function takes a mask.
-        trim: From a result and a number of samples to the result for the first so many.
+        pad: (args, kwargs, size_for) -> (args, kwargs, n): a batch of n samples, padded to size_for(n) >= n samples. The padding repeats
+            the last sample, and is masked where the function takes a mask.
+        trim: (result, n) -> the result for the first n samples.
     """
 
     name: str
@@ -77,18 +78,18 @@ class ClippedGrad(NamedTuple):
     """What `clipped_grad` returns.
 
     Attributes:
-        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape]. It has no samples, so that its norm is not `psg.tree.norm`
-            but `torch.nn.utils.get_total_norm(optree.tree_leaves(grads))`.
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape]. It has no batch dimension, so its norm is
+            `torch.nn.utils.get_total_norm(optree.tree_leaves(grads))`, not `psg.tree.norm`.
         norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
-        clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
-            are masked or not finite.
+        clip_coef: The parameters' tree, each leaf [n]: the coefficients that multiply the samples' gradients of that leaf. 0 for samples
+            that are masked or whose norm is not finite.
         values: The losses, [n]; 0 for masked samples.
         aux: The auxiliary output with has_aux, else None.
         nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
-        sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
-            groups, inf for a policy of the user's without a bound (`clipping.bounded`). Replacing one changes them by up to twice that.
-        group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
-            masked samples. With one clip norm for all they are `norms`; with several, what each is adapted by.
+        sensitivity: A bound on the L2 change of `grads` when one sample is added or removed: the clip norm; sqrt(sum C^2) over groups; inf
+            for your own policy, unless `clipping.bounded` wraps it. Replacing one sample changes `grads` by up to twice that.
+        group_norms: The parameters' tree, each leaf [n]: the norms, before clipping, over the leaves clipped together with this one; 0 for
+            masked samples. Equal to `norms` with one clip norm for all leaves; with several, adapt each (`clipping.adapt`) by these.
     """
 
     grads: Any
@@ -115,27 +116,28 @@ def per_sample_grad(
     chunk_size: int | str | None = None,
     method: Method = "auto",
 ) -> Callable[..., Any]:
-    """The function that gives every sample's gradient.
+    """Make a function that computes every sample's gradient.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
-        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
-            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
-            None for all at once.
-        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
-            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
-        A function of the same arguments over a batch. It returns the tree of the differentiated argument with a tensor [n, *shape] at
+        A function that takes fn's arguments for a batch. It returns the tree of the differentiated argument with a tensor [n, *shape] at
         every leaf, in the leaf's dtype (for a tuple of argnums, a tuple of trees); with has_aux `(grads, aux)`. As with
-        `torch.autograd.grad`, leaves may share memory with each other, or one entry stand for many: clone a leaf to write into it.
+        `torch.autograd.grad`, leaves may share memory with each other or be expanded tensors: clone a leaf before you write into it.
 
     Raises:
-        InputError: An option is not one of those above.
+        InputError: An option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -159,25 +161,26 @@ def per_sample_value_and_grad(
     chunk_size: int | str | None = None,
     method: Method = "auto",
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `per_sample_grad`, with the losses.
+    """Like `per_sample_grad`, but the function also returns the losses.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
-        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
-            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
-            None for all at once.
-        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
-            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
-        A function of the same arguments over a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
+        A function that takes fn's arguments for a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
 
     Raises:
-        InputError: An option is not one of those above.
+        InputError: An option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -201,26 +204,27 @@ def per_sample_norm(
     chunk_size: int | str | None = None,
     method: Method = "auto",
 ) -> Callable[..., Any]:
-    """The function that gives the norm of every sample's gradient, over all leaves together.
+    """Make a function that computes the norm of every sample's gradient, over all leaves together.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
-        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
-            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
-            None for all at once.
-        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
-            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
-        A function of the same arguments over a batch. It returns the norms, [n], real and at least float32; with has_aux
-        `(norms, aux)`. Per-sample gradients are held for one parameter and a few samples at a time, where that is cheapest.
+        A function that takes fn's arguments for a batch. It returns the norms, [n], real and at least float32; with has_aux
+        `(norms, aux)`. Rules materialise per-sample gradients only where that is cheapest, mostly a few samples at a time.
 
     Raises:
-        InputError: An option is not one of those above.
+        InputError: An option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -243,32 +247,33 @@ def factored_grad(
     chunk_size: int | str | None = None,
     method: Method = "auto",
 ) -> Callable[..., Any]:
-    """The function that gives every sample's gradient as factors, from which `psg.tree` computes everything else.
+    """Make a function that computes every sample's gradient as factors, from which `psg.tree` computes everything else.
 
-    On inputs that require grad, and inside torch.func transforms, the factors are Dense and computed by vmap(grad): pass detached
-    parameters to have them factored.
+    For inputs that require grad, and inside torch.func transforms, vmap(grad) computes the gradients and every factor is Dense: pass
+    detached parameters to have them factored.
 
-    Factors may share memory with the batch, as the input of a linear layer is one half of its factor, and with parameters, where a weight
-    is the product of two: while they are in use, write into neither, by refilling a buffer for the next batch or by an optimizer's step.
+    Factors may share memory with the batch (a linear layer's input is one half of its factor) and with parameters (where a weight is the
+    product of two). While the factors are in use, write into neither: do not refill a buffer with the next batch or step an optimizer.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
-        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
-            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
-            None for all at once.
-        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
-            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
-        A function of the same arguments over a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor` at
-        every leaf that stands for [n, *shape]; with has_aux `(tree, aux)`.
+        A function that takes fn's arguments for a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor`,
+        which stands for a tensor [n, *shape], at every leaf; with has_aux `(tree, aux)`.
 
     Raises:
-        InputError: An option is not one of those above.
+        InputError: An option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -297,38 +302,40 @@ def clipped_grad(
     chunk_size: int | str | None = None,
     method: Method = "auto",
 ) -> Callable[..., ClippedGrad]:
-    """The function that gives the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
+    """Make a function that computes the sum of clipped per-sample gradients: sum_n min(1, C / |g_n|) g_n.
 
-    Formal guarantee: with the built-in policies, and bounded ones, each sample's term has L2 norm at most `sensitivity`, up to rounding
-    in the dtypes of the norms and of the gradients; a sample whose norm is not finite, and a masked one, adds exactly zero. Rounding is
-    relative to the terms that a gradient adds up (over positions), which are larger than it where they cancel: down to a millionth, say,
-    `plans.using(norm="keep")` forms gradients before they are scaled.
+    Formal guarantee: with the built-in policies, and `bounded` ones, each sample's term has L2 norm at most `sensitivity`, up to rounding
+    in the dtypes of the norms and of the gradients; a sample that is masked, or whose norm is not finite, adds exactly zero. Rounding is
+    relative to the terms that a gradient sums (over positions), which are larger than the gradient where they cancel. Where they cancel
+    to a millionth, say, `plans.using(norm="keep")` is more exact: it materialises each gradient before scaling it.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
-            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
-        argnums: Which positional argument, or tuple of them, to differentiate. The samples share them all, unless in_dims says otherwise.
-        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`. It must treat every
-            sample on its own, elementwise in the norms: chunks and buckets call it on parts of a batch and on padding.
-        in_dims: Where the samples are: for each positional argument an integer, None (the same for every sample) or a tree of them. By
-            default the argnums arguments are shared, and tensors of the others are batched along dim 0.
+        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves; `psg.clipping.PerLeaf` or
+            `psg.clipping.PerGroup` to clip leaves or groups of leaves separately. 0 gives a zero sum; inf, with the policy "clip", the
+            plain sum.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`. The function must be
+            elementwise in the norms: with chunks and buckets it is called on parts of a batch and on padding.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
         has_aux: Whether fn returns (loss, aux).
-        randomness: "different" draws afresh for every sample, "same" once for all, "error" forbids random numbers.
-        chunk_size: At most so many samples at a time: an integer; what fits in bytes, "512 MiB"; "auto", in a quarter of the free memory;
-            None for all at once.
-        method: "auto" takes the fastest that can run fn, of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample
-            after another); each by its name takes that one. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
-        A function of the same arguments over a batch, and of the keyword `mask`, booleans [n]: samples where it is False contribute
-        exactly zero. It returns a `ClippedGrad`. Per-sample gradients are formed only where that is cheapest, parameter by parameter; of
-        each at most `plans.using(keep_bytes=)`, 512 MiB by default, is kept for the sum.
+        A function that takes fn's arguments for a batch, and the keyword `mask`, booleans [n]: samples where it is False contribute
+        exactly zero. It returns a `ClippedGrad`. Rules materialise a parameter's per-sample gradients only where that is cheapest, and
+        keep them for the sum only if they take at most `plans.using(keep_bytes=)`, 512 MiB by default.
 
     Raises:
-        InputError: A clip norm is negative or NaN, or an option is not one of those above. At a call: a mask is not [n] booleans, or fn
-            has an argument `mask` too; a policy gives something else than [n], or would bring gradients to a norm of inf; a leaf has no
-            group, or a group no leaf. See `help(psg.transforms)` for what every transform raises.
+        InputError: A clip norm is negative or NaN, or an option has a value that is not allowed. At a call: `mask` is not booleans [n], or
+            fn has an argument `mask` too; the policy does not return [n]; the clip norm is inf and the policy, "automatic", "normalize" or
+            `bounded`, cannot use that; a leaf has no group, or a group no leaf. `help(psg.transforms)` has what every transform raises.
 
     Example:
         >>> import torch, psg
@@ -367,11 +374,11 @@ def clipped_grad(
     return _wrap("clipped_grad", fn, options, clipped, _first_clipped, masked=True)
 
 
-# What the five have in common
+# Shared by the five transforms
 
 
 class _Reduced(NamedTuple):
-    """What is left of a whole batch: the reduction, the losses, the auxiliary output."""
+    """A whole batch, its chunks put together: the reduction, the losses, the auxiliary output."""
 
     reduced: Any
     values: Tensor
@@ -389,7 +396,7 @@ def _transform(
     materializes: bool = False,
     settles: bool = False,
 ) -> Callable[..., Any]:
-    """The function that runs a call chunk by chunk, reduces each chunk, and finishes what is left of all together."""
+    """The public function: it runs a call chunk by chunk, reduces each chunk, and makes the result of all reductions by `finish`."""
     run = _over_batches(name, fn, options, collector, factored, materializes, settles)
     return _wrap(name, fn, options, lambda args, kwargs: finish(*run(args, kwargs, reduce)), _first)
 
@@ -403,7 +410,7 @@ def _over_batches(
     materializes: bool = False,
     settles: bool = False,
 ) -> Callable[..., tuple[Call, _Reduced]]:
-    """Prepare a call, run it chunk by chunk, reduce each chunk and collect what is left."""
+    """The function that prepares a call, runs it chunk by chunk, reduces each chunk and collects the reductions."""
     label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, materializes)
 
     def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
@@ -466,7 +473,7 @@ def _wrap(
             within = index < own.n
             kwargs[_PADDED] = within if mask is None else within & mask[source]
         if len(index) == own.n:
-            return args, kwargs, own.n  # as it is, without a copy
+            return args, kwargs, own.n  # nothing to pad: no copy
         return _trees.unflatten(own.spec, own.take(source).leaves), kwargs, own.n
 
     del transformed.__wrapped__
@@ -476,51 +483,51 @@ def _wrap(
     return made
 
 
-# What the transforms have made, with what messages call it: by itself, for functools.wraps hands attributes on.
+# The functions that transforms have made, with their labels. Not an attribute: functools.wraps would copy that to the user's wrappers.
 _made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def mark(function: Any, label: str) -> None:
-    """Note that a function is one of a batch, which a transform has made."""
+    """Note that a transform made this function, so that it takes a batch; messages call it `label`."""
     _made[function] = label
 
 
 def label_of(function: Any) -> str | None:
-    """What messages call a function that a transform has made; None for every other."""
+    """The label of a function that a transform has made; None for every other."""
     try:
         return _made.get(function)
-    except TypeError:  # no weak references to it, so that it is none
+    except TypeError:  # it cannot be weakly referenced, so no transform has made it
         return None
 
 
 def expect_one_sample(name: str, fn: Any) -> None:
-    """Refuse a function that a transform has made, where one of a sample belongs.
+    """Refuse a function that a transform has made, where a function of one sample is expected.
 
     Raises:
-        InputError: It is one.
+        InputError: A transform has made `fn`.
     """
     label = label_of(fn)
     if label is not None:
         raise InputError(
-            f"{name}: got psg.{label}, a function of a batch; expected the function of one sample that the transform was made of."
+            f"{name}: got psg.{label}, a function of a batch; expected the function of one sample that you gave to that transform."
         )
 
 
-# The keyword that takes the mask of a padded batch: no name, so that no argument of fn's has it.
+# The keyword under which `pad` passes its mask: not a Python identifier, so that no argument of fn can have this name.
 _PADDED = "mask and padding"
 
 
 def _pop_mask(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take clipped_grad's own keyword out of those of a call; InputError if fn may be meant, which has an argument of the same name."""
+    """Remove clipped_grad's keyword `mask` from a call's and return it; InputError if fn has an argument `mask`, which may be meant."""
     if "mask" not in kwargs:
         return None
     try:
         names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # not every callable has one
+    except (TypeError, ValueError):  # not every callable has a signature
         names = []
     if "mask" in names[len(args) :]:
         raise InputError(
-            "clipped_grad: mask= says which samples count, and fn has an argument of that name too. Pass fn's by position, or rename it."
+            "clipped_grad: mask= says which samples count, but fn has an argument of that name too. Pass fn's by position, or rename it."
         )
     return kwargs.pop("mask")
 
@@ -530,7 +537,7 @@ def _label(name: str, fn: Callable[..., Any]) -> str:
 
 
 def _first(result: Any, n: int) -> Any:
-    """The first n samples of a result all of whose tensors have the samples in dim 0."""
+    """The first n samples of a result whose tensors all have the samples in dim 0."""
     return _trees.map_tensors(lambda tensor: tensor[:n], result)
 
 
@@ -539,7 +546,7 @@ def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
     return result._replace(**{name: _first(getattr(result, name), n) for name in rows})
 
 
-# What a transform leaves of a chunk
+# How a transform reduces one chunk
 
 
 def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
@@ -555,13 +562,13 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
 
 
 def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _chunks.Clipped:
-    # A policy may close over what is differentiated.
+    # A policy may close over a tensor that the caller differentiates.
     coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, policy))
     values = result.values if mask is None else torch.where(mask, result.values, 0)
     return _chunks.Clipped(values, *clipping.clipped_sums(result.factors, groups, coefficients, mask))
 
 
-# What it returns of all
+# How a transform makes its result from the whole batch
 
 
 def _gradients(call: Call, whole: _Reduced) -> Any:

@@ -639,7 +639,7 @@ def test_a_criterion_that_has_kept_the_module_s_parameters_is_refused(device):
         return F.cross_entropy(out, target) + 0.1 * kept[0].square().sum()
 
     loss, params = psg.stateless(module, criterion)
-    with pytest.raises(psg.StateError, match="the criterion uses the module's parameter 'weight' as it has kept it"):
+    with pytest.raises(psg.StateError, match="the criterion uses the module's parameter 'weight' by a reference of its own"):
         psg.per_sample_grad(loss)(params, x, y)
     start = [p.detach().clone() for p in kept]
 

@@ -1,8 +1,8 @@
 """The loop oracle, comparisons and strategies: what psg's own tests use, for your models too.
 
-The oracle calls autograd once a sample, on contiguous copies of that sample: no vmap, no rule, no batch. It is slow
-and as right as eager PyTorch is. Importing this package needs torch and optree alone; a strategy imports hypothesis
-when it is called.
+The oracle calls autograd once for each sample, on a contiguous copy of it: no vmap, no rule, no batch. It is slow, and
+as right as eager PyTorch is. Importing this package needs only torch and optree; a strategy imports hypothesis when it
+is called.
 
     grads = psg.testing.loop_grad(loss)(params, x, y)                               # the reference
     psg.testing.assert_trees_close(psg.per_sample_grad(loss)(params, x, y), grads)  # names the leaf that differs

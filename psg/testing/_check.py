@@ -16,7 +16,7 @@ from psg.testing._reference import reference_dot, reference_flat, reference_gram
 
 
 class Checked(NamedTuple):
-    """What a passed `check` saw.
+    """What `check` returns when it passes.
 
     Attributes:
         samples: number of samples.
@@ -44,7 +44,7 @@ def check(
 
     Values, materialised gradients and the factored norm, Gram matrix, dot product and weighted sum are compared
     with those of `loop_value_and_grad`. Where gradients differ, central differences of `fn` along the disagreement
-    say which side is nearer: eager PyTorch itself has wrong kernels.
+    tell which side is nearer, because eager PyTorch has wrong kernels too.
 
     Args:
         fn: as in `psg.per_sample_grad`; it must draw no random numbers (call `model.eval()`).
@@ -54,14 +54,14 @@ def check(
         chunk_size: as in `psg.per_sample_grad`.
         method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says
             that the samples do not interact.
-        rtol: as in `assert_trees_close`; under autocast None is the tolerance of the dtype that it computes in.
+        rtol: as in `assert_trees_close`; under autocast, None takes at least the tolerance of autocast's dtype.
         atol: as in `assert_trees_close`.
 
     Returns:
         A function of `(*args, **shared)` that returns `Checked`, and raises `Mismatch` where anything differs.
 
     Raises:
-        InputError: `fn` is one that a transform has made.
+        InputError: `fn` was made by a transform. At a call: results differ, but so do two runs of the loop.
 
     Example:
         >>> result = check(lambda w, x: (w * x).sin().sum())(torch.ones(3), torch.rand(5, 3))
@@ -108,9 +108,8 @@ def _single(fn: Callable, argnums: Any, in_dims: Any, args: tuple) -> Callable:
 def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = None, atol: float = 0.0) -> None:
     """Raise `Mismatch` unless the reductions of a factored tree equal those of the gradients that it stands for.
 
-    `psg.tree.norm`, `gram`, `dot` (along one fixed direction) and `weighted_sum` (with fixed weights of both signs). What
-    a reduction adds up may cancel, so its error is also measured against the size of the terms: a thousand roundings
-    of them are allowed beside `rtol`.
+    Compares `psg.tree.norm`, `gram`, `dot` (along one fixed direction) and `weighted_sum` (with fixed weights of both
+    signs). A reduction's terms may cancel, so in addition to `rtol` its error may be a thousand roundings of the terms.
 
     Args:
         factored: tree of factors or of [n, *shape] tensors.
@@ -128,7 +127,7 @@ def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = No
     """
     sizes = reference_norm(grads)
     if not (finite := sizes.isfinite()).all():
-        # Of a gradient that is not finite one way to a sum may say inf and another NaN.
+        # For a gradient that is not finite, one order of summation may give inf and another NaN.
         found = tree.norm(factored)
         if found[~finite].isfinite().any():
             raise Mismatch("norm: finite for a sample whose gradient is not", "norm", int((found.isfinite() & ~finite).nonzero()[0]))
@@ -138,7 +137,7 @@ def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = No
     direction = tree_map(_waves, tree_map(lambda leaf: leaf.new_empty(leaf.shape[1:]), grads))
     size = sizes.max().item() if len(sizes) else 0.0
     length = reference_norm(tree_map(lambda leaf: leaf[None], direction)).item()
-    # Gradients of 16 bits are rounded themselves, which their factors are not.
+    # Materialised gradients of 16 bits have been rounded, which their factors have not.
     narrow = [default_rtol(leaf.dtype) for leaf in flatten(grads)[0] if leaf.dtype.itemsize < 4]
     rounding = max([1000 * torch.finfo(flat.dtype).eps, *narrow])
 
@@ -167,7 +166,7 @@ def _repeatable(again: Tree, before: Tree) -> bool:
 
 
 def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int) -> str:
-    """Which of two gradients of sample i the function itself agrees with, along the line they differ on."""
+    """A verdict on two gradients of sample i: which is nearer to central differences of fn, along the line on which they differ."""
     positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
     sides = ((found,), (grads,)) if isinstance(argnums, int) else (found, grads)
     ours, theirs = (tree_map(lambda leaf: leaf[i : i + 1].detach(), side) for side in sides)

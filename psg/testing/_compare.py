@@ -26,10 +26,10 @@ Mismatch.__module__ = "psg.testing"  # the name under which tracebacks show it i
 
 
 def default_rtol(dtype: torch.dtype) -> float:
-    """The relative tolerance of a comparison in `dtype`: 1e-9, 1e-4, 1e-2 and 5e-2 for 64, 32, 16 bits and bfloat16.
+    """The relative tolerance of a comparison: 1e-9, 1e-4, 1e-2 and 5e-2 for float64, float32, float16 and bfloat16.
 
     Args:
-        dtype: a dtype; a complex one counts as its real part's, one that is not floating point gets 0.
+        dtype: a dtype; a complex one counts as that of its real part, one that is not floating point gets 0.
 
     Returns:
         The tolerance.
@@ -54,9 +54,9 @@ def assert_trees_close(
     """Raise `Mismatch` unless two trees have one structure and close leaves.
 
     An entry may differ by `atol + rtol * max(leaf, tree / 100)`, where `leaf` and `tree` are the largest finite
-    magnitudes in the expected leaf and in the whole expected tree: so entries, and whole leaves, whose exact
-    gradient is zero are held to the rounding of their neighbours and not to their own. NaN agrees with NaN, and an
-    infinity with itself. Shapes, dtypes and devices must agree; leaves that are no tensors must be equal.
+    magnitudes in the expected leaf and in the whole expected tree. So entries, and whole leaves, whose exact gradient
+    is zero may have the rounding errors of their neighbours. NaN agrees with NaN, and an infinity with itself. Shapes,
+    dtypes and devices must agree; leaves that are not tensors must be equal.
 
     Args:
         actual: a tree.
@@ -129,7 +129,7 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
     same = (got == want) | (got.isnan() & want.isnan())
     error = (_number(got) - _number(want)).abs().nan_to_num(nan=torch.inf)
     if not (got.is_floating_point() or got.is_complex()):
-        error = error.clamp(min=1)  # of integers that have no number of their own in floating point
+        error = error.clamp(min=1)  # unequal integers may round to the same floating-point number
     return error.masked_fill(same, 0)
 
 

@@ -1,4 +1,4 @@
-"""The oracle: autograd called once a sample, on contiguous copies of that sample. No vmap, no rule, no batch."""
+"""The oracle: autograd called once for each sample, on a contiguous copy of it. No vmap, no rule, no batch."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from psg._copies import copy_of
 from psg._errors import InputError
 from psg._trees import NAMESPACE, Tree, flatten, unflatten
 
-tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations know no user's trees
+tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations do not allow users' trees
 
 
 def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any = None, has_aux: bool = False) -> Callable:
@@ -32,7 +32,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         A function of `(*args, **shared)` that returns `(values [n], grads)`, or `((values, aux), grads)` with
         `has_aux`; every leaf of `grads` is [n, *shape] in the dtype of its parameter. For n = 0 `fn` is not
         called: gradients are [0, *shape], and `aux`, whose structure is unknown, is None. A call raises
-        `psg.InputError` if no argument is batched, if batch sizes disagree or if `fn` does not return one number.
+        `psg.InputError` if no argument is batched, if batch sizes disagree or if `fn` does not return a scalar tensor.
 
     Example:
         >>> square = lambda w, x: (w * x).sum() ** 2
@@ -46,7 +46,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         batch = Batch(args, positions, in_dims)
         values, auxes, rows = [], [], []
         for i in range(batch.n):
-            # Whatever the caller has switched off: inference mode would make every gradient a silent zero.
+            # Autograd is on even if the caller has switched it off: inference mode would make every gradient a silent zero.
             called = _pass.Pass()
             with torch.inference_mode(False), torch.enable_grad():
                 arguments = batch.sample(i)
@@ -108,7 +108,7 @@ class Batch:
             dims = tuple(None if k in positions else 0 for k in range(len(args)))
         elif not isinstance(in_dims, int):
             dims = tuple(in_dims)
-        flatten(args)  # makes nodes of containers that optree does not know
+        flatten(args)  # registers containers that optree does not know
         arguments: Any = list(args)
         self.leaves, self.spec = optree.tree_flatten(arguments, none_is_leaf=True, namespace=NAMESPACE)
         prefix = optree.broadcast_prefix(dims, args, none_is_leaf=True, namespace=NAMESPACE)
@@ -138,7 +138,7 @@ class Batch:
         return unflatten(self.spec, [own(leaf, dim) for leaf, dim in self.pairs()])
 
     def empty(self) -> list:
-        """The arguments with [0, *shape] in place of every tensor: what no samples stack to."""
+        """The arguments with [0, *shape] in place of every tensor: the gradients for n = 0."""
 
         def none_of(leaf: Any, dim: int | None) -> Any:
             if not isinstance(leaf, Tensor):

@@ -1,9 +1,9 @@
 """Reductions of trees of per-sample gradients. Every function takes dense, factored and mixed trees alike.
 
 A leaf is a tensor [n, *shape] or a `psg.factors.Factor` that stands for one. Nothing is materialised unless that is the cheapest way.
-Complex leaves count as pairs of real numbers. Reductions accumulate in float32 or better.
+Complex entries count as pairs of real numbers. Reductions accumulate in float32 or better.
 
-What takes per-sample gradients raises InputError for a tree that holds none, or whose leaves disagree on n.
+Functions that take per-sample gradients raise InputError if the tree has no leaves, if a leaf is anything else, or if leaves disagree on n.
 """
 
 import torch

@@ -22,12 +22,12 @@ class Clipped(NamedTuple):
     Attributes:
         grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
         norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
-        clip_coef: The parameters' tree, each leaf [n]: what the sample's gradient of that leaf was multiplied with. 0 for samples that
-            are masked or not finite.
+        clip_coef: The parameters' tree, each leaf [n]: the coefficients that multiply the samples' gradients of that leaf. 0 for samples
+            that are masked or whose norm is not finite.
         nonfinite: How many unmasked samples had a norm that is not finite and so contribute zero; an integer tensor [].
-        sensitivity: The most by which adding or removing one sample changes `grads` in L2 norm: the clip norm, sqrt(sum C^2) over
-            groups, inf for a policy of the user's without a bound (`clipping.bounded`). Replacing one changes them by up to twice that.
-        group_norms: The parameters' tree, each leaf [n]: the norm over the leaves that it is clipped together with, before clipping; 0 for
+        sensitivity: A bound on the L2 change of `grads` when one sample is added or removed: the clip norm; sqrt(sum C^2) over groups; inf
+            for your own policy, unless `clipping.bounded` wraps it. Replacing one sample changes `grads` by up to twice that.
+        group_norms: The parameters' tree, each leaf [n]: the norms, before clipping, over the leaves clipped together with this one; 0 for
             masked samples.
     """
 
@@ -47,28 +47,29 @@ def clip(
     policy: Literal["clip", "automatic", "normalize"] | clipping.Policy = "clip",
     mask: Tensor | None = None,
 ) -> Clipped:
-    """The sum of clipped gradients, sum_n min(1, C / |g_n|) g_n: what `psg.clipped_grad` gives, of gradients that are there already.
+    """The sum of clipped gradients, sum_n min(1, C / |g_n|) g_n: `psg.clipped_grad` for gradients that you already have.
 
-    Of `segment_sum(g, users, num_users)` it is the sum of the users' clipped gradients, for privacy of users instead of samples. For
-    that one user's samples have to be in one batch: what is clipped in parts is as long as the parts together.
+    Given `segment_sum(g, users, num_users)`, it clips each user's gradient, for privacy of users instead of samples. All samples of a
+    user must then be in one batch: a user whose samples are in k batches adds up to k times the clip norm.
 
-    Formal guarantee: that of `psg.clipped_grad`. With the built-in policies, and bounded ones, each sample's term has L2 norm at most
-    `sensitivity`, up to rounding in the dtypes of the norms and of the gradients; one whose norm is not finite, and a masked one, adds
-    exactly zero. Rounding is relative to what a gradient adds up (positions, a user's samples): see there.
+    Formal guarantee: that of `psg.clipped_grad`. With the built-in policies, and `bounded` ones, each sample's term has L2 norm at most
+    `sensitivity`, up to rounding in the dtypes of the norms and of the gradients; a sample that is masked, or whose norm is not finite,
+    adds exactly zero. Rounding is relative to the terms that a gradient sums (positions, a user's samples): see `psg.clipped_grad`.
 
     Args:
         tree: Per-sample gradients.
-        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves, `psg.clipping.PerLeaf` or
-            `psg.clipping.PerGroup` for leaves and groups of them. 0 gives a zero sum; inf, with the policy "clip", the plain sum.
+        clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves; `psg.clipping.PerLeaf` or
+            `psg.clipping.PerGroup` to clip leaves or groups of leaves separately. 0 gives a zero sum; inf, with the policy "clip", the
+            plain sum.
         policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`.
-        mask: Booleans [n]: samples where it is False contribute exactly zero; None for all.
+        mask: Booleans [n]: samples where it is False contribute exactly zero; None masks none.
 
     Returns:
-        The sum, and what it was clipped by.
+        A `Clipped`: the sum, with the norms and the coefficients.
 
     Raises:
-        InputError: A clip norm is negative or NaN; a policy is none, gives something else than [n], or would bring gradients to a norm of
-            inf; a mask is not [n] booleans; a leaf has no group, or a group no leaf.
+        InputError: A clip norm is negative or NaN; there is no such policy, or it does not return [n]; the clip norm is inf and the policy,
+            "automatic", "normalize" or `bounded`, cannot use that; `mask` is not booleans [n]; a leaf has no group, or a group no leaf.
 
     Example:
         >>> import torch
@@ -93,22 +94,22 @@ def clip(
 
 @unaffected
 def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | None = None) -> Any:
-    """x + std z with z standard normal, drawn for every entry: Gaussian noise on a sum of clipped gradients.
+    """x + std z, with z standard normal for every entry: Gaussian noise on a sum of clipped gradients.
 
-    All leaves of one dtype and device are served together, by a handful of kernels; nothing waits for the device. torch's generators are
-    not cryptographically secure: a release that has an adversary needs one that is.
+    A handful of kernels serves all leaves of one dtype and device; nothing waits for the device. torch's generators are not
+    cryptographically secure: a release that must withstand an adversary needs a generator that is.
 
     Args:
         tree: Tensors of any shape, such as `ClippedGrad.grads`.
         std: The standard deviation, in the units of the tree: a number that is at least 0 and finite, or a scalar tensor. For a noise
             multiplier sigma it is sigma times `ClippedGrad.sensitivity`.
-        generator: What draws, on the leaves' device; None for torch's default.
+        generator: The generator that draws z, on the leaves' device; None for torch's default.
 
     Returns:
-        The same tree, in its dtypes. Drawn and added in at least float32; a complex entry takes noise on both its parts.
+        The same tree, in its dtypes. Noise is drawn and added in at least float32; a complex entry gets noise on both its parts.
 
     Raises:
-        InputError: The tree has no leaves, or one that is no floating or complex tensor, or sparse; `std` is no such number.
+        InputError: The tree has no leaves, or a leaf that is not a dense floating or complex tensor; `std` is not such a number.
 
     Example:
         >>> import torch
@@ -129,7 +130,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         if leaf.layout != torch.strided:
             place = place_of(tree, "tree", i)
             raise InputError(
-                f"psg.tree.add_noise: {place} is a sparse sum, but noise goes on every entry, stored or not: give its to_dense()."
+                f"psg.tree.add_noise: {place} is a sparse sum, but noise goes on every entry, stored or not: pass its to_dense()."
             )
     if isinstance(std, Tensor):
         if std.ndim != 0:

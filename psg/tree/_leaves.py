@@ -1,4 +1,4 @@
-"""Trees as lists of factors, and what a message says of a leaf."""
+"""Trees as lists of factors, and how messages name a leaf."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from psg.factors import Dense, Factor
 
 
 def is_factor(node: Any) -> bool:
-    """Whether trees of gradients end here, although a factor is a node of them."""
+    """Whether a node is a factor: a leaf of trees of gradients, though to optree it is a node with tensors below."""
     return isinstance(node, Factor)
 
 
@@ -21,7 +21,7 @@ def place_of(tree: Any, root: str, i: int) -> str:
 
 
 def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
-    """The leaves as factors of the same samples, at least one, and the structure; else an InputError of the function `name`."""
+    """The leaves as factors, at least one, all with the same n, and the structure. Else InputError, naming psg.tree's function `name`."""
     leaves, spec = _trees.flatten(tree, is_factor)
     if not leaves:
         raise InputError(f"psg.tree.{name}: the tree has no leaves.")
@@ -36,13 +36,13 @@ def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
         first, place = place_of(tree, "tree", 0), place_of(tree, "tree", other)
         raise InputError(
             f"psg.tree.{name}: the leaves disagree on the number of samples: {first} has {factors[0].n} and {place} {factors[other].n}. "
-            "The leaves of sums, such as ClippedGrad.grads, have no samples; for their norm see psg.tree.norm."
+            "The leaves of sums, such as ClippedGrad.grads, have no batch dimension; for their norm see help(psg.tree.norm)."
         )
     return factors, spec
 
 
 def beside(tree: Any, other: Any, name: str, what: str) -> tuple[list[Factor], list[Tensor]]:
-    """The factors of a tree, and the tensors of another like the parameters'."""
+    """The factors of `tree`, and the tensors of `other`, a tree like the parameters, which messages call `what`."""
     factors, spec = factors_of(tree, name)
     leaves, own = _trees.flatten(other)
     if spec != own:

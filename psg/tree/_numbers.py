@@ -1,4 +1,4 @@
-"""Numbers of each sample, or of each pair: norms, inner products, projections."""
+"""Numbers for each sample, or each pair of samples: norms, inner products, projections."""
 
 import functools
 import random
@@ -41,8 +41,8 @@ def squared_norm(tree: Any) -> Tensor:
 def norm(tree: Any) -> Tensor:
     """|g_n|, over all leaves together.
 
-    Of one leaf, `norm(g["weight"])`, it is that layer's. Of a tree of sums, `ClippedGrad.grads` say, it is not the norm: dimension 0 of
-    every leaf would count as the samples. That is `torch.nn.utils.get_total_norm(optree.tree_leaves(sums))`.
+    `norm(g["weight"])` gives the norms of one layer. For a tree of sums, such as `ClippedGrad.grads`, use
+    `torch.nn.utils.get_total_norm(optree.tree_leaves(sums))` instead: `norm` would take dimension 0 of every leaf for the samples.
 
     Args:
         tree: Per-sample gradients.
@@ -61,17 +61,17 @@ def norm(tree: Any) -> Tensor:
 
 @unaffected
 def dot(tree: Any, direction: Any) -> Tensor:
-    """<g_n, v>: how each sample's gradient lies to one direction.
+    """<g_n, v>, the inner product of each sample's gradient with one direction.
 
     Args:
         tree: Per-sample gradients.
-        direction: The tree of the parameters, with tensors [*shape].
+        direction: A tree like the parameters, with tensors [*shape].
 
     Returns:
         [n], real.
 
     Raises:
-        InputError: The direction's tree or shapes do not fit.
+        InputError: The direction's structure or shapes do not fit.
 
     Example:
         >>> import torch
@@ -88,7 +88,7 @@ def inner(tree: Any, other: Any) -> Tensor:
 
     Args:
         tree: Per-sample gradients.
-        other: Per-sample gradients of as many samples, in the same tree.
+        other: Per-sample gradients of the same number of samples, in the same tree.
 
     Returns:
         [n], real.
@@ -103,7 +103,7 @@ def inner(tree: Any, other: Any) -> Tensor:
     """
     pairs = _pairs(tree, other, "inner")
     if pairs[0][0].n != pairs[0][1].n:
-        raise InputError(f"psg.tree.inner: the trees have {pairs[0][0].n} and {pairs[0][1].n} samples; psg.tree.gram takes both.")
+        raise InputError(f"psg.tree.inner: the trees have {pairs[0][0].n} and {pairs[0][1].n} samples; for all pairs see psg.tree.gram.")
     return _total([x.inner(y) for x, y in pairs])
 
 
@@ -111,7 +111,7 @@ def inner(tree: Any, other: Any) -> Tensor:
 def gram(tree: Any, other: Any = None) -> Tensor:
     """<g_n, h_m> of every pair: the empirical neural tangent kernel of the loss.
 
-    That of a model's outputs takes a sample for each output: see "Outputs instead of losses" in the README.
+    The kernel of a model's outputs takes one sample for each output: see "Outputs instead of losses" in the README.
 
     Args:
         tree: Per-sample gradients of n samples.
@@ -141,8 +141,8 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
         other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
 
     Returns:
-        [n, m], real, in [-1, 1] up to rounding. The inner products are formed first: in float32 they overflow for norms above 1.8e19 (the
-        cosine is NaN), and lose their digits for norms below 1e-19, or read 0.
+        [n, m], real, in [-1, 1] up to rounding. The inner products are computed first: in float32 they overflow for norms above 1.8e19 (the
+        cosine is NaN), and for norms below 1e-19 they lose digits or become 0.
 
     Example:
         >>> import torch
@@ -159,24 +159,24 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
 
 @unaffected
 def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
-    """A random projection: each sample's gradient as `dim` numbers with, on average, the same inner products.
+    """A random projection of each sample's gradient to `dim` numbers, which keeps inner products on average.
 
     For gradients u and v, E[project(u) . project(v)] = <u, v> over seeds, with a variance of at most 11 / dim |u|^2 |v|^2. Every entry of
-    a leaf goes to one of `dim` buckets, with a sign; the leaves' buckets are added up. So the projection is linear, costs what looking at
-    the gradients once does or, of wide layers, much less (their gradients are not formed), and no matrix [P, dim] is drawn or held.
+    a leaf goes to one of `dim` buckets, with a sign; the leaves' buckets are added up. So the projection is linear and needs no matrix
+    [P, dim]. It costs one pass over the gradients; for wide layers much less, because their gradients are not materialised.
 
     Args:
         tree: Per-sample gradients.
         dim: How many numbers: an integer that is at least 1. Powers of two are fastest.
-        seed: An integer. The projection depends on it, on `dim`, and on the leaves' shapes and where in the tree they are (names, indices)
-            alone, and is the same for dense and factored trees, for every order of a mapping, on every machine and device: what is
-            projected today can be compared with what is projected later.
+        seed: An integer. The projection depends only on it, on `dim`, and on the leaves' shapes and places in the tree (names, indices).
+            It is the same for dense and factored trees, for every order of a mapping, on every machine and device, so that later
+            projections can be compared with earlier ones.
 
     Returns:
         [n, dim], real, in at least float32.
 
     Raises:
-        InputError: `dim` or `seed` is no such integer.
+        InputError: `dim` or `seed` is not such an integer.
 
     Example:
         >>> import torch
@@ -202,7 +202,7 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
     for i, (x, y) in enumerate(zip(factors, others, strict=True)):
         if x.shape != y.shape:
             place = place_of(tree, "tree", i)
-            raise InputError(f"psg.tree.{name}: {place} has shape {tuple(x.shape)} of one sample, and {tuple(y.shape)} in the other tree.")
+            raise InputError(f"psg.tree.{name}: {place} has shape {tuple(x.shape)} for one sample, but {tuple(y.shape)} in the other tree.")
     return [(x, y) if x.dtype == y.dtype else _in_one_dtype(x, y) for x, y in zip(factors, others, strict=True)]
 
 

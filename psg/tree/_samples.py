@@ -1,4 +1,4 @@
-"""Trees of per-sample gradients from such trees: in another form, of other samples, of segments of them."""
+"""From trees of per-sample gradients to other such trees: other forms, chosen or joined samples, sums of segments, entries scaled."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from psg.tree._leaves import beside, factors_of, is_factor
 
 @unaffected
 def materialize(tree: Any) -> Any:
-    """The gradients themselves.
+    """The gradients themselves, as tensors.
 
     Args:
         tree: Per-sample gradients.
@@ -40,7 +40,7 @@ def materialize(tree: Any) -> Any:
 
 @unaffected
 def flatten(tree: Any) -> Tensor:
-    """All leaves side by side, in the order of the tree: sorted by their keys for a dict, as they were put in for an OrderedDict.
+    """All leaves side by side, in the order of the tree: a dict's by sorted keys, an OrderedDict's in its own order.
 
     Args:
         tree: Per-sample gradients.
@@ -60,12 +60,12 @@ def unflatten(flat: Tensor, like: Any) -> Any:
     """The inverse of `flatten`.
 
     Args:
-        flat: [..., P], in the order of the tree: that of sorted keys for a dict, and not of `torch.nn.utils.parameters_to_vector`.
-        like: The tree of the parameters, with tensors [*shape].
+        flat: [..., P], in the order of `flatten` (a dict's sorted keys), which is not that of `torch.nn.utils.parameters_to_vector`.
+        like: A tree like the parameters, with tensors [*shape].
 
     Returns:
-        The tree of `like` with a tensor [..., *shape] at every leaf, in the dtype of `flat`; in the leaf's own where `flat` has the common
-        dtype of leaves that differ, as `flatten` gives it. What belongs to a real leaf has no imaginary part then: it is left out.
+        The tree of `like` with a tensor [..., *shape] at every leaf, in the dtype of `flat`. Where the leaves' dtypes differ and `flat` has
+        their common dtype, as from `flatten`, each leaf gets its own dtype back; a real leaf drops the imaginary part, which is zero.
 
     Raises:
         InputError: P is not the number of entries of `like`.
@@ -100,10 +100,10 @@ def take(tree: Any, index: Any) -> Any:
         index: Integers [m], a mask [n], or a slice.
 
     Returns:
-        The same tree, of the same kinds, for those samples.
+        The same tree, with the same kinds of leaves, for those samples.
 
     Raises:
-        InputError: `index` is an integer, which would drop the dimension of samples.
+        InputError: `index` does not have one dimension. A single integer would drop the batch dimension.
 
     Example:
         >>> import torch
@@ -113,10 +113,10 @@ def take(tree: Any, index: Any) -> Any:
     """
     if not isinstance(index, slice):
         given, index = index, torch.as_tensor(index)
-        index = index.long() if index.numel() == 0 else index  # an empty list has no integers
+        index = index.long() if index.numel() == 0 else index  # torch makes floats of an empty list
         if index.ndim != 1:
             raise InputError(
-                f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {given!r}; of one sample k, slice(k, k + 1)."
+                f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {given!r}; for one sample k, slice(k, k + 1)."
             )
     return _map(tree, lambda factor: factor.take(index), "take")
 
@@ -152,24 +152,24 @@ def concat(trees: Iterable[Any]) -> Any:
 
 @unaffected
 def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
-    """The sums of the gradients of segments of the samples: one user's, say, for privacy or influence of users instead of samples.
+    """Sum the gradients within segments of the samples: those of one user, say, for privacy or influence of users instead of samples.
 
-    Factors stay factors: segments are held as their samples. What is linear in the gradients is computed from these as they are; for the
-    rest segments of about one size are joined, each at the price of at most twice its samples, whatever the sizes of the others.
+    Factors stay factors: a segment is held as its samples. Reductions that are linear in the gradients run on the samples as they are. The
+    others run on segments of similar size at a time, padded: each costs at most twice its samples, whatever the sizes of the others.
 
     Args:
         tree: Per-sample gradients.
-        segment_ids: Integers [n] in [0, num_segments): to which segment a sample belongs, in any order.
-        num_segments: How many there are; those without samples have a sum of zero.
+        segment_ids: Integers [n] in [0, num_segments): the segment of each sample, in any order.
+        num_segments: The number of segments; those without samples have a sum of zero.
 
     Returns:
         The same tree with a sum for each segment in place of each sample: [num_segments, *shape] where a leaf was [n, *shape].
 
     Raises:
-        InputError: `segment_ids` are no such integers, or `num_segments` is none.
+        InputError: `segment_ids` are not such integers, or `num_segments` is not an integer of at least 0.
 
-    Guarantee: whether all ids are in range, and later how large the segments of factors are, is asked of the device: a wait on an
-    accelerator. In a trace, which has no answer, the sums are formed, and are NaN if an id is out of range.
+    Guarantee: an id out of range raises. To check the ids, and later to read the sizes of factors' segments, psg waits for an accelerator.
+    In a trace it can do neither: there the sums are materialised, and are NaN if an id is out of range.
 
     Example:
         >>> import torch
@@ -193,7 +193,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     ids = segment_ids.to(factors[0].device, torch.int64)
     valid: Tensor | None = None
     if _functorch.is_traced() and num_segments:
-        # What is compiled might take -1 for the last segment.
+        # Compiled code might take -1 for the last segment.
         valid, ids = ((0 <= ids) & (ids < num_segments)).all(), ids.clamp(0, num_segments - 1)
     elif n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
         raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
@@ -207,18 +207,18 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
 
 @unaffected
 def precondition(tree: Any, diagonal: Any) -> Any:
-    """diagonal * g_n, entry by entry: Adam's second moments or a Fisher matrix' diagonal, inverted, on every sample's gradient.
+    """diagonal * g_n, entry by entry: every sample's gradient times an inverse Fisher diagonal, say, or Adam's 1 / sqrt(second moment).
 
     Args:
         tree: Per-sample gradients.
-        diagonal: The tree of the parameters, with real tensors [*shape].
+        diagonal: A tree like the parameters, with real tensors [*shape].
 
     Returns:
-        The same tree, of the dtypes of the gradients: for inner products (influence, LESS), norms, projections. Factors stay factors unless
-        they are small; of those that do, reductions form the gradients of a few samples at a time.
+        The same tree, in the dtypes of the gradients: for inner products (influence, LESS), norms, projections. Factors stay factors unless
+        they are small; reductions of those that stay materialise the gradients of at most a few samples at a time.
 
     Raises:
-        InputError: The diagonal's tree or shapes do not fit, or it is complex.
+        InputError: The diagonal's structure or shapes do not fit, or it is complex.
 
     Example:
         >>> import torch

@@ -21,8 +21,8 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
 
     Args:
         tree: Per-sample gradients.
-        weights: [n], real and finite. A weight of zero does not take out a gradient that is not finite, for 0 times NaN is NaN:
-            `psg.clipped_grad` does, and `take` of the other samples.
+        weights: [n], real and finite. A weight of zero does not exclude a gradient that is not finite, because 0 times NaN is NaN: use
+            `clip`, or `take` the other samples.
 
     Returns:
         The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
@@ -42,15 +42,15 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
 
 @unaffected
 def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
-    """`weighted_sum` in which leaves held as rows (embeddings) come as sparse tensors: no more than the rows that were looked up.
+    """`weighted_sum` that gives sparse tensors for leaves held as rows (embeddings): only the rows that were looked up.
 
     Args:
         tree: Per-sample gradients.
-        weights: [n], real and finite, as in `weighted_sum`: zero does not take out a gradient that is not finite.
+        weights: [n], real and finite, as in `weighted_sum`: zero does not exclude a gradient that is not finite.
 
     Returns:
-        The same tree. A leaf that is a `psg.factors.Rows`, or sums of segments of one, gives a coalesced sparse COO tensor [*shape], as
-        torch.optim.SparseAdam and SGD take it; every other leaf a dense one, as all do in a batch without samples.
+        The same tree. A leaf that is a `psg.factors.Rows`, or its `segment_sum`, gives a coalesced sparse COO tensor [*shape], which
+        torch.optim.SparseAdam and SGD accept. Every other leaf gives a dense tensor, and so do all leaves of an empty batch.
 
     Raises:
         InputError: `weights` is not [n].
@@ -122,12 +122,12 @@ def mean(tree: Any) -> Any:
 class Moments(NamedTuple):
     """What `moments` returns.
 
-    `variance` is computed from the two: that of the n samples (divided by n, not n - 1), with few digits where the mean is much larger
-    than the spread.
+    `variance` is computed from both: that of the n samples (divided by n, not n - 1). It has few correct digits where the mean is much
+    larger than the spread.
 
     Attributes:
         mean: 1/n sum_n g_n, the parameters' tree, each leaf [*shape].
-        second: 1/n sum_n |g_n|^2 of every entry, real, the same tree: the diagonal of the empirical Fisher matrix.
+        second: 1/n sum_n |g_n|^2 for every entry, real, the same tree: the diagonal of the empirical Fisher matrix.
     """
 
     mean: Any
@@ -135,9 +135,9 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> Any:
-        """second - |mean|^2, never negative: of the n samples, not of what they were drawn from (that is n / (n - 1) times as much).
+        """second - |mean|^2, never negative: the variance of the n samples. Times n / (n - 1), it estimates that of their distribution.
 
-        Off by a few roundings of `second`: of an entry whose mean is 3000 times its spread, single precision leaves nothing.
+        The error is a few roundings of `second`: where an entry's mean is 3000 times its spread, float32 leaves no correct digit.
         """
         means, spec = _trees.flatten(self.mean)
         seconds, _ = _trees.flatten(self.second)
@@ -148,14 +148,14 @@ class Moments(NamedTuple):
 def moments(tree: Any) -> Moments:
     """Mean and mean square of every entry over the samples; embeddings never become dense per sample.
 
-    The moments of several batches average, weighted by their sizes; so do those of the chunks of one.
+    To combine the moments of several batches, or of the chunks of one, average them, weighted by their sizes.
 
     Args:
         tree: Per-sample gradients.
 
     Returns:
-        The two, in at least float32; NaN for n = 0. For the gradient noise scale tr(Sigma) / |G|^2: tr(Sigma) is n / (n - 1) times the sum
-        of `variance`, and |G|^2 the sum of mean^2 less tr(Sigma) / n, each without bias; average them over batches before dividing.
+        `Moments`, in at least float32; NaN for n = 0. Unbiased estimates for the gradient noise scale tr(Sigma) / |G|^2: tr(Sigma) is
+        n / (n - 1) times the sum of `variance`, |G|^2 the sum of mean^2 minus tr(Sigma) / n. Average each over batches, then divide.
 
     Example:
         >>> import torch
