@@ -1,4 +1,4 @@
-"""What has to be one for all samples under vmap: a Python value, how many entries a mask selects, a constant that fn may keep."""
+"""Ops under vmap whose result must be one for all samples: Python values, selections by masks, constants that fn may keep."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ class Diverged(PsgError):
 
 
 def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], constants: bool) -> Any:
-    """Run a call that gives a Python value, what a mask selects or, if `constants`, a constant; NotImplemented for any other.
+    """Run a call that returns a Python value, selects by a mask or, if `constants`, makes a constant; NotImplemented for any other call.
 
     Raises:
-        Diverged: The samples do not agree.
+        Diverged: The Python value, or the number of selected entries, is not the same for all samples.
     """
     if func in CONVERSIONS and _functorch.is_batched(args[0], watch.level):
         return python_value(watch, func, args, kwargs)
@@ -41,21 +41,21 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
         return _locate(watch, func, *args, **kwargs)
     if func in CONSTANTS and constants and args and _functorch.is_batched(args[0], watch.level):
         if not any(map(_functorch.is_wrapped, tensors[1:])):
-            # Like a sample's own, without its values: one for all samples, and so for those of a later call, should fn keep it.
+            # Only a sample's shape, dtype and device matter: all samples share the result, and fn may keep it for a later call.
             with _functorch.below():
                 return func(_functorch.physical(args[0], watch.level, watch.n)[0], *args[1:], **kwargs)
     return NotImplemented
 
 
 def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
-    """A Python value of a tensor: that of every sample, if they agree. In a loop each would have gone the same way."""
+    """The Python value that a tensor has for every sample, as in a loop over them; raises Diverged if the samples do not agree."""
     with _functorch.below():
         values = _functorch.physical(args[0], watch.level, watch.n).detach()
         if values[0].numel() != 1:
-            return func(values[0], *args[1:], **kwargs)  # the function's own error
+            return func(values[0], *args[1:], **kwargs)  # raises torch's own error
         told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, 1)
         if told.is_floating_point() or told.is_complex():
-            # By their bits: of 0.0 and -0.0, which are equal, fn may make two things.
+            # Compare bits: 0.0 and -0.0 are equal, but fn may treat them differently.
             told = told.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8)
         distinct, labels = told.unique(dim=0, return_inverse=True)
         if len(distinct) > 1:
@@ -68,7 +68,7 @@ def _is_own_mask(watch: Watch, leaf: Any) -> bool:
 
 
 def _select(watch: Watch, func: Any, tensor: Tensor, index: Any, *values: Any) -> Any:
-    """What masks select, or write into."""
+    """Run an op that reads, or writes into, the entries that masks select."""
     if func in (torch.masked_select, Tensor.masked_select):
         shape = torch.broadcast_shapes(tensor.shape, index.shape)
         func, tensor, index = Tensor.__getitem__, tensor.expand(shape), index.expand(shape)
@@ -81,7 +81,7 @@ def _select(watch: Watch, func: Any, tensor: Tensor, index: Any, *values: Any) -
 
 
 def _locate(watch: Watch, func: Any, tensor: Tensor, as_tuple: bool = False) -> Any:
-    """Where a tensor is not zero."""
+    """The indices of a tensor's nonzero entries."""
     places = _places(watch, func, tensor != 0)
     if not _functorch.is_wrapped(places[0]):
         places = list(torch.nonzero(places[0], as_tuple=True))
@@ -89,7 +89,7 @@ def _locate(watch: Watch, func: Any, tensor: Tensor, as_tuple: bool = False) -> 
 
 
 def _places(watch: Watch, func: Any, mask: Tensor) -> list[Tensor]:
-    """Indices that select what every sample's mask does, one for each dimension; the mask itself if the samples agree on it."""
+    """Index tensors, one for each dimension, that select what each sample's mask selects; the mask itself if all samples share it."""
     with _functorch.below():
         values = _functorch.physical(mask, watch.level, watch.n)
         flat = values.reshape(watch.n, mask.numel())

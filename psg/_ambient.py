@@ -1,8 +1,8 @@
-"""What surrounds a call: autocast is for fn alone; inference mode, torch.compile and cached parametrizations are for neither.
+"""torch's settings around a call: autocast applies to fn alone; inference mode, torch.compile and cached parametrizations to nothing.
 
-Under autocast, what psg computes around fn keeps the precision that it states. Under inference mode nothing could be differentiated. And
-torch.compile is not to trace a pass that watches fn's ops, neither from outside nor, where fn is compiled, from within: its graph breaks
-around psg's functions, which run as ever.
+What psg computes around fn keeps its stated precision under autocast. Under inference mode nothing could be differentiated. torch.compile
+must not trace a pass that watches fn's ops, neither when it compiles psg's caller nor when it compiles fn: its graph breaks around psg's
+functions, which run eagerly.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ _DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 
 
 def autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """The devices that autocast is on for, with its dtypes."""
+    """The devices for which autocast is enabled, with their autocast dtypes."""
     return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 
 def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under the autocast settings that hold now, wherever it is called."""
+    """Wrap a function to run under the autocast settings that hold now, wherever it is called."""
     enabled = autocast()
     if not enabled:
         return fn
@@ -47,9 +47,10 @@ def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def off() -> contextlib.AbstractContextManager[Any]:
-    """A context: run the body without autocast and outside of inference mode, which leaves only that nobody differentiates the results.
+    """A context that runs the body without autocast, and under no_grad instead of inference mode.
 
-    And unseen by a `torch.utils.checkpoint` around it, which counts what autograd saves, and drops what the body itself will need.
+    It also hides the body from a `torch.utils.checkpoint` around it, which counts the tensors that autograd saves, and drops tensors that
+    the body itself will need.
     """
     inference, checkpointed = torch.is_inference_mode_enabled(), _autograd.is_checkpointed()
     enabled = [device for device, _ in autocast()]
@@ -70,9 +71,9 @@ def _off(inference: bool, checkpointed: bool, enabled: list[str]) -> Iterator[No
 
 
 def usable(leaf: Any) -> Any:
-    """A tensor made under inference mode, or marked as negative, as one of which autograd is right; everything else as it is.
+    """Make of an inference tensor, or one with the negative bit, one that autograd handles correctly; return everything else as it is.
 
-    Call it outside of that mode. (Of a marked tensor torch's det has the gradient of the transposed one.)
+    Call it outside of inference mode. (For a tensor with the negative bit, torch's det has a transposed gradient.)
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -80,12 +81,12 @@ def usable(leaf: Any) -> Any:
 
 
 def _may_compile() -> bool:
-    # Whoever compiles has imported it; that takes half a second, and nobody else needs it.
+    # A process that compiles has imported it already. Importing it takes half a second, which other processes need not spend.
     return "torch._dynamo" in sys.modules
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that torch.compile does not look into."""
+    """Decorate a function so that torch.compile does not trace it."""
     disabled: Any = None
 
     @functools.wraps(function)
@@ -96,17 +97,17 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
                 return function(*args, **kwargs)
             made: Any = torch.compiler.disable(function)
             if torch.compiler.is_compiling():
-                return made(*args, **kwargs)  # what torch.compile runs through must not be kept
+                return made(*args, **kwargs)  # do not keep what was made while torch.compile traces
             disabled = made
         return disabled(*args, **kwargs)
 
-    # torch.compile remembers by code object, and mixes up closures that share one.
+    # torch.compile caches by code object, and confuses closures that share one.
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return call
 
 
 class _ForAll:
-    """A setting that torch holds for all threads at once: the first to come makes it, the last to go takes it back."""
+    """A torch setting that holds for all threads at once: the first thread to enter makes it, the last to leave undoes it."""
 
     def __init__(self, make: Callable[[], Callable[[], None]]) -> None:
         self._make = make
@@ -151,14 +152,14 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 
 def compiling() -> contextlib.AbstractContextManager[Any]:
-    """A context: a model that asks `torch.compiler.is_compiling()` hears that it must not look into its tensors."""
+    """A context in which `torch.compiler.is_compiling()` is true, so that models do not branch on the values of tensors."""
     return _compiling
 
 
 class uncached:
-    """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps values of whatever parameters came first.
+    """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps the values of the first parameters used.
 
-    That is one state for all threads: where it is on, they take turns.
+    All threads share that cache: while it is on, they take turns.
     """
 
     _turn = threading.RLock()
@@ -178,7 +179,7 @@ class uncached:
 
 
 def unaffected(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to run without autocast and not to be compiled, wherever it is called."""
+    """Decorate a function to run uncompiled and in the context `off()`, wherever it is called."""
 
     @untraced
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What psg asks of autograd's internals, behind a few functions: its engine, its nodes and the hooks through which it saves tensors."""
+"""psg's access to autograd's internals: the engine, the nodes of a graph and the hooks on saved tensors."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -17,36 +17,36 @@ def gradients(losses: Tensor, targets: Sequence[Any], create_graph: bool = False
 
 
 def accumulate(loss: Tensor) -> None:
-    """`loss.backward(retain_graph=True)`, which a mode does not see: it sees the ops that backward passes of fn's own call."""
+    """`loss.backward(retain_graph=True)`, unseen by function modes, which see only the ops that fn's own backward functions call."""
     torch.autograd.graph._engine_run_backward(
         (loss,), (torch.ones_like(loss),), True, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def now() -> int:
-    """The moment, as `made_before` counts it."""
+    """autograd's current sequence number, a moment for `made_before`."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def made_before(node: Any, moment: int) -> bool:
-    """Whether autograd recorded the op that this node stands for before a moment."""
+    """Whether autograd recorded this node before a moment that `now` returned."""
     return node._sequence_nr() < moment
 
 
 def saved_tensor_hooks() -> object:
-    """The hooks through which autograd now saves tensors for the backward pass; None if there are none."""
+    """The innermost hooks (pack, unpack) through which autograd now saves tensors; None if there are none."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
 def is_checkpointed() -> bool:
-    """Whether what autograd saves now is dropped and computed again for the backward pass, by `torch.utils.checkpoint`."""
+    """Whether `torch.utils.checkpoint` now drops the tensors that autograd saves, to recompute them for the backward pass."""
     hooks: Any = saved_tensor_hooks()
     return hooks is not None and any(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
 
 
 @contextlib.contextmanager
 def unhooked() -> Iterator[None]:
-    """A context in which autograd saves tensors as if there were no hooks."""
+    """A context in which autograd saves tensors without hooks."""
     hooks: list[Any] = []
     try:
         while (top := saved_tensor_hooks()) is not None:

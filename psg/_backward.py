@@ -1,4 +1,4 @@
-"""The backward pass of a capture: one for all taps and leaves. Large cotangents are taken as they arrive."""
+"""The one backward pass of a capture, for all taps and leaves. Large cotangents become factors as soon as they arrive."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from psg._errors import Unsupported
 from psg._lifted import Lifted, Tap
 from psg.factors import Dense, Factor
 
-LARGE = 2 << 20  # bytes; below, what it costs to go from autograd to Python and back is more than the memory is worth
+LARGE = 2 << 20  # bytes; for a smaller cotangent, a Python hook in autograd costs more than the saved memory is worth
 
 
 class Backward:
-    """What arrives is added to the terms of the lifted values.
+    """Runs the backward pass, and adds the factors that come of it to the terms of the lifted values.
 
     Args:
         values: The lifted values.
         n: The number of samples.
-        settles: Whether factors are settled as they are found; else they are left as they are.
+        settles: Whether to take large cotangents by hooks, and settle their factors at once (`Factor.settle`).
 
     Attributes:
-        nbytes: What the factors took when they were found.
+        nbytes: The size of the factors when they were found, before any was settled.
     """
 
     def __init__(self, values: Sequence[Lifted], n: int, settles: bool) -> None:
@@ -34,7 +34,7 @@ class Backward:
         self.nbytes = 0
 
     def run(self, losses: Tensor, taps: list[Tap]) -> None:
-        """Differentiate the sum of the losses. The taps are taken out of their list, so that nothing else holds what they hold."""
+        """Differentiate the sum of the losses. Empties the list of taps, so that each tap's tensors can be freed after its use."""
         if not losses.requires_grad:
             return  # no parameter was used
         asked = self._hooked(taps)
@@ -49,7 +49,7 @@ class Backward:
                     self._add(value, Dense(cotangent))
 
     def _hooked(self, taps: list[Tap]) -> list[Tap]:
-        """Arrange that large cotangents are taken as they arrive; returns the taps whose cotangents must be asked for."""
+        """Hook the taps whose large cotangents are taken as they arrive; return the others, whose cotangents autograd must return."""
         left = list(taps)
         taps.clear()
         if not self.settles or _functorch.is_traced() or not any(map(_is_worth_a_hook, left)):
@@ -57,7 +57,7 @@ class Backward:
         tapped = Counter(id(value) for tap in left for _, value, _ in tap.builders)
         asked: list[Tap] = []
         reached: set[Any] = set()
-        # In the order of the forward pass. Autograd stops at a node that is asked for, and runs one from which it goes on to such.
+        # In the order of the forward pass: autograd runs a node, and its prehook, only if it leads to one whose gradient is requested.
         while left:
             tap = left.pop(0)
             if _is_worth_a_hook(tap) and _leads_to(tap.edges[0].node, reached):
@@ -68,7 +68,7 @@ class Backward:
         return asked
 
     def _hook(self, tap: Tap, alone: list[bool]) -> None:
-        waiting = [tap]  # let go of with the cotangent
+        waiting = [tap]  # emptied by the hook, so that the tap is freed with its cotangent
         node, index = tap.edges[0].node, tap.edges[0].output_nr
 
         def take(cotangents: tuple[Tensor | None, ...]) -> None:
@@ -78,7 +78,7 @@ class Backward:
         node.register_prehook(take)
 
     def _collect(self, tap: Tap, arrived: list[Tensor | None], alone: Sequence[bool] = ()) -> None:
-        """Build the factors; those that are alone in what becomes of their parameter are settled."""
+        """Build the tap's factors; settle those marked in `alone`, which are the only ones of their parameter."""
         if all(cotangent is None for cotangent in arrived):
             return
         if tap.is_outdated:
@@ -92,13 +92,13 @@ class Backward:
 
 
 def _is_worth_a_hook(tap: Tap) -> bool:
-    # Where the gradients of all samples take less than the cotangent: what is made of them never takes more.
+    # The per-sample gradients must not take more memory than the cotangent: a settled factor never takes more than they do.
     formed = sum(value.leaf.nbytes for _, value, _ in tap.builders)
     return tap.shapes is None and tap.nbytes >= max(LARGE, formed)
 
 
 def _leads_to(node: Any, reached: set[Any]) -> bool:
-    """Whether the backward pass goes from this node to one of those."""
+    """Whether the backward pass goes from this node to one of those in `reached`."""
     seen: set[Any] = set()
     ahead = [node]
     while ahead:

@@ -20,7 +20,7 @@ Randomness = Literal["different", "same", "error"]
 
 @dataclass(frozen=True)
 class Options:
-    """What the transforms take beside the function; see `psg.transforms`.
+    """The options of a transform; see `psg.transforms`.
 
     Raises:
         InputError: A value is not one of those allowed.
@@ -54,20 +54,20 @@ class Call:
     """A function, and a batch to call it on, flattened.
 
     Attributes:
-        name: What messages call it.
+        name: The name of the transform, for messages.
         fn: The function of one sample.
         leaves: The leaves of its positional arguments.
-        spec: Their structure.
+        spec: The structure of the positional arguments.
         dims: For each leaf the dimension of the samples, or None.
-        params: The positions among `leaves` of those to differentiate.
-        paths: How to reach each leaf, for messages.
+        params: The positions in `leaves` of those to differentiate.
+        paths: The path of each leaf in the arguments, for messages.
         kwargs: Keyword arguments, the same for every sample.
         gradient_spec: The structure of the trees that are differentiated.
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         n: The number of samples.
-        settles: Whether a parameter's factor is settled as soon as it is found.
-        outside: What becomes of tensors with a history that fn closes over.
+        settles: Whether factors may be settled during the backward pass; see `Backward`.
+        outside: What to do with tensors with a history that fn closes over.
     """
 
     name: str
@@ -92,33 +92,33 @@ class Call:
 
     @cached_property
     def tensor_dims(self) -> list[int | None]:
-        """For each of them the dimension of the samples, or None."""
+        """For each of `tensors` the dimension of the samples, or None."""
         return [dim for leaf, dim in zip(self.leaves, self.dims, strict=True) if isinstance(leaf, Tensor)]
 
     @cached_property
     def tensor_params(self) -> list[int]:
-        """The positions among them of those to differentiate, in the order of `params`."""
+        """The positions in `tensors` of those to differentiate, in the order of `params`."""
         positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         return [positions.index(position) for position in self.params]
 
     @property
     def needs_derivative(self) -> bool:
-        """Whether what comes out of a run of this call must have a derivative: for a transform, or for plain autograd."""
+        """Whether the result of this call must be differentiable, for a torch.func transform or for plain autograd."""
         if _functorch.transform_active() or self.has_tangent:
             return True
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.met))
 
     @property
     def has_tangent(self) -> bool:
-        """Whether tensors may carry tangents of torch.autograd.forward_ad: inputs, what fn closes over, clip norms."""
+        """Whether inputs, tensors that fn closes over and clip norms may carry tangents of torch.autograd.forward_ad."""
         return forward_ad._current_level >= 0
 
     def shared_draws(self) -> _random.State | None:
-        """The generators' states, if samples share what they draw: what one attempt or chunk drew, the next is to draw again."""
+        """The generators' states if randomness="same", for every attempt and chunk to draw the same random numbers; else None."""
         return _random.get_state(self.tensors) if self.randomness == "same" else None
 
     def gradient_tree(self, leaves: Sequence[Any]) -> Any:
-        """The tree that is differentiated, or the tuple of them, with these leaves."""
+        """The tree that is differentiated, or the tuple of such trees, with these leaves."""
         return _trees.unflatten(self.gradient_spec, leaves)
 
     @cached_property
@@ -127,9 +127,9 @@ class Call:
         return [leaf for leaf in _trees.flatten(list(self.kwargs.values()))[0] if isinstance(leaf, Tensor)] if self.kwargs else []
 
     def evaluate(self, leaves: Sequence[Any], batch: bool = False, copies: bool = False) -> tuple[Tensor, Any]:
-        """Call fn on one sample's leaves -> (loss, aux); on those of the whole batch if that is what fn takes.
+        """Call fn on one sample's leaves, or with `batch` on those of the whole batch -> (loss, aux).
 
-        With `copies` it gets copies of the tensors among the keyword arguments, which it may write into.
+        With `copies`, fn gets copies of the tensors among the keyword arguments, which it may write into.
 
         Raises:
             InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair.
@@ -156,12 +156,12 @@ class Call:
                 "Reduce it inside fn, for example with .sum() or .mean()."
             )
         if not output.is_floating_point():
-            hint = " Take its .real; for the derivative of the imaginary part a second call, of .imag." if output.is_complex() else ""
+            hint = " Take its .real; for the imaginary part's derivative, make a second call with .imag." if output.is_complex() else ""
             raise InputError(f"{self.name}: expected fn to return a real floating-point scalar, got dtype {output.dtype}.{hint}")
         return output, aux
 
     def sample(self, i: int) -> list[Any]:
-        """The leaves of sample i, copies of their own: fn may write into them, and each sample finds them as they were given."""
+        """Copies of the leaves for sample i, which fn may write into: every sample gets them as the caller gave them."""
 
         def own(leaf: Any, dim: int | None) -> Any:
             if dim is not None:
@@ -171,7 +171,7 @@ class Call:
         return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
 
     def single(self) -> "Call":
-        """The call of a function of one sample that calls fn, a function of a batch, on a batch of one."""
+        """For fn a function of a batch: the same call with a function of one sample, which calls fn on a batch of one."""
 
         def fn(*sample: Any, **kwargs: Any) -> Any:
             leaves, spec = _trees.flatten(sample)
@@ -210,12 +210,12 @@ def prepare(
     """Check the arguments of a call against the options, and flatten them.
 
     Args:
-        name: What messages call it.
+        name: The name of the transform, for messages.
         fn: The function of one sample.
         options: The transform's options.
-        args: The positional arguments, a batch of them.
+        args: The positional arguments, batched.
         kwargs: The keyword arguments.
-        settles: Whether a parameter's factor is settled as soon as it is found.
+        settles: Whether factors may be settled during the backward pass; see `Backward`.
 
     Returns:
         The call.
@@ -265,7 +265,7 @@ def prepare(
 
 
 class Paths:
-    """How to reach each leaf of the arguments, for messages: worked out when one needs it."""
+    """The path of each leaf in the arguments, for messages; computed when a message needs one."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._fn = fn
@@ -273,7 +273,7 @@ class Paths:
 
     @cached_property
     def names(self) -> list[str]:
-        """What messages call the positional arguments: their own names where fn has them."""
+        """The names of the positional arguments in messages: those in fn's signature, or `args[i]`."""
         try:
             parameters = list(inspect.signature(self._fn).parameters.values())
         except (TypeError, ValueError):
@@ -295,7 +295,7 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with copies of their tensors, of one that stands in several places one; what holds none is left as it is."""
+    """Keyword arguments with their tensors copied, each distinct tensor once; an argument that holds no tensor is left as it is."""
     copies: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
         if not isinstance(leaf, Tensor):
             raise InputError(
                 f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. "
-                "Bind what is no parameter with functools.partial, or pass it in another argument."
+                "Bind a value that is no parameter with functools.partial, or pass it in another argument."
             )
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise InputError(
@@ -352,7 +352,7 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether an object that is no tree has tensors among its attributes, or theirs; functions and modules may."""
+    """Whether an object that is no tree holds tensors in its attributes, or in theirs; functions and modules are not searched."""
     if isinstance(value, Tensor):
         return True
     if depth == 0 or callable(value):
@@ -377,8 +377,8 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
             )
         if _holds_tensors(leaf):
             raise InputError(
-                f"{name}: {paths[position]} is a {type(leaf).__name__} that holds tensors, a batch perhaps, that psg does not see. "
-                'Register its type with optree (namespace="psg"), or share it: with in_dims (None for it), or by passing it by keyword.'
+                f"{name}: {paths[position]} is a {type(leaf).__name__} that holds tensors, perhaps a batch, which psg cannot see. "
+                'Register its type with optree (namespace="psg"), or share it: give in_dims with None for it, or pass it by keyword.'
             )
         return None  # a number, a string, a flag: the same for every sample
     if not -leaf.ndim <= dim < leaf.ndim:
@@ -391,27 +391,27 @@ def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Pat
     sizes = {position: leaf.shape[dim] for position, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)) if dim is not None}
     if not sizes:
         raise InputError(
-            f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims. What is given by keyword is the "
-            "same for all samples."
+            f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims. Arguments passed by keyword "
+            "are the same for all samples."
         )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{paths[position]} has {size}" for position, size in sizes.items())
         raise InputError(
             f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it); "
-            "stack a list of samples, padded to one length."
+            "turn a list of samples into one tensor by padding and stacking them."
         )
     return next(iter(sizes.values()))
 
 
 def _warn_of_batched_keywords(name: str, fn: Callable[..., Any], kwargs: dict[str, Any], n: int) -> None:
-    """Of a mask [n, t] that is given by keyword every sample would get all: right by the rules, and seldom meant."""
+    """Warn of a keyword tensor with n rows, a mask [n, t] say: every sample gets all of it, which is documented but seldom meant."""
     for keyword, value in kwargs.items():
         tensors = [leaf for leaf in _trees.flatten(value)[0] if isinstance(leaf, Tensor) and not leaf.is_nested]
         if n > 1 and any(tensor.shape[:1] == (n,) for tensor in tensors):
             warn_once(
                 (code_of(fn), keyword),
                 f"{name}: the keyword argument {keyword!r} holds a tensor with {n} rows, as many as there are samples. Keyword arguments "
-                f"are the same for all samples: each gets all {n} rows. To give each its own pass it by position (in a dict, for "
-                "psg.stateless). If it is meant to be shared, bind it with functools.partial.",
+                f"are the same for all samples: each gets all {n} rows. To give each sample its own row, pass the argument by position "
+                "(in a dict, for psg.stateless). If all samples are meant to share it, bind it with functools.partial.",
                 UserWarning,
             )

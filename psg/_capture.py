@@ -1,14 +1,14 @@
 """The capture pass: one forward, one backward, no weight gradients, any function.
 
 1. `fn` runs once under `torch.func.vmap`, so samples cannot interact.
-2. Every parameter enters it *lifted*: a batched tensor over `param.expand(n, ...)` that is an autograd leaf. Whatever `fn` does with
-   it, its gradient comes out per sample. This is the semantics; it needs no rule.
+2. Every parameter enters vmap *lifted*: a batched tensor over `param.expand(n, ...)` that is an autograd leaf. Whatever `fn` does with
+   it, its gradient comes out per sample. This is the semantics; no rule is needed for it.
 3. A function mode, the router, watches the calls. An op that has a rule and gets a lifted parameter runs by the rule instead: once, on
    the physical batch and the one unexpanded parameter, and its output is *tapped*.
 4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn.
-5. One `torch.autograd.grad` of the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
-6. What arrives at a tap is a factor; at a leaf it is dense. What belongs to a derived value is pulled back to the parameters. A large
-   cotangent is taken as soon as it arrives: what a transform makes of it is often small, and the memory serves the rest of the pass.
+5. One `torch.autograd.grad` differentiates the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
+6. The cotangent at a tap gives a factor, that at a leaf a dense gradient. Gradients of derived values are pulled back to the parameters.
+   A large cotangent is used as soon as it arrives: what a transform makes of it is often small, and the rest of the pass needs the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ from psg.factors import Factor
 
 
 class Captured(NamedTuple):
-    """What one pass gives.
+    """The result of one pass.
 
     Attributes:
         outputs: What the function returned, samples in dim 0, without autograd history.
         factors: One for each parameter.
-        uses: For each parameter the ops that met it, with the way each went.
-        nbytes: What the factors took when they were found.
+        uses: For each parameter the ops that used it, each with its path (rule, lifted or derived).
+        nbytes: The size of the factors when they were found, before any was settled.
     """
 
     outputs: tuple[Tensor, ...]
@@ -44,20 +44,20 @@ class Captured(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a pass is to run.
+    """The input of a pass.
 
     Attributes:
-        function: From the tensors of one sample, and whether to copy whatever else it is given, to a tuple of tensors, the first of which
+        function: Maps the tensors of one sample, and whether to copy the tensors in `beside`, to a tuple of tensors, the first of which
             is the loss.
         tensors: The function's arguments.
-        beside: What else it is given, the same for all samples.
+        beside: Other tensors that the function is given, the same for all samples.
         in_dims: For each tensor the dimension of the samples, or None.
         params: The positions among `tensors` of those to differentiate.
         n: The number of samples, at least 1.
         randomness: As in torch.func.vmap.
         look: Called with every op of the function and its arguments.
-        settles: Whether factors are settled before the pass is over.
-        owner: The user's function, of which it is remembered what the pass that could follow it had to expect.
+        settles: Whether factors may be settled during the backward pass; see `Backward`.
+        owner: The user's function, under which the habits of the successful pass are remembered.
     """
 
     function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
@@ -82,9 +82,9 @@ def capture(task: Task) -> Captured:
         The outputs and the factors.
 
     Raises:
-        Unsupported: The function does what lifting cannot follow.
-        Diverged: The function goes different ways for different samples.
-        RuntimeError: What vmap cannot run, and the function's own errors.
+        Unsupported: The function does something that lifting cannot follow.
+        Diverged: The function turns a tensor into a Python value that differs from sample to sample.
+        RuntimeError: vmap cannot run an op, or the function raises one itself.
     """
     tensors = [tensor.detach() for tensor in task.tensors]
     habits = habits_of(task.owner)
@@ -92,7 +92,7 @@ def capture(task: Task) -> Captured:
     while True:
         forget = _functorch.attempt()
         try:
-            # Copies of each pass's own: one that failed may have written into those it had.
+            # Every pass gets fresh copies: a failed pass may have written into its own.
             given = [
                 _copies.sample_by_sample(tensor, dim) if habits.copied and i not in task.params else tensor.detach()
                 for i, (tensor, dim) in enumerate(zip(tensors, task.in_dims, strict=True))
@@ -105,15 +105,15 @@ def capture(task: Task) -> Captured:
         except RuntimeError as error:
             if habits.fills == len(FACTORIES) or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
-            # The likeliest cause that can be helped: the function writes what depends on the sample into a tensor that it made itself,
-            # which under vmap is one for all samples. Give every sample its own.
+            # The likeliest cause that another pass can cure: the function writes values that depend on the sample into a tensor that it
+            # made itself, which all samples share under vmap. Make one for every sample.
             habits = habits._replace(fills=habits.fills + 1)
         forget()
-        _random.set_state(state)  # whatever the pass that failed has drawn, the next is to draw again
+        _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
 def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
-    """What the pass gives, and whether the function called autograd."""
+    """Run one pass; returns its result, and whether the function called autograd."""
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
     data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in task.params]
     inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.beside]
@@ -134,7 +134,7 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
                 raise
             raise Retry("a constant computed from parameters may have been written into", derives=False) from error
         if mode.failure is not None:
-            # The function has handled an error that may be vmap's or ours, and gone a way that no sample alone would go.
+            # The function caught an error that may be vmap's or psg's, and took a path that no sample would take in a loop.
             raise Unsupported(f"the function handles an error: {mode.failure}")
         return outputs
 
@@ -149,6 +149,6 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
-    # What fn returns of a parameter as it is must not be the caller's own memory.
+    # If fn returns a parameter itself, clone it: the result must not share the caller's memory.
     outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in mode.owned else output.detach() for output in outputs)
     return Captured(outputs, factors, [value.uses for value in lifted], backward.nbytes), mode.differentiates

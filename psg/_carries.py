@@ -1,9 +1,9 @@
-"""Values computed from parameters: how a factor of their gradient becomes factors of their parameters' gradients.
+"""Values computed from parameters: how a factor of their gradient becomes factors of the parameters' gradients.
 
-A merged low-rank update W + s B A, weights times a scale, a spectral norm: an op on parameters has a derivative that is linear, and the
-transpose of many such maps takes a factor of few terms to others. With G = sum_t l_t r_t^T the gradient of B A, that of B is
-sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. What acts entry by entry scales the entries of G; what reduces rows, or all
-entries, to a number each gives multiples c_n E of one tensor E. So G is never formed.
+Examples are a merged low-rank update W + s B A, weights times a scale, a spectral norm. The derivative of an op on parameters is a linear
+map, and for many ops its transpose maps a factor with few terms to such factors. If G = sum_t l_t r_t^T is the gradient of B A, that of B
+is sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. An elementwise op scales the entries of G; an op that reduces each row, or
+all entries, to one number gives multiples c_n E of one tensor E. So G is never materialised.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,16 +20,16 @@ from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshap
 
 
 class Step:
-    """An op on parameters, and what came out.
+    """One call of an op on parameters, and one of its outputs.
 
     Attributes:
-        run: What calls it: its result has the output at the same place.
-        args: Its arguments, the parameters among them with their history.
-        kwargs: The others.
-        output: One of the tensors that it gave.
-        name: The op's.
+        run: Calls the op and returns this output.
+        args: The positional arguments, the parameters among them with their history.
+        kwargs: The keyword arguments.
+        output: The output, one of the tensors that the op returned.
+        name: The name of the op.
         tensors: The tensors among the arguments.
-        is_outdated: Whether one of them has been written into since.
+        is_outdated: Whether one of `tensors` has been written into since.
     """
 
     def __init__(self, run: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor, name: str) -> None:
@@ -44,15 +44,15 @@ class Step:
 
     @property
     def sides(self) -> list[Tensor]:
-        """Those among them that have gradients, each once."""
+        """The tensors among the arguments that have gradients, each once."""
         return list({id(tensor): tensor for tensor in self.tensors if tensor.requires_grad and tensor.is_floating_point()}.values())
 
     def is_first(self, side: Tensor) -> bool:
-        """Whether it is the first argument."""
+        """Whether this side is the op's first argument."""
         return len(self.args) > 0 and self.args[0] is side
 
     def again(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
-        """What it, or `run` in its place, gives for arguments without their history; leaves stand for some, by their identity."""
+        """Call `run` on the op's arguments without their history; `leaves` holds replacements for some, by id()."""
 
         def given(leaf: Any) -> Any:
             return leaves.get(id(leaf), leaf.detach()) if isinstance(leaf, Tensor) else leaf
@@ -62,35 +62,35 @@ class Step:
             return run(*args, **kwargs)
 
     def pulled(self, side: Tensor, cotangent: Tensor) -> Tensor:
-        """What autograd makes of one cotangent for one argument: of this op alone, and not of what led to the others."""
+        """The vector-Jacobian product of this op alone with one cotangent, for one argument; the arguments' history is ignored."""
         leaf = side.detach().requires_grad_()
         output = self.again({id(side): leaf}, self.run)
         if not output.requires_grad:
-            return torch.zeros_like(side)  # of several outputs one that is computed from another side
+            return torch.zeros_like(side)  # this one of several outputs does not depend on this side
         return torch.autograd.grad(output, leaf, cotangent.to(output.dtype))[0]
 
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
-"""From a factor of the gradient for the output to factors of those for each side, which add up; None where it has to be formed."""
+"""Maps a factor of the output's gradient to factors for each side, which add up; None if the gradient must be materialised."""
 
-_OverTo = Callable[[Factor], Factor | None]  # to one side
+_OverTo = Callable[[Factor], Factor | None]  # the same for one side
 _Carried = list[tuple[Any, _OverTo]]
 
 
 def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor]:
-    """What gives one of the tensors that `func` gives; None for the only one."""
+    """`func`, made to return only its output at this index; with None, `func` itself, which has only one."""
     return func if index is None else lambda *args, **kwargs: func(*args, **kwargs)[index]
 
 
 def carry_of(step: Step) -> Carry | None:
-    """How factors are carried over to the sides of a step; None for a result that has none."""
+    """The map that carries factors over to the sides of a step; None if its output is not real floating-point."""
     output, sides = step.output, step.sides
     if not output.is_floating_point():
         return None
     try:
         known = _CARRIES[step.name](output.detach(), *step.args, **step.kwargs) if step.name in _CARRIES else []
     except TypeError:
-        known = []  # called in a form that is not known here
+        known = []  # the table does not know this form of the call
 
     def over_to(side: Tensor, factor: Factor) -> list[Factor] | None:
         if step.name in LIKE_ANOTHER and not step.is_first(side):
@@ -100,15 +100,15 @@ def carry_of(step: Step) -> Carry | None:
             found = [_of_entries(step, side, factor)]
         return [part if part.dtype == side.dtype else part.to(side.dtype) for part in found if part is not None] or None
 
-    # The sides of a product of 16 bits may leave the few exponents of that dtype, where the product, which autograd forms first, does not.
+    # In float16 the two sides of a factor may overflow or underflow where their product, which autograd computes first, does not.
     narrow = step.name not in _MOVING and any(tensor.dtype == torch.float16 for tensor in (output, *sides))
 
     def carry(factor: Factor) -> list[list[Factor]] | None:
         if narrow and not isinstance(factor, Dense):
             factor = Dense(factor.materialize())
         if step.is_outdated:
-            return None  # written into since: autograd, which has to form the gradient, says so
-        if step.name in _COMPOSITES:  # whose steps add up rows
+            return None  # an argument was written into: leave it to autograd, which raises the error
+        if step.name in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
             return None if factor.is_best_formed else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
@@ -118,7 +118,7 @@ def carry_of(step: Step) -> Carry | None:
 
 
 class _Steps(TorchFunctionMode):
-    """Writes down the calls of a function."""
+    """Records the calls of a function as steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Steps(TorchFunctionMode):
 
 
 def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
-    """For an op that is a composite of others, as if these had run."""
+    """Carry a factor over an op that is a composite of others, step by step as if these had run."""
     leaves = {id(side): side.detach().requires_grad_() for side in whole.sides}
     with _Steps() as steps:
         output = whole.again(leaves, _COMPOSITES[whole.name])
@@ -162,9 +162,9 @@ _MOST = 4
 
 
 def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
-    """The terms of one gradient, as few as there can be; None if they are so many, or so large, that it is better formed.
+    """The terms of one gradient, merged; None if they are so many, or so large, that the gradient is better materialised.
 
-    A step of a derivation may use a value twice: what is carried over many steps would grow as a power of two.
+    A step of a derivation may use a value twice, so that terms carried over k steps could become 2^k terms.
     """
     merged = merge(found)
     terms = merged.terms if isinstance(merged, Sum) else (merged,)
@@ -177,7 +177,7 @@ def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
 
 
 def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
-    """For ops that act entry by entry, or reduce to few numbers; and for multiples c[n] E of a constant, whatever the op."""
+    """Carry a factor over an elementwise op or a reduction to few numbers; over any op, if it is multiples c[n] E of a constant E."""
     constant = torch.ones_like(step.output.detach())
     numbers: Tensor | None = None
     if step.name in _POINTWISE:
@@ -195,7 +195,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         and factor.factor.small.numel() == 1
     ):
         numbers, constant = factor.factor.values, factor.shared.expand(factor.shape)
-        if numbers.ndim != 1 + side.ndim:  # else the same tensor, by which multiples are known
+        if numbers.ndim != 1 + side.ndim:  # else keep the same tensor: multiples are recognised by it
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
     else:
         return None
@@ -206,9 +206,9 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
 
 
 def _may_be_multiplied(tensor: Tensor) -> bool:
-    """Whether zero times its entries is zero, as autograd may have it where an op selects.
+    """Whether zero times each entry is zero: where an op selects entries, autograd has exact zeros.
 
-    Where nobody can be asked, on an accelerator or in a trace, what is not finite may give NaN for such a zero.
+    On an accelerator or in a trace the values cannot be read, and the answer is yes: an entry that is not finite may then give NaN.
     """
     if not _functorch.may_ask(tensor) or not tensor.is_floating_point():
         return True
@@ -217,14 +217,14 @@ def _may_be_multiplied(tensor: Tensor) -> bool:
 
 
 def _multiple(numbers: Tensor, constant: Tensor) -> Factor:
-    """numbers[n, *small] constant[*shape]."""
+    """The factor of numbers[n, *small] * constant[*shape]."""
     if numbers.shape[1:] == constant.shape:
         return Dense(numbers * constant)
     return Scaled(Expanded(numbers, constant.shape), constant.to(numbers.dtype).expand(len(numbers), *constant.shape))
 
 
 def _kept(step: Step, side: Tensor) -> tuple[int, ...] | None:
-    """For an op that reduces some dimensions, the shape of a result that keeps them; None if nothing says which these are."""
+    """For a reduction, the shape of its output with the reduced dimensions kept as 1; None if it is not clear which were reduced."""
     position = _REDUCING.get(step.name)
     if position is None or not step.is_first(side):
         return None
@@ -242,7 +242,7 @@ def _kept(step: Step, side: Tensor) -> tuple[int, ...] | None:
     return small if all(size in (1, own) for size, own in zip(small, shape, strict=True)) else None
 
 
-# Entry by entry: what each argument, broadcast, is multiplied by
+# Elementwise ops: the scale for the gradient of each argument, which may have been broadcast
 
 
 def _entrywise(output: Tensor, sides: Iterable[tuple[Any, Scale]]) -> _Carried:
@@ -274,7 +274,7 @@ def _sub(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _Carrie
 
 
 def _swapped(carry: Callable[..., _Carried]) -> Callable[..., _Carried]:
-    """The same with its two arguments the other way round."""
+    """The same with the op's two arguments swapped."""
     return lambda output, input, other: carry(output, other, input)
 
 
@@ -295,7 +295,7 @@ def _expand(output: Tensor, input: Any, *_: Any) -> _Carried:
     return _entrywise(output, [(input, 1)])
 
 
-# Probabilities, by what torch's own kernel made of them: written with exponentials they would be rounded as those of large logits are
+# Softmax, from the output of torch's own kernel: computed from exponentials here, it would be rounded as those of large logits are
 
 
 def _softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _Carried:
@@ -311,14 +311,14 @@ def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **
 
 
 def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | None:
-    """The shape of a sum along the dimension; None for what is better formed: terms that cancel are not to be rounded to 16 bits."""
+    """The shape of a sum along `dim`; None where the gradient is better materialised: 16 bits would round terms that cancel."""
     if dim is None or output.ndim == 0 or input.dtype.itemsize < 4 or output.dtype.itemsize < 4:
         return None
     return torch.Size(1 if d == dim % output.ndim else size for d, size in enumerate(output.shape))
 
 
 def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _OverTo:
-    """Minus the sum of weights times the gradient, times a constant."""
+    """For a gradient G: -constant * sum(weights * G), summed to the shape `small`."""
 
     def carry(factor: Factor) -> Factor | None:
         total = contracted(factor, weights.expand(factor.shape), small)
@@ -390,13 +390,13 @@ def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | Non
 def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     shape = input.shape
     if input.dtype != output.dtype:
-        return []  # the same bytes, seen otherwise
+        return []  # view(dtype): the same bytes, read as another dtype
     return [(input, lambda factor: reshaped(factor, shape))]
 
 
 def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _Carried:
     dim %= output.ndim
-    sizes = [tensor.shape[dim] if tensor.ndim == output.ndim else 0 for tensor in tensors]  # [0] may stand for nothing in any shape
+    sizes = [tensor.shape[dim] if tensor.ndim == output.ndim else 0 for tensor in tensors]  # cat ignores tensors of shape [0]
     if 0 in sizes:
         return []
 
@@ -407,7 +407,7 @@ def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _Carried:
 
 
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
-    """A view of some entries, or of all in another order."""
+    """Views of some of the entries, or of all of them in another order."""
     of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input.detach())
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
@@ -422,7 +422,7 @@ def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     if (output.shape, output.stride()) != (turned.shape, turned.stride()):
         return []
     if (output.shape, output.stride()) == (input.shape, input.stride()):
-        return []  # by its strides it may be either
+        return []  # the strides do not tell whether it is transposed
     return [(input, transposed)]
 
 
@@ -455,7 +455,7 @@ _CARRIES: dict[str, Callable[..., _Carried]] = {
 }
 
 _MOVING = {name for name, carry in _CARRIES.items() if carry in (_reshape, _transpose, _part, _cat)}
-"""Ops that change where entries stand, and not what they are."""
+"""Ops that move entries and do not change their values."""
 
 _POINTWISE = frozenset(
     """
@@ -466,16 +466,16 @@ _POINTWISE = frozenset(
     logaddexp2 erf erfc special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine
     """.split()
 )
-"""Ops with an entry of the result for each of the argument, and of that alone."""
+"""Elementwise ops: each entry of the result depends on the argument's entry at the same place alone."""
 
 _REDUCING: dict[str, int] = {
     **dict.fromkeys("sum mean var std var_mean std_mean amax amin logsumexp prod nansum nanmean norm_except_dim".split(), 1),
     **dict.fromkeys("norm linalg_norm linalg_vector_norm".split(), 2),
 }
-"""Ops that reduce some dimensions, with the argument that says which: entries of the result have no entry of the input in common."""
+"""Reductions, with the position of the argument that names the dimensions: no two entries of the result share an entry of the input."""
 
 
-# Ops that are composites of others, which carry
+# Ops that are composites of other ops, over which factors are carried
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -506,4 +506,4 @@ def _batch_norm(
 
 
 _COMPOSITES: dict[str, Callable[..., Any]] = {"_weight_norm": _weight_norm, "normalize": _normalize, "batch_norm": _batch_norm}
-"""NotImplemented for calls that are something else."""
+"""Composites written out; they return NotImplemented for forms of the call that are something else."""

@@ -1,4 +1,4 @@
-"""A call run chunk by chunk: how many samples a chunk takes, and what is left of chunks put together."""
+"""Runs a call chunk by chunk: how many samples a chunk takes, and how the chunks' results are joined."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from psg.tree import concat
 
 
 def run(call: Call, method: str, sizes: "Sizes", collect: Callable[[int, Result], None]) -> None:
-    """Run a call chunk by chunk, and have each result collected with the position of its first sample; of no samples an empty one."""
-    # No generator: it would turn a StopIteration of fn's own into another error.
+    """Run a call chunk by chunk: `collect` gets each result and the position of its first sample, or one empty result if n is 0."""
+    # Not a generator: that would turn a StopIteration that fn raises into another error.
     if call.n == 0:
         collect(0, _rungs.empty(call.single() if method == "batch" else call))
         return
@@ -26,12 +26,12 @@ def run(call: Call, method: str, sizes: "Sizes", collect: Callable[[int, Result]
         result = _ladder.run(chunk, method)
         sizes.learn(call, chunk.n, result)
         collect(start, result)
-        del result  # what it holds is not for the next chunk to bear
+        del result  # frees its memory before the next chunk runs
         start += chunk.n
 
 
 class Sizes:
-    """How many samples a chunk takes.
+    """Chooses how many samples a chunk takes.
 
     Args:
         chunk_size: As the transforms take it.
@@ -41,10 +41,10 @@ class Sizes:
     def __init__(self, chunk_size: int | str | None, materializes: bool) -> None:
         self.chunk_size = chunk_size
         self.materializes = materializes
-        self.bytes: dict[Any, int] = {}  # that a sample takes, by the shapes of the call
+        self.bytes: dict[Any, int] = {}  # for one sample, by the shapes of the call
 
     def next(self, call: Call) -> int:
-        """How many samples of this call are to be run next."""
+        """The number of samples in the next chunk of this call."""
         if not isinstance(self.chunk_size, str):
             return self.chunk_size or call.n
         taken = self.bytes.get(self._shapes(call))
@@ -53,10 +53,10 @@ class Sizes:
         return max(1, memory.budget(self.chunk_size, call.leaves[call.params[0]].device) // taken)
 
     def learn(self, call: Call, count: int, result: Result) -> None:
-        """Learn from the result of so many what a sample of such calls takes."""
+        """Estimate from the result of `count` samples how many bytes one sample of such a call takes."""
         if not isinstance(self.chunk_size, str) or self._shapes(call) in self.bytes:
             return
-        # Factors hold what the layers have read and what came back to them. The graph holds as much again, in the ops between them.
+        # Factors hold the layers' inputs and cotangents. The graph holds about as much again, for the ops between the layers.
         held = 2 * max(result.nbytes, sum(factor.nbytes for factor in result.factors))
         formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
         self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
@@ -67,7 +67,7 @@ class Sizes:
 
 
 class Rows:
-    """Tensors with the samples in dim 0: written into place as they come, unless they have a history."""
+    """Joins chunks of tensors with the samples in dim 0: writes each into its place at once, unless they have a history."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -76,10 +76,10 @@ class Rows:
 
     def add(self, start: int, rows: list[Tensor]) -> None:
         if not rows or len(rows[0]) == self.n:
-            self.parts.append(rows)  # all that there is
+            self.parts.append(rows)  # the only chunk
             return
         history = any(map(_has_history, rows))
-        if self.whole and history:  # earlier samples had none
+        if self.whole and history:  # earlier chunks had no history
             self.parts, self.whole = [[whole[:start] for whole in self.whole]], []
         if not self.parts and not history:
             if start == 0:
@@ -97,7 +97,7 @@ class Rows:
 
 
 class Factors:
-    """Factors of one chunk after another."""
+    """Joins the factors of the chunks."""
 
     def __init__(self, n: int) -> None:
         self.parts: list[list[Any]] = []
@@ -110,7 +110,7 @@ class Factors:
 
 
 class Clipped(NamedTuple):
-    """What is left of a chunk in clipped_grad: the losses, and then what `clipping.ClippedSums` has."""
+    """What clipped_grad keeps of a chunk: the losses, then the fields of `clipping.ClippedSums`."""
 
     values: Tensor
     sums: list[Tensor]
@@ -121,7 +121,7 @@ class Clipped(NamedTuple):
 
 
 class ClippedSums:
-    """Clipped sums, added up as they come in at least float32; the rest of what clipped_grad gives as rows."""
+    """Joins the chunks of clipped_grad: adds up clipped sums in at least float32, and joins the rest as `Rows`."""
 
     def __init__(self, n: int) -> None:
         self.rows = Rows(n)

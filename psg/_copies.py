@@ -1,4 +1,4 @@
-"""Copies of what fn is given, for a function that may write into it, or look at its layout."""
+"""Copies of fn's arguments, for a function that may write into them, or look at their layout."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from psg import _functorch
 
 
 def sample_by_sample(tensor: Tensor, dim: int | None) -> Tensor:
-    """A copy in which every sample is contiguous, as it is by itself.
+    """A copy in which every sample is contiguous, as it is in a loop.
 
-    Else a view of its entries may be a copy under vmap, and the other way round.
+    Otherwise an op such as `reshape` may give a copy under vmap where it gives a view in a loop, or the other way round.
     """
     if dim is None:
         return copy_of(tensor)
@@ -20,9 +20,9 @@ _SPARSEST = 64
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy in the layout of the tensor, with what lies between its entries: fn may branch on the one, and read the other.
+    """A copy with the tensor's strides and the memory in the gaps between its entries: fn may branch on strides, and read the gaps.
 
-    Not where that is much more than the entries, nor where it is differentiated: there, as `clone`, without gaps.
+    If the gaps are much larger than the entries, or the tensor is differentiated, a plain `clone` without gaps.
     """
     copy = tensor.clone()
     if tensor.layout != torch.strided or tensor.is_nested:

@@ -1,8 +1,8 @@
-"""psg's transforms as primitives of plain autograd: a fast forward pass, and the reference composition for whoever differentiates.
+"""psg's transforms as primitives of plain autograd: a fast forward pass, and a backward pass through the reference composition.
 
-The capture pass has no history of its own. Where an input requires grad, what it gives is attached to the graph by one
-`autograd.Function`, whose backward, computed only if it is asked for, is that of the reference: `vmap(grad(fn))`, or where vmap cannot run
-fn a loop over its samples. Inside torch.func transforms the reference runs from the start; they see through it.
+Results of the capture pass have no history. If an input requires grad, one `autograd.Function` attaches them to the graph. Its backward,
+which runs only if it is asked for, differentiates the reference: `vmap(grad(fn))`, or, where vmap cannot run fn, a loop over the samples.
+Inside torch.func transforms the reference runs from the start, since they can differentiate it.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,17 +24,17 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     """`compute(call, method)`, with a derivative.
 
     Args:
-        compute: From a call and a method to a tree of tensors (other leaves pass through).
+        compute: Maps a call and a method to a tree of tensors (other leaves pass through).
         call: The call.
         method: As `psg.per_sample_grad` takes it.
-        attach: Whether the tree is the same for every method. Otherwise what has a derivative comes from the reference alone.
+        attach: Whether the tree is the same for every method. Otherwise a result that needs a derivative comes from the reference alone.
 
     Returns:
-        What compute returns.
+        The tree that compute returns.
     """
     if _functorch.transform_active() or call.has_tangent or not torch.is_grad_enabled():
         return compute(call, method)
-    # Below capture every method has a derivative of its own.
+    # Every method except capture gives differentiable results itself.
     reference = "auto" if method == "capture" else method
     needed = call.needs_derivative
     if needed and not attach:
@@ -49,11 +49,11 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
         warn_once(
             (code_of(call.fn), "outside"),
             f"{call.name}: fn closes over a tensor of shape {tuple(outside.met[0].shape)} that requires grad, so the gradients come from "
-            "vmap(grad) and are dense, with a history. To have them factored, detach it (module.requires_grad_(False)) or call under "
+            "vmap(grad) and are dense, with a history. To get factors, detach that tensor (module.requires_grad_(False)) or call under "
             "torch.no_grad().",
         )
     if not attach or not _random.same_state(before, _random.get_state(call.tensors)):
-        # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one.
+        # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
         _random.set_state(before)
         return compute(replace(call, outside=Replaced(outside.met, outside.met)), reference)
 
@@ -72,7 +72,7 @@ def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
 
 
 class _Primitive(torch.autograd.Function):
-    """Outputs that have been computed already, and how to compute them again with a history."""
+    """Attaches outputs that have been computed already to the graph; its backward calls `again` for outputs with a history."""
 
     @staticmethod
     def forward(ctx: Any, again: Callable[..., list[Tensor]], outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ class _Primitive(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         create_graph, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
         with torch.enable_grad():
-            # Aliases: the gradient stops at them, and goes on through them where the backward pass is itself differentiated.
+            # Aliases: this gradient stops at them; it goes on to the originals if the backward pass is itself differentiated.
             inputs = tuple(tensor.view_as(tensor) if want else tensor for tensor, want in zip(ctx.saved_tensors, wanted, strict=True))
             outputs = ctx.again(inputs)
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]

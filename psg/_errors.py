@@ -29,40 +29,40 @@ class Unsupported(PsgError):
 
 
 class UnsupportedByVmap(Unsupported):
-    """Neither this rung nor `vmap(grad)` can; a loop can."""
+    """Neither this rung nor `vmap(grad)` can run this function; a loop can."""
 
 
 class Stale(Exception):
-    """A function under vmap has used a tensor that was made under another one, which has ended."""
+    """A function under vmap has used a tensor that was made under an earlier vmap, which has ended."""
 
     @staticmethod
     def seen_in(error: Exception) -> bool:
-        """Whether this is what an error tells of."""
+        """Whether an error reports the use of such a tensor, raised by psg or by torch."""
         return isinstance(error, Stale) or "escaped from inside a function being vmapped" in str(error)
 
 
 class FallbackWarning(UserWarning):
-    """A call went down the ladder (capture, vmap, loop): the result is right and the call is slower. Says why."""
+    """A call went down the ladder (capture, vmap, loop): the result is right, the call is slower. The message says why."""
 
 
 warned: set[Hashable] = set()
 
 
 def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWarning) -> None:
-    """Warn, of a descent unless told otherwise, at the user's own call, once for a key."""
+    """Warn once for each key, with the user's own call as the location; by default of a step down the ladder."""
     if key not in warned:
         warned.add(key)
         warnings.warn(message, category, stacklevel=_stack_level())
 
 
 def code_of(function: Any) -> Hashable:
-    """What tells functions apart that are warned of once: the code under wrappers; of what is not written in Python, the type."""
+    """A function's identity in the keys of `warn_once`: its code object under wrappers; its type if it is not written in Python."""
     function = inspect.unwrap(function)
     return getattr(function, "__code__", type(function))
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """The innermost line of the user's that is being run or, given an error, that raised it."""
+    """The innermost line of user code that is running now or, given an error, the one that raised it."""
     if error is None:
         frames = ((frame, frame.f_lineno) for frame, _ in traceback.walk_stack(sys._getframe(1)))  # the innermost first
     else:

@@ -1,9 +1,9 @@
-"""What psg asks of functorch's internals, behind a few functions.
+"""psg's access to functorch's internals, behind a few functions.
 
-A rule wants to see the *physical* batch: the tensors under vmap's wrappers, with the samples in dim 0. The public way there is an
-`autograd.Function` whose `vmap` static method is the rule; it costs some 200 microseconds a call, thirty times the price of the op it
-wraps. The light way, taken here, reads the wrapped value, pops vmap off the interpreter stack for the call, and wraps the result again.
-Both run the same code at the same level, with ordinary autograd recording it; the tests hold them equal.
+A rule needs the *physical* batch: the tensors under vmap's wrappers, with the samples in dim 0. The public API for this is an
+`autograd.Function` whose `vmap` static method is the rule; it costs some 200 microseconds a call, thirty times as much as the op that it
+wraps. The cheaper way, taken here, reads the wrapped value, pops vmap off the interpreter stack for the call, and wraps the result again.
+Both run the same code at the same level, with ordinary autograd recording it; tests check that the results are equal.
 """
 
 import functools
@@ -26,7 +26,7 @@ from psg._errors import Stale
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype of autocast on this tensor's device; None without it."""
+    """The dtype of autocast on this tensor's device; None if autocast is off."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
@@ -37,17 +37,17 @@ def transform_active() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether something below torch.func, such as a tracer, sees every op: then no op may give a Python value."""
+    """Whether something below torch.func, such as a tracer, sees every op: then no op may return a Python value."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def may_ask(tensor: Tensor) -> bool:
-    """Whether a Python value can be had of a tensor at no cost: a device would be waited for; a wrapper and a trace have no answer."""
+    """Whether a tensor's values can be read cheaply: reading waits for an accelerator, and is impossible under wrappers and in a trace."""
     return tensor.is_cpu and not is_wrapped(tensor) and not is_traced()
 
 
 def attempt() -> Callable[[], None]:
-    """Begin what may fail: the result makes a tracer forget the ops that it has recorded since, of which some may be what failed."""
+    """Begin an attempt that may fail; the returned function makes a tracer forget the ops that it has recorded since."""
     mode = get_proxy_mode() if is_traced() else None
     if mode is None:
         return lambda: None
@@ -56,7 +56,7 @@ def attempt() -> Callable[[], None]:
 
     def forget() -> None:
         for node in reversed(graph.nodes):
-            if node not in before and node.op == "call_function":  # what stands for a tensor from outside stays known
+            if node not in before and node.op == "call_function":  # nodes for tensors from outside stay
                 graph.erase_node(node)
 
     return forget
@@ -82,14 +82,14 @@ def is_batched(tensor: Tensor, level: int) -> bool:
 
 
 def is_batched_within(tensor: Tensor, level: int) -> bool:
-    """Whether the vmap at this level has wrapped this tensor, under whatever other wrappers."""
+    """Whether the vmap at this level has wrapped this tensor, possibly under other wrappers."""
     return any(is_batched(layer, level) for layer in layers(tensor))
 
 
 def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
-    """A tensor without those wrappers of transforms above this level that neither batch nor differentiate it.
+    """Strip the outer wrappers, of transforms above this level, that neither batch nor differentiate the tensor.
 
-    torch.func.grad wraps all arguments of the function, and differentiates for some.
+    torch.func.grad wraps all arguments of its function, also those that it does not differentiate for.
     """
     tensor = alive(tensor)
     while _C.is_gradtrackingtensor(tensor) and (own := level_of(tensor)) > level:
@@ -100,7 +100,7 @@ def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
 
 
 def innermost(tensor: Tensor, level: int) -> Tensor:
-    """A tensor without all wrappers of transforms above this level."""
+    """A tensor without any wrapper of a transform above this level."""
     while is_wrapped(tensor) and level_of(tensor) > level:
         tensor = value_of(tensor)
     return tensor
@@ -120,13 +120,13 @@ def alive(tensor: Tensor) -> Tensor:
 
 
 def can_descend(level: int) -> bool:
-    """Whether `descend` knows each transform above this level: vmap, grad and jvp."""
+    """Whether `descend` knows each transform above this level: it knows vmap, grad and jvp."""
     known = _C.TransformType.Vmap, _C.TransformType.Grad, _C.TransformType.Jvp
     return all(interpreter.key() in known for interpreter in (_C.get_interpreter_stack() or ())[level:])
 
 
 def records_below(level: int) -> bool:
-    """Whether autograd records what is computed here below the transform at this level: a grad inside of no_grad does not."""
+    """Whether autograd below this level records the ops called here: not under no_grad, nor in a grad that was called under no_grad."""
     inner = [interpreter for interpreter in (_C.get_interpreter_stack() or ())[level:] if interpreter.key() == _C.TransformType.Grad]
     return torch.is_grad_enabled() and all(_C.CGradInterpreterPtr(interpreter).prevGradMode() for interpreter in inner)
 
@@ -137,13 +137,13 @@ def descend(
     batched: Callable[[Tensor], Tensor],
     recorded: Callable[[Callable[[Tensor], Tensor]], Tensor],
 ) -> Tensor:
-    """Take an op through the innermost transform, as it would take an `autograd.Function`, for a tenth of the price.
+    """Run an op through the innermost transform, which treats it like an `autograd.Function`, at a tenth of a Function's cost.
 
     Args:
         tensor: The op's argument.
-        function: The op, for what lies below the transform.
-        batched: The op, for a tensor with one more dimension in front, below a vmap.
-        recorded: Applies a `OneLevel` to the tensor, which calls in its forward what it is given here.
+        function: The op, called on the tensor below the transform.
+        batched: The op, called below a vmap on a tensor with one more dimension in front.
+        recorded: Given a forward function, applies a `OneLevel` to the tensor that calls it in its forward.
 
     Returns:
         The op's output.
@@ -152,7 +152,7 @@ def descend(
     level = interpreter.level()
     if level_of(tensor) != level:
         with interpreter.lower():
-            return function(tensor)  # to this transform a constant
+            return function(tensor)  # a constant for this transform
     if interpreter.key() == _C.TransformType.Vmap:
         with interpreter.lower():
             output = batched(physical(tensor, level, 0))
@@ -161,8 +161,8 @@ def descend(
     differentiates = torch.is_grad_enabled()
 
     def forward(tensor: Tensor) -> Tensor:
-        # A Function runs its forward without autograd and without tangents, and its jvp without tangents: for this transform, and not
-        # for those further down.
+        # A Function switches autograd and tangents off in its forward, and tangents in its jvp. That is right for this transform only:
+        # switch them on again for those further down.
         with torch.set_grad_enabled(differentiates), forward_ad._set_fwd_grad_enabled(True), interpreter.lower():
             output = function(_C._unwrap_for_grad(tensor, level))
         return _C._wrap_for_grad(output, level)
@@ -175,20 +175,20 @@ class OneLevel(torch.autograd.function._SingleLevelFunction):
 
     @classmethod
     def apply_here(cls, *args: Any) -> Any:
-        """What `apply` is for other Functions."""
+        """The counterpart of other Functions' `apply`."""
         with enable_single_level_autograd_function():
             return cls.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def tangents_apart() -> bool:
-    """Whether the caller runs in a jvp inside of two vmaps, psg's and one of fn's own, which may have the tangents without the values."""
+    """Whether the caller runs in a jvp inside two vmaps, psg's and one of fn's own, which may batch the tangents but not the values."""
     kinds = [interpreter.key() for interpreter in _C.get_interpreter_stack() or ()]
     jvps = [level for level, kind in enumerate(kinds) if kind == _C.TransformType.Jvp]
     return bool(jvps) and kinds[: jvps[-1]].count(_C.TransformType.Vmap) > 1
 
 
 def vmaps(tensor: Tensor) -> int:
-    """How many vmaps have wrapped this tensor, under whatever other wrappers."""
+    """How many vmaps have wrapped this tensor, other wrappers aside."""
     return sum(map(_C.is_batchedtensor, layers(tensor)))
 
 
@@ -203,7 +203,7 @@ def value_of(tensor: Tensor) -> Tensor:
 
 
 def layers(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, and what is under its wrappers, the outermost first."""
+    """The tensor and the tensors under each of its wrappers, the outermost first."""
     yield tensor
     while is_wrapped(tensor):
         tensor = value_of(tensor)
@@ -218,9 +218,9 @@ def bare(tensor: Tensor) -> Tensor:
 
 
 def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call an op that is made of others as these. vmap alone runs one that it does not know for sample after sample.
+    """Call a composite op as the ops that it is made of. vmap alone runs one without a batching rule sample by sample.
 
-    As a transform that differentiates does on its way to vmap; this one differentiates for nothing.
+    A differentiating transform decomposes such ops on the way to vmap, so wrap the arguments in one that differentiates for nothing.
     """
     level = _C._grad_increment_nesting()
     try:
@@ -232,17 +232,17 @@ def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Where the values are stored, under whatever wrappers."""
+    """The address of the storage that holds the values, under all wrappers."""
     return bare(tensor).untyped_storage().data_ptr()
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """The same as what stays its own when the values are let go of, and does not hold them."""
+    """A weak reference to that storage: it does not keep the storage alive and, unlike an address, never comes to mean another one."""
     return StorageWeakRef(bare(tensor).untyped_storage())
 
 
 def physical(tensor: Tensor, level: int, n: int) -> Tensor:
-    """The value with the samples in dim 0; a tensor without a batch dimension is expanded to one, without a copy."""
+    """The value with the samples in dim 0; a tensor without a batch dimension is expanded to n samples, without a copy."""
     if not is_batched(tensor, level):
         return tensor.unsqueeze(0).expand(n, *tensor.shape)
     value, dim = _C.get_unwrapped(tensor), _C.maybe_get_bdim(tensor)
@@ -250,17 +250,17 @@ def physical(tensor: Tensor, level: int, n: int) -> Tensor:
 
 
 def wrap(value: Tensor, level: int) -> Tensor:
-    """Give dim 0 of a physical value to the vmap at this level."""
+    """Wrap a physical value for the vmap at this level, with dim 0 as the batch dimension."""
     return _C._add_batch_dim(value, 0, level)
 
 
 def wrap_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap a value that is laid out as that of `tensor` is: with the batch dimension at the same place, at the same level."""
+    """Wrap a value as `tensor` is wrapped: with the batch dimension at the same place, at the same level."""
     return _C._add_batch_dim(value, _C.maybe_get_bdim(tensor), level_of(tensor))
 
 
 class below:
-    """A context: run the body below the transform at this level, and all above it; by default below the innermost."""
+    """A context: run the body below the transform at this level and all inner ones; by default below the innermost."""
 
     def __init__(self, level: int | None = None) -> None:
         self._level = level
@@ -285,11 +285,11 @@ def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor],
 
 
 def lacks_batching(func: Any) -> bool:
-    """Whether this is an op of torch.library that vmap runs sample by sample, for want of a rule."""
+    """Whether this is an op of torch.library that vmap runs sample by sample, for want of a batching rule."""
     if isinstance(func, OpOverloadPacket):
         func = getattr(func, "default", None)
     if not isinstance(func, OpOverload) or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-        return False  # what draws random numbers does as vmap's `randomness` says
+        return False  # a random op must obey vmap's `randomness`
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return not has("FuncTorchBatched") and not has("CompositeImplicitAutograd")
 
@@ -301,7 +301,7 @@ def vmap(
     n: int,
     randomness: str,
 ) -> tuple[Tensor, ...]:
-    """`torch.func.vmap` of a function of a flat sequence of tensors, without the checks and trees that the caller has done already."""
+    """`torch.func.vmap` of a function of a flat sequence of tensors, without the checks and the flattening that the caller has done."""
     _load_decompositions()
     level = _C._vmap_increment_nesting(n, randomness)
     try:

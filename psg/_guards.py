@@ -1,4 +1,4 @@
-"""What watches fn where vmap or plain autograd runs its ops as they are, and the backward passes of loops."""
+"""Function modes that watch fn where vmap or plain autograd runs its ops as they are, and the loop's backward passes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +17,15 @@ from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 
 class VmapGuard(TorchFunctionMode):
-    """Under vmap(grad): refuses the ops that vmap gets wrong, and updates of running statistics; writes out what it gets right otherwise.
+    """Under vmap(grad): refuses updates of running statistics and ops that vmap gets wrong, but decomposes an op where that makes it right.
 
     Args:
         call: The call.
-        samples: What fn is given.
+        samples: The tensors that fn is given.
         differentiated: Whether the gradients are differentiated in turn.
 
     Attributes:
-        failure: The last error of an op, which fn may have handled: its message alone, for it holds all frames, and so what they hold.
+        failure: The message of the last error that an op raised, which fn may have caught; the error itself would keep all frames alive.
     """
 
     def __init__(self, call: Call, samples: Sequence[Tensor], differentiated: bool) -> None:
@@ -54,12 +54,12 @@ class VmapGuard(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs)
-        # Where the gradients are differentiated, autograd is beneath vmap here too.
+        # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
         reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves_of(args, kwargs)):
             reason = OWN_GENERATOR
         if _functorch.is_traced() and not self.traced:
-            reason = "a tracer inside fn, such as torch.func.linearize's, takes what it meets under vmap as constant"
+            reason = "a tracer inside fn, such as torch.func.linearize's, takes the tensors that it meets under vmap as constants"
         if reason is not None:
             raise PsgError(reason)
         decompose = find_decomposition(func, self.differentiated)
@@ -72,15 +72,15 @@ class VmapGuard(TorchFunctionMode):
 
 
 class LoopGuard(TorchFunctionMode):
-    """Under plain autograd: refuses updates of running statistics, and notes what fn uses.
+    """Under plain autograd: refuses updates of running statistics, and notes the arguments of fn's ops.
 
     Args:
         call: The call.
-        own: What fn is given.
+        own: The leaves that fn is given.
 
     Attributes:
-        met: What has met an op, by id.
-        recorded: What has met one that autograd records.
+        met: The ids of all arguments of ops.
+        recorded: The ids of the arguments of ops that autograd records.
     """
 
     def __init__(self, call: Call, own: Sequence[Any] = ()) -> None:
@@ -104,7 +104,7 @@ class LoopGuard(TorchFunctionMode):
 
 
 class Again(TorchFunctionMode):
-    """Watches what a backward pass runs again, as a checkpointed layer's does: it must meet the parameters that the forward pass met."""
+    """Watches ops that a backward pass runs again, as a checkpointed layer's does: they must use the parameters of the forward pass."""
 
     def __init__(self, call: Call, met: set[int], called: _pass.Pass) -> None:
         super().__init__()
@@ -123,6 +123,6 @@ class Again(TorchFunctionMode):
             if id(leaf) in self.called.ambiguous:
                 raise StateError(
                     f"{self.call.name}: the backward pass runs a part of a module again, as a checkpointed layer's does, and fn has called "
-                    "that module with several sets of parameters: which of them is not known by then. Take the checkpointing out."
+                    "that module with several sets of parameters: psg cannot tell which of them to use then. Remove the checkpointing."
                 )
         return func(*args, **kwargs)

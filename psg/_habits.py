@@ -1,4 +1,4 @@
-"""What a function was found to do, and how a pass that expects it treats it."""
+"""What psg has found out about a function, and how a pass treats the function accordingly."""
 
 import functools
 import inspect
@@ -10,15 +10,15 @@ from psg._errors import Unsupported
 
 
 class Habits(NamedTuple):
-    """How a pass treats what the function does; it starts with the cheapest.
+    """How a pass treats the function; the defaults are the cheapest.
 
     Attributes:
-        copied: The inputs are copies that the function may write into.
+        copied: Inputs are copied, so that the function may write into them.
         derives: Ops on parameters alone are computed once.
-        fills: How many kinds of the tensors that the function makes are made for every sample: first those that are most often written
-            into; what is made for every sample has no Python value.
+        fills: How many sets of `FACTORIES` make a tensor for every sample, so that the function may write into it; such a tensor has no
+            Python value.
         ruled: Known ops run by their rules.
-        recorded: The function calls autograd itself: what runs by rules can be differentiated again.
+        recorded: The function calls autograd itself, so that the outputs of rules must be differentiable.
     """
 
     copied: bool = False
@@ -29,10 +29,10 @@ class Habits(NamedTuple):
 
 
 class Retry(Unsupported):
-    """The function does what this pass did not expect; another can follow it.
+    """The function does something that this pass cannot follow; a pass with other habits can.
 
     Attributes:
-        change: Fields of its `Habits`.
+        change: The fields of `Habits` to change.
     """
 
     def __init__(self, message: str, **change: Any) -> None:
@@ -40,27 +40,27 @@ class Retry(Unsupported):
         self.change = change
 
 
-# What functions did when they were last called: a pass that does not expect it has to begin again.
+# The habits with which each function's last pass succeeded: starting from the defaults would cost a failed pass again.
 _known: weakref.WeakKeyDictionary[FunctionType, Habits] = weakref.WeakKeyDictionary()
 
 
 def habits_of(function: Any) -> Habits:
-    """What is known of a function."""
+    """The habits known for a function, or the defaults."""
     own = _function_of(function)
     return Habits() if own is None else _known.get(own, Habits())
 
 
 def remember(function: Any, habits: Habits) -> None:
-    """Expect these of the function from now on."""
+    """Begin with these habits when the function is called again."""
     own = _function_of(function)
-    # What slows every op down is found out anew: code may be shared by functions of which one alone needs it.
+    # Not `derives` and `ruled`: to turn these off slows every op down, and only one of the functions that share this code may need it.
     kept = Habits(copied=habits.copied, fills=habits.fills, recorded=habits.recorded)
     if own is not None and (own in _known or kept != Habits()):
         _known[own] = kept
 
 
 def _function_of(function: Any) -> Any:
-    """What a callable runs: the function under wrappers, bound arguments and methods; None if that is not written in Python."""
+    """The Python function that a callable runs, under wrappers, partials and methods; None if it is not written in Python."""
     while type(function) is not FunctionType or "__wrapped__" in function.__dict__:
         if isinstance(function, functools.partial):
             function = function.func

@@ -1,10 +1,10 @@
-"""Rules inside of transforms of the function's own, and of derivatives that it takes itself.
+"""Rules inside torch.func transforms that fn calls, and inside derivatives that fn takes itself.
 
-To a derivative that fn takes for its data (a force, a score, the residual of a differential equation) and to a vmap of its own, a parameter
-is a constant; and an op that is linear in its data has derivatives that are such ops again: those of x W^T are dx W^T and C W. So each of
-them, however deep, is in the end run by its rule, on the physical batch and the one true parameter, and tapped there.
+When fn differentiates for its data (a force, a score, the residual of a differential equation), or calls vmap, a parameter is a constant
+there. The derivatives of an op that is linear in its data are again such ops: those of x W^T are dx W^T and C W. So each of them, at any
+depth of nesting, finally runs by its rule, on the physical batch and the one unexpanded parameter, and is tapped there.
 
-On its way down a product is for each transform what an `autograd.Function` is whose derivatives are Functions again.
+To each transform on the way down, a product looks like an `autograd.Function` whose derivatives are such Functions again.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from psg.rules import _registry
 
 @dataclass(frozen=True)
 class Product:
-    """An op that is linear in its data, up to constants, with its other arguments.
+    """An op that is linear in its data, up to constants such as a bias, with its other arguments.
 
     Attributes:
-        watch: The pass that it belongs to.
+        watch: The pass that the product belongs to.
         op: The op; it has a rule, and a transpose.
         own: The arguments that are lifted values.
-        others: The other arguments but the data.
-        recorded: Whether fn differentiates by autograd itself, which then must find here what it can differentiate.
+        others: All other arguments except the data.
+        recorded: Whether fn calls autograd itself, so that the output must be differentiable for the data.
     """
 
     watch: Watch
@@ -41,7 +41,7 @@ class Product:
     _transposes: "dict[torch.Size, Product | None]" = field(init=False, default_factory=dict)
 
     def __call__(self, data: Tensor) -> Tensor:
-        """Its value, for data under whatever wrappers."""
+        """The op's output for data under any wrappers."""
         level, here, data = self.watch.level, _functorch.current_level(), _functorch.alive(data)
         if here < level:
             return self._tapped(data)
@@ -49,31 +49,31 @@ class Product:
             (output,) = _functorch.run_below(lambda physical: (self._tapped(physical),), [data], level, self.watch.n)
             return output
         if not _functorch.is_batched_within(data, level):
-            # A tangent that all samples share, say: the product has a gradient of each sample's own nevertheless.
+            # For example a tangent that all samples share: the parameter's gradient differs between samples nevertheless.
             with _functorch.below(level):
                 zeros = torch.zeros(self.watch.n, dtype=data.dtype, device=data.device)
             data = data + _functorch.wrap(zeros, level)
         return _functorch.descend(data, self, self._batched, lambda forward: self._differentiated(data, data.shape, forward))
 
     def _batched(self, data: Tensor) -> Tensor:
-        """Its value for data with one dimension more, in front."""
+        """The op's output for data with one more dimension in front."""
         item = self._transpose.item
         if item is None or data.ndim <= item + 1:
             return self(data)
         return self(data.flatten(0, 1)).unflatten(0, data.shape[:2])
 
     def _differentiated(self, data: Tensor, shape: torch.Size, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Its value, by `forward`, for data of which one sample has this shape, with a history."""
+        """The op's output with a history, computed by `forward`; one sample of the data has this shape."""
         return _Linear.apply_here(data, self, shape, forward, _functorch.records_below(self.watch.level))
 
     def linear(self) -> "Product":
-        """The product without the constants."""
+        """The product without its constants."""
         without = self._transpose.constants
         own = {name: value for name, value in self.own.items() if name not in without}
         return replace(self, own=own, others={name: argument for name, argument in self.others.items() if name not in without})
 
     def transposed(self, shape: torch.Size) -> "Product | None":
-        """What takes the cotangent of the output to that of data of this shape; None if the rule or its transpose does not fit."""
+        """The product that maps the output's cotangent to that of data of this shape; None if the op's transpose declines the call."""
         if shape not in self._transposes:
             self._transposes[shape] = self._transposed(shape)
         return self._transposes[shape]
@@ -89,13 +89,13 @@ class Product:
         return replace(self, op=op, own=own, others={name: argument for name, argument in arguments.items() if name not in own})
 
     def _compute(self, data: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """What its rule makes of physical data: the output, and how to build the factors."""
+        """Run the op's rule on physical data; returns the output and the builders of the factors."""
         rule = _registry.find_rule(self.op)
         arguments = {**self.others, **{name: value.value for name, value in self.own.items()}, self._transpose.data: data}
         shared = arguments.keys() - {self._transpose.data}
         result = NotImplemented if rule is None else rule.call(arguments, shared & set(rule.params))
         if result is NotImplemented:
-            raise PsgError(f"the rule of {name_of(self.op)} declines what its transpose takes")
+            raise PsgError(f"the rule of {name_of(self.op)} declines arguments that the op's transpose accepts")
         return result
 
     @property
@@ -125,7 +125,7 @@ class Product:
 
 
 class _Linear(_functorch.OneLevel):
-    """A product's place in the graph of one who differentiates."""
+    """A product as a node of the graph that autograd or a transform differentiates."""
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, product: Product, shape: torch.Size, forward: Callable[[Tensor], Tensor], records: bool) -> Tensor:
@@ -135,8 +135,8 @@ class _Linear(_functorch.OneLevel):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not ctx.records and _functorch.records_below(ctx.product.watch.level):
-            # Whether torch's own op then has a derivative for its weight depends on which form of it the op has saved.
-            raise PsgError("a function of torch.func.vjp, made under torch.no_grad(), is called outside of it")
+            # Whether torch's own op has a derivative for its weight in this case depends on which form of the weight it has saved.
+            raise PsgError("a function that torch.func.vjp returned under torch.no_grad() is called outside of torch.no_grad()")
         return ctx.product.transposed(ctx.shape)(cotangent), None, None, None, None
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Ops that torch's CPU kernels get wrong, run so that they are right: for what runs fn's own ops, the loop, its oracle and whole batches.
+"""Workarounds for ops that torch's CPU kernels get wrong, used where fn's own ops run: the loop, its oracle and method="batch".
 
-The backward of a batch norm is wrong where the cotangent of a batch of one image is laid out in another way than the image, and where there
-are gaps between the weights, or the running statistics, of what has no dimensions but batch and channels.
+The backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and for inputs
+with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an op of fn's. Its values, and how they lie in memory, are torch's own."""
+    """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own."""
     if func not in _BATCH_NORMS:
         return func(*args, **kwargs)
-    # All but the input. Running statistics that are updated are refused before (psg/rules/leaks.py).
+    # All arguments but the input. Running statistics may be copies: updates of them were refused before (psg/rules/leaks.py).
     args = (*args[:1], *map(_closed, args[1:]))
     kwargs = {name: value if name == "input" else _closed(value) for name, value in kwargs.items()}
     output = func(*args, **kwargs)
@@ -25,7 +25,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         shape, stride = normalized.shape, normalized.stride()
 
         def laid_out(cotangent: Tensor | None) -> Tensor | None:
-            if cotangent is None or cotangent.stride() == stride:  # None: nothing has arrived
+            if cotangent is None or cotangent.stride() == stride:  # None: no cotangent has arrived
                 return cotangent
             return cotangent.new_empty_strided(shape, stride).copy_(cotangent)
 
@@ -34,14 +34,14 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Repaired(TorchFunctionMode):
-    """Runs every op so."""
+    """Calls every op by `run`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
 
 def _closed(value: Any) -> Any:
-    """Without gaps."""
+    """A CPU tensor without gaps between its entries; everything else as it is."""
     return value.contiguous() if isinstance(value, Tensor) and value.is_cpu else value
 
 

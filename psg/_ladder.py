@@ -1,7 +1,7 @@
 """The ladder that runs a call: capture -> vmap(grad) -> loop.
 
-Each rung is right wherever the one above cannot run. A rung that raises hands over to the next; what the last one raises is the user's
-own error and is raised as it is.
+Each rung is right wherever the one above cannot run. If a rung raises, the next one runs; an error of the last rung is the user's own
+and is raised as it is.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def run(call: Call, method: str) -> Result:
         rung = rungs.pop(0)
         forget = _functorch.attempt()
         try:
-            with _pass.opened(None):  # this call may stand inside another's pass
+            with _pass.opened(None):  # this call may be made inside another call's pass
                 result = RUNGS[rung](call)
             break
         except Exception as error:
@@ -65,7 +65,7 @@ def run(call: Call, method: str) -> Result:
     if rung == "capture" and all(isinstance(factor, Sum) and not factor.terms for factor in result.factors):
         warn_once(
             (code_of(call.fn), "unused"),
-            f"{call.name}: fn uses none of what it is differentiated for, so every gradient is zero. A module has to be called with the "
+            f"{call.name}: fn uses none of the tensors that it is differentiated for, so every gradient is zero. Call a module with the "
             "parameters that fn is given: torch.func.functional_call(module, params, x), or psg.stateless(module, criterion).",
             UserWarning,
         )
@@ -76,8 +76,8 @@ def _refuse_stale(call: Call, error: Exception) -> None:
     if Stale.seen_in(error):
         raise StateError(
             f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
-            "made from the samples or the parameters of that call, and is dead. Make it anew in every call, and clear what is kept now; "
-            "what depends on neither may be made outside of fn."
+            "made from the samples or the parameters of that call, and cannot be used any more. Make it anew in every call, and clear "
+            "the one that is kept now; a tensor that depends on neither samples nor parameters may be made outside of fn."
         ) from error
 
 
@@ -89,7 +89,7 @@ def _reason(error: Exception) -> str:
 
 _COST = {
     "vmap": "per-sample gradients are held in full",
-    "loop": "one forward and backward for every sample, which a function of a whole batch need not pay (method='batch')",
+    "loop": "one forward and backward pass for every sample, unless you write fn for the whole batch (method='batch')",
 }
 
 

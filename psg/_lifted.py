@@ -1,4 +1,4 @@
-"""Values computed from parameters alone, what their per-sample gradients are made of, and how the graph is tapped."""
+"""Lifted values (parameters and values computed from them), the terms of their per-sample gradients, and taps of the graph."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,18 +17,18 @@ from psg.factors import Dense, Factor, Sum, merge
 
 
 class Lifted:
-    """A value computed from parameters alone, once, and what its per-sample gradient is made of.
+    """A parameter, or a value computed once for all samples from parameters, with the terms of its per-sample gradient.
 
     Attributes:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         derived: For a derived value, the value with its history up to the roots.
-        made_by: For a derived value, the step that has computed it, and the values that this has met.
-        handle: The wrapper that the function holds; kept, so that its id stays its own.
-        shared: Whether it was computed from data too, which the samples share.
-        name: What messages call it.
-        terms: What has been found of its gradient.
-        uses: The ops that met it, with the way each went; a derived value's are its parent's.
+        made_by: For a derived value, the step that has computed it, and the lifted values among the step's arguments.
+        handle: The wrapper that the function holds; kept alive, since values are found by its id().
+        shared: Whether it was computed also from data, which all samples share.
+        name: Its name in messages.
+        terms: The factors found so far, whose sum is its gradient.
+        uses: The ops that used it, each with its path (rule, lifted or derived); a derived value has its first parent's list.
     """
 
     def __init__(self, leaf: Tensor, value: Tensor | None, name: str = "") -> None:
@@ -44,7 +44,7 @@ class Lifted:
 
     @classmethod
     def parameter(cls, value: Tensor, in_dim: int | None, n: int, name: str = "") -> "Lifted":
-        """Lift a parameter; one with a dimension for the samples is its own leaf."""
+        """Lift a parameter; one with a dimension of samples is the leaf itself."""
         if in_dim is not None:
             return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None, name)
         return cls(value.expand(n, *value.shape).requires_grad_(), value, name)
@@ -60,17 +60,17 @@ class Lifted:
 
     @property
     def is_a_function_s_own(self) -> bool:
-        """Whether an autograd.Function of the user's has computed it."""
+        """Whether an autograd.Function of the user's has computed this value."""
         return self.made_by is not None and self.made_by[0].name == "custom_function_call"
 
     def carry(self) -> "tuple[Carry | None, list[Lifted | None]]":
-        """How factors are carried over to what this value was computed from, and what that is; None where they have to be formed."""
+        """The map that carries factors over to the sides of this value's step, or None if they must be materialised; and the sides."""
         if self.made_by is None:
             return None, []
         step, met = self.made_by
         by_history = {id(value.history): value for value in met}
         sides = [by_history.get(id(side)) for side in step.sides]
-        all_in = set(map(id, met)) <= set(map(id, sides))  # nobody is left out
+        all_in = set(map(id, met)) <= set(map(id, sides))  # every lifted argument is a side
         return carry_of(step) if all_in else None, sides
 
     @cached_property
@@ -88,7 +88,7 @@ class Lifted:
         return predicate(self.leaf if self.derived is None else self.derived)
 
     def carry_terms(self) -> None:
-        """Hand the terms to what this value was computed from, where their kind allows it."""
+        """Carry the terms over to the values from which this one was computed, where their kind allows it."""
         if not self.terms:
             return
         carry, sides = self.carry()
@@ -106,7 +106,7 @@ class Lifted:
                     value.terms += factors
 
     def accept(self, factor: Factor, place: str, n: int) -> Factor:
-        """A rule's factor in the parameter's dtype: under autocast its two sides may come in different ones.
+        """Check a rule's factor and return it in the parameter's dtype: under autocast its two sides may have different ones.
 
         Raises:
             InputError: The factor does not fit the parameter, so the rule is broken.
@@ -138,23 +138,23 @@ class Lifted:
 
 
 class Tap(NamedTuple):
-    """Where a rule's output joins the graph, and what to make of the cotangent that arrives there."""
+    """The place of a rule's outputs in the graph, and the builders that make factors of the cotangents that arrive there."""
 
     op: str
     edges: tuple[GradientEdge, ...]
-    shapes: tuple[Tensor, ...] | None  # for several outputs: stand-ins that hold nothing, for cotangents that never arrive
+    shapes: tuple[Tensor, ...] | None  # for several outputs: zeros that take no memory, for cotangents that never arrive
     builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
-    inputs: list[tuple[Tensor, int]]  # what the builders will read, with its version when the rule read it
+    inputs: list[tuple[Tensor, int]]  # tensors that the builders will read, each with its version when the rule read it
     nbytes: int  # of the outputs, and so of the cotangents
-    guess: Any = None  # under what a pass remembers what it has taken the outputs for, if it may be wrong
+    guess: Any = None  # if a pass only guessed which samples the output rows belong to, the key of that guess
 
     @property
     def is_outdated(self) -> bool:
-        """Whether what the builders will read has been changed in place."""
+        """Whether a tensor that the builders will read has been changed in place."""
         return any(tensor._version != version for tensor, version in self.inputs)
 
     def factors(self, arrived: Sequence[Tensor | None], n: int) -> list[tuple[Lifted, Factor]]:
-        """What the builders make of the cotangents of the outputs, one of which has arrived at least."""
+        """The factors that the builders make of the outputs' cotangents, at least one of which has arrived."""
         cotangent: Any = arrived[0]
         if self.shapes is not None:
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, self.shapes, strict=True))
@@ -162,15 +162,15 @@ class Tap(NamedTuple):
 
 
 class Watch(TorchFunctionMode):
-    """Watches the calls of a function that holds lifted values, and knows these by the wrappers under which it holds them.
+    """Watches the calls of a function, and recognises lifted values among their arguments by the wrappers that the function holds.
 
     Attributes:
         n: The number of samples.
         params: The lifted parameters.
-        values: These and, as they appear, the values derived from them.
-        by_handle: By the identity of the wrapper.
-        taps: Where cotangents are to be taken.
-        level: That of the transform in which the function runs; -1 outside of all.
+        values: The lifted parameters and, as they appear, the values derived from them.
+        by_handle: The lifted values by the id() of the wrapper that the function holds.
+        taps: The taps whose cotangents the backward pass will take.
+        level: The level of the transform in which the function runs; -1 outside of all.
     """
 
     def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor]) -> None:
@@ -184,36 +184,36 @@ class Watch(TorchFunctionMode):
         self.taps: list[Tap] = []
 
     def hold(self, value: Lifted, handle: Tensor) -> Tensor:
-        """From now on the function holds the value under this wrapper."""
+        """Register the wrapper under which the function holds this value from now on; returns the wrapper."""
         value.handle = handle
         self.by_handle[id(handle)] = value
         return handle
 
-    # Deep models have hundreds of parameters, and hundreds of activations in place: both are found once.
+    # Cached, since deep models have hundreds of parameters, and hundreds of in-place activations to check against them.
 
     @cached_property
     def owned(self) -> set[int]:
-        """The memory of the parameters."""
+        """The storage addresses of the parameters."""
         return {_functorch.memory_of(value.leaf) for value in self.params}
 
     @cached_property
     def given(self) -> set[int]:
-        """The memory of the inputs that the function must not write into."""
+        """The storage addresses of the inputs that the function must not write into."""
         return {_functorch.memory_of(tensor) for tensor in self._inputs if tensor.numel()}
 
     def met(self, leaves: Sequence[Any]) -> list[Lifted]:
-        """The values among the arguments of a call."""
+        """The lifted values among the arguments of a call."""
         return [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
 
     def history(self, leaf: Any) -> Any:
-        """What an argument of a call stands for in the graph up to the roots."""
+        """For a lifted value its version with a history up to the roots; any other argument as it is."""
         value = self.by_handle.get(id(leaf))
         return leaf if value is None else value.history
 
     def lift(
         self, func: Any, met: list[Lifted], args: Any, kwargs: Any, output: Any, wrap: Callable[[Lifted, Tensor], Tensor]
     ) -> tuple[Any, list[Lifted], list[Tensor]]:
-        """What the function gets for what an op has made of lifted values; of that the values derived, and what has no history."""
+        """Lift an op's output; returns what the function gets, the derived values in it, and the tensors in it without a history."""
         several = isinstance(output, (tuple, list))
         parts = list(output) if several else [output]
         values: list[Lifted] = []
@@ -236,7 +236,7 @@ class Watch(TorchFunctionMode):
     def tap(
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
     ) -> tuple[Tensor, ...]:
-        """A rule's outputs as the function is to go on with them."""
+        """Tap a rule's outputs; returns the outputs with which the function goes on."""
         outputs, edges = zip(*map(_anchored, outputs), strict=True)
         shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
         versions = [(tensor, tensor._version) for tensor in inputs]
@@ -245,9 +245,9 @@ class Watch(TorchFunctionMode):
 
 
 def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A rule's data, one of them with a history, so that autograd records the op and its output can be tapped.
+    """A rule's data, at least one of them with a history, so that autograd records the op and its output can be tapped.
 
-    It costs nothing in the backward pass, which stops at the output.
+    This costs nothing in the backward pass, which stops at the output.
     """
     if any(value.requires_grad for value in values):
         return values
@@ -274,10 +274,10 @@ class _Anchor(torch.autograd.Function):
 def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:
     """A rule's output with a history, and the edge at which its cotangent will arrive."""
     if output._is_view():
-        output = output.clone()  # an in-place op on a view would lead the gradient around the edge
+        output = output.clone()  # an in-place op on a view would make the gradient bypass the edge
     if not output.requires_grad:
         output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
-    # Taken now: a later in-place op of the user's gives the tensor another edge.
+    # Taken now, since a later in-place op of the user's gives the tensor another edge.
     return output, get_gradient_edge(output)
 
 
@@ -288,9 +288,9 @@ _LITTLE = 1 << 17  # bytes, of all samples
 def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
     """Turn the terms of derived values into terms of the parameters they were computed from."""
     derived = [value for value in values if value.derived is not None]
-    # Many steps of little things: autograd takes them all in less time than it takes to ask what each makes of its factor.
+    # Many steps on small tensors: autograd pulls all of them back in less time than it takes to carry factors over each step.
     little = len(derived) >= _MANY and max(value.leaf.nbytes for value in (*derived, *params)) <= _LITTLE
-    for value in () if little else reversed(derived):  # children stand after their parents
+    for value in () if little else reversed(derived):  # parents come before the values derived from them
         value.carry_terms()
     derived = [value for value in derived if value.terms]
     if not derived:

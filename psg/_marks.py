@@ -1,4 +1,4 @@
-"""What a pass under vmap has made."""
+"""Marks on the tensors that a pass under vmap has made."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from psg._errors import Stale
 
 
 class Marks:
-    """What one pass under vmap makes, so that what another has left behind is known for it: a new pass has the level of the last.
+    """Marks the tensors that one pass under vmap makes, to tell them from those of an earlier pass, which had the same level.
 
     Args:
-        levels: The pass' own.
+        levels: The levels of the pass' own transforms.
     """
 
     def __init__(self, *levels: int) -> None:
@@ -21,25 +21,25 @@ class Marks:
         self._mark = object()
 
     def claim(self, output: Any, target: Any = None) -> None:
-        """Mark what is made from the samples or the parameters of this pass, and what that is written into."""
+        """Mark an output made from the samples or the parameters of this pass, and the target that it is written into."""
         for tensor in (*output, target) if isinstance(output, (tuple, list)) else (output, target):
             if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels:
                 vars(tensor)["_psg_pass"] = self._mark
 
     def mark(self, output: Any) -> None:
-        """Mark what no transform has wrapped, and was computed from the parameters of this pass nevertheless."""
+        """Mark an output that no transform has wrapped, though it was computed from the parameters of this pass."""
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and not _functorch.is_wrapped(tensor):
                 vars(tensor)["_psg_pass"] = self._mark
 
     def has_marked(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of these is of that kind."""
+        """Whether one of these is a tensor that `mark` has marked, with no transform's wrapper."""
         return any(
             isinstance(leaf, Tensor) and leaf.__dict__.get("_psg_pass") is self._mark and not _functorch.is_wrapped(leaf) for leaf in leaves
         )
 
     def owns(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of these is marked. Raises Stale if one was made by another pass at this level."""
+        """Whether one of these is marked by this pass. Raises Stale if one was made by another pass at this level."""
         marked = False
         for leaf in leaves:
             mark = leaf.__dict__.get("_psg_pass") if isinstance(leaf, Tensor) else None
@@ -47,6 +47,6 @@ class Marks:
                 marked = True
             elif mark is not None:
                 level = _functorch.level_of(leaf)
-                if level in self._levels or level < 0:  # what grad has wrapped has none after its end
+                if level in self._levels or level < 0:  # a wrapper of grad has no level once grad has ended
                     raise Stale("a tensor of an earlier pass")
         return marked

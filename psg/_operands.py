@@ -1,4 +1,4 @@
-"""Sorts the tensors of a call for the rule that is to run it: parameters, data, what is frozen, numbers. And runs it."""
+"""Sorts the tensors of a call for the rule that runs it (lifted values, data, frozen parameters, numbers), and runs the rule."""
 
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ class Operands(NamedTuple):
 
     Attributes:
         own: Lifted values in the places of parameters: the rule takes their one unexpanded value.
-        data: What the rule takes with the samples in dim 0.
-        shared: Frozen parameters, which go in as they are.
-        numbers: What stands in the places of Python numbers, as such.
+        data: The tensors that the rule takes with the samples in dim 0.
+        shared: Frozen parameters, which the rule takes as they are.
+        numbers: The values of tensors in the places of Python numbers.
         sampled: Whether some data differs from sample to sample.
-        varied: Whether some data is no parameter's.
+        varied: Whether some data is not computed from parameters alone.
         batched: Whether some data is under vmap's wrapper.
     """
 
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, watch: Watch, rule: Rule, arguments: dict[str, Any]) -> "Operands | None":
-        """What they are to this rule; None if it does not take such."""
+        """Sort a call's arguments for this rule; None if the rule does not take them."""
         own: dict[Place, Lifted] = {}
         data: dict[Place, Tensor] = {}
         shared: dict[Place, Tensor] = {}
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
                     continue
                 if not rule.mixed:
                     return None  # every sample has a weight of its own
-            data[place] = argument  # a lifted value among them is data like any other: its leaf has the samples in dim 0
+            data[place] = argument  # also a lifted value in the place of data: its leaf has the samples in dim 0
             varied |= value is None or value.shared
             if _functorch.is_batched(argument, watch.level):
                 batched = True
@@ -65,13 +65,13 @@ class Operands(NamedTuple):
         return cls(own, data, shared, numbers, sampled, varied, batched)
 
     def are_worth(self, rule: Rule, derives: bool) -> bool:
-        """Whether there is something for the rule to do that lifting would do at a higher price; `derives` if it might derive instead."""
+        """Whether the rule costs less than lifting; `derives` says whether the op could be computed once as a derived value instead."""
         if not (self.varied if self.own else self.batched and (rule.frozen or not rule.params)):
             return False
         if self.sampled or not derives:
             return True
-        # The samples share the data. To run once what they share saves time; a factor, where it is less than a gradient, memory.
-        held = 2 * sum(tensor.numel() for tensor in self.data.values())  # with the cotangent about
+        # The samples share the data: deriving once saves time; the rule saves memory, if its factor is smaller than the gradient.
+        held = 2 * sum(tensor.numel() for tensor in self.data.values())  # of data and of the cotangent, about
         return any(held < value.leaf[0].numel() for value in self.own.values())
 
 
@@ -86,21 +86,21 @@ def run_rule(
     n: int,
     guess: Any = None,
 ) -> tuple[tuple[Tensor, ...], bool] | None:
-    """Run a rule on the physical batch and tap what it gives.
+    """Run a rule on the physical batch and tap its outputs.
 
     Args:
         watch: The pass.
-        op: What messages call the op.
-        rule: Its rule.
-        arguments: The call's, by name.
-        own: Lifted values among them: the rule takes their one unexpanded value.
-        data: What goes in with the samples, or rows, in dim 0, in the places of theirs.
-        shared: Frozen parameters among them.
+        op: The name of the op, for messages.
+        rule: The op's rule.
+        arguments: The arguments of the call, by name.
+        own: Lifted values among the arguments: the rule takes their one unexpanded value.
+        data: Tensors with the samples, or rows, in dim 0, by the places in which the rule takes them.
+        shared: Frozen parameters among the arguments.
         n: The number of samples, or of rows.
-        guess: As `Watch.tap` takes it.
+        guess: See `Tap`.
 
     Returns:
-        The outputs, and whether there is but one, which is no tuple to the function; None if the rule declines.
+        The outputs, and whether the op returns a single tensor instead of a tuple; None if the rule declines.
     """
     values: dict[Place, Any] = {**data, **{place: value.value for place, value in own.items()}}
     result = rule.call(replace_at(arguments, values), map(place_name, (*own, *shared)))

@@ -1,4 +1,4 @@
-"""What the capture pass knows of torch's functions, and how it takes their arguments apart."""
+"""What the capture pass knows about torch's functions, and helpers that take their arguments apart."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -20,9 +20,9 @@ METADATA = {
 
 
 class Node:
-    """What fn gets for the autograd node of a tensor: that there is one, and its name.
+    """Stands for the autograd node of a tensor: fn can see that there is one, and its name.
 
-    The cotangents that rules take do not run through it, so a hook on it, or anything else that is done with it, is refused.
+    The cotangents that rules take do not pass through the node, so a hook on it, or any other use of it, is refused.
     """
 
     def __init__(self, node: Any, refuse: Callable[[str], Any]) -> None:
@@ -33,22 +33,22 @@ class Node:
         return self._node.name()
 
     def __getattr__(self, attribute: str) -> Any:
-        if self.name() == "_NoopSaveInputsBackward":  # where torch's own checkpointing keeps its inputs, up to 2.12
+        if self.name() == "_NoopSaveInputsBackward":  # torch's own checkpointing keeps its inputs in it, up to torch 2.12
             return getattr(self._node, attribute)
         return self._refuse(f"{attribute} of the autograd node {self.name()}")
 
 
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
-# Python values too, but taken from memory by no op: no tracer sees them. They read their first argument, where to split, or what
-# stands in a list.
+# These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (READS), of
+# where to split (_SPLITS), or of the tensors in a list (_FROM_LISTS).
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 
 
 def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors whose values this call takes from memory by no op."""
+    """The tensors whose values this call reads from memory without an op."""
     items: Iterable[Any] = ()
     if func in READS:
         items = args[:1]
@@ -62,31 +62,31 @@ def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     return [item for item in items if isinstance(item, Tensor)]
 
 
-# What a mask says where: how many entries come out is a Python value too.
+# Ops that select by a mask, or find nonzero entries: the number of entries is a Python value too.
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
 LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where}
 
-# Of a tensor they take its shape, dtype and device alone.
+# Ops that use only the shape, dtype and device of their tensor.
 LIKENESSES = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
 }
 
-# These, by name, of their second tensor.
+# Ops, by name, that use only the shape, dtype and device of their second tensor.
 LIKE_ANOTHER = {"to", "type", "type_as", "view_as", "expand_as", "reshape_as"}
 
-# What a function may make to write into: often, and now and then.
+# Ops that make tensors into which functions write: in the first set often, in the second now and then.
 FACTORIES: list[set[Any]] = [
     {torch.zeros, torch.ones, torch.full, torch.empty, Tensor.new, Tensor.new_tensor, *LIKENESSES},
     {torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone},
 ]
 
-# Those that make what a mask is made of, and seldom what is written into.
+# Ops whose results often become masks, and are seldom written into.
 CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 
-# Deterministic, functional ops: of parameters and constants alone they have one value for all samples. An op that is not named here
-# is lifted, which is right too; an op that draws random numbers must not be named, nor one whose backward vmap runs wrong (cdist). What has
-# no derivative, such as a mask, is a constant. (custom_function_call is every autograd.Function: whether one has drawn is seen.)
+# Deterministic, functional ops: on parameters and constants alone, they have one value for all samples. An op that is not named here is
+# lifted, which is right too; an op that draws random numbers must not be named, nor one whose backward vmap gets wrong (cdist). An output
+# without a derivative, such as a mask, is a constant. (custom_function_call is every autograd.Function: `_compute` sees if one has drawn.)
 _DERIVING = frozenset(
     """
     add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid tanh softplus softmax
@@ -135,7 +135,7 @@ _DERIVING = frozenset(
 )
 
 
-# Functions that are equal, and so one key of a cache, under other names.
+# Functions with several names that compare equal, and so share one key of a cache.
 _ALIASES = {"dsmm": "mm", "spmm": "mm", "hsmm": "hspmm", "saddmm": "sspaddmm"}
 
 
@@ -148,13 +148,13 @@ def name_of(func: Any) -> str:
 
 @cache
 def derives(func: Any) -> bool:
-    # By name, but of torch's own: a user's op may draw random numbers under any name.
+    # By name, but only for torch's own ops: a user's op may draw random numbers under any name.
     builtin = not isinstance(func, FunctionType) and not hasattr(func, "_schema") and not hasattr(func, "_qualified_op_name")
     return name_of(func) in _DERIVING and (builtin or getattr(func, "__module__", "").split(".")[0] == "torch")
 
 
 def target_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the call writes into, or None."""
+    """The tensor, or list of tensors, that the call writes into; or None."""
     if _writes(func):
         return args[0] if args else next(iter(kwargs.values()))
     position = _inplace_position(func)
@@ -167,7 +167,7 @@ def target_of(func: Any, args: Any, kwargs: Any) -> Any:
 def _writes(func: Any) -> bool:
     name = name_of(func)
     if name in ("requires_grad_", "detach_"):
-        return False  # change what is recorded, not what is stored
+        return False  # these change what autograd records, and no values
     if name.startswith("__i"):
         return hasattr(Tensor, "__" + name[3:])  # __iadd__ has an __add__; __invert__, __int__ and __index__ write nothing
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
@@ -175,7 +175,7 @@ def _writes(func: Any) -> bool:
 
 @cache
 def _inplace_position(func: Any) -> int | None:
-    # torch.nn.functional's activations are Python functions with an option for it.
+    # torch.nn.functional's activations are Python functions with an option `inplace`.
     names = func.__code__.co_varnames[: func.__code__.co_argcount] if isinstance(func, FunctionType) else ()
     return names.index("inplace") if "inplace" in names else None
 
@@ -193,7 +193,7 @@ def places_of(arguments: dict[str, Any]) -> Iterator[tuple[Place, Tensor]]:
 
 
 def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str, Any]:
-    """The arguments with other tensors in these places; a list or tuple of tensors with one of them comes as a list."""
+    """The arguments with these values in their places; a list or tuple of tensors in which one is replaced becomes a list."""
     replaced = dict(arguments)
     for (name, index), value in values.items():
         if index is None:
@@ -204,10 +204,10 @@ def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str,
 
 
 def builder_at(op: str, builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
-    """What a rule says builds the factor of the parameter in this place.
+    """The builder that a rule gives for the factor of the parameter in this place.
 
     Raises:
-        InputError: It says nothing.
+        InputError: The rule gives none.
     """
     name, index = place
     if name not in builders:
@@ -237,7 +237,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, type(...), torch
 
 
 def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:
-    """Of the leaves of an op's arguments the tensors, and what is no plain value either."""
+    """The tensors among the leaves of an op's arguments, and the leaves that are neither tensors nor plain values."""
     tensors: list[Tensor] = []
     others: list[Any] = []
     _sort_operands((*args, *kwargs.values()) if kwargs else args, tensors, others)
@@ -269,7 +269,7 @@ def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def call_key(*arguments: Any) -> Any:
-    """What tells calls of a deterministic op apart: tensors by identity, plain values by kind and value. None if there is anything else."""
+    """A cache key for calls of a deterministic op: tensors by identity, plain values by type and value. None if there is anything else."""
     parts = [_key(argument) for argument in arguments]
     return None if None in parts else tuple(parts)
 
@@ -286,4 +286,4 @@ def _key(item: Any) -> Any:
     if isinstance(item, slice):
         inner = call_key(item.start, item.stop, item.step)
         return None if inner is None else (slice, inner)
-    return (type(item), repr(item)) if type(item) in _PLAIN else None  # 0.0 and -0.0, True and 1 are equal
+    return (type(item), repr(item)) if type(item) in _PLAIN else None  # by repr, since 0.0 == -0.0, and type, since True == 1

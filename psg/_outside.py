@@ -1,6 +1,6 @@
-"""Tensors with a history that a function reaches without being given them: closed over, or passed by keyword.
+"""Outside tensors: tensors with a history that fn does not get by position, but closes over or gets by keyword.
 
-Whoever differentiates the result may mean them too. They are seen where they meet an op; the modes that watch fn ask here.
+The caller may differentiate the result for them too. They are seen when an op uses them: the modes that watch fn report its ops here.
 """
 
 from collections.abc import Callable, Collection
@@ -15,30 +15,30 @@ from psg._errors import warn_once
 from psg._ops import METADATA, PREDICATES, leaves_of, substitute
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
-"""Ops that make a leaf of a tensor."""
+"""Ops that can turn a tensor into an autograd leaf."""
 
 UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
 """Ops through which nothing is differentiated."""
 
 
 class Outside:
-    """Ignores them.
+    """Ignores outside tensors.
 
     Attributes:
-        met: The tensors that were met, each once.
+        met: The outside tensors that ops have used, each once.
     """
 
     def __init__(self) -> None:
         self.met: list[Tensor] = []
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
-        """Look for such tensors among the leaves of an op's arguments; those whose ids are in `own` do not count."""
+        """Look for outside tensors among the leaves of an op's arguments; leaves whose ids are in `own` do not count."""
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
-        """Make sure that all such tensors which the loss' graph leads to have met an op; `seen` has the ids of what has."""
+        """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
 
     def replace(self, arguments: Any) -> Any:
-        """The same arguments, with other tensors in the places of those."""
+        """The same arguments, with other tensors in the places of outside ones."""
         return arguments
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -47,7 +47,7 @@ class Outside:
 
 
 class Recorded(Outside):
-    """Records them. What is computed meanwhile has no history."""
+    """Records outside tensors. Results computed meanwhile have no history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Recorded(Outside):
         self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
-        """Note those among them that autograd would record."""
+        """Note the outside tensors among the leaves that autograd would record."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
         if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
@@ -66,7 +66,7 @@ class Recorded(Outside):
                     self.met.append(leaf)
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
-        """Warn of those that no op has shown: nothing could be put into their places for a derivative."""
+        """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
         known = seen | {tensor.grad_fn for tensor in self.met} | {id(tensor._base) for tensor in self.met if tensor._is_view()}
         for node in filter(self._is_new, nodes):
             for before, _ in node.next_functions:
@@ -74,14 +74,14 @@ class Recorded(Outside):
                 if before is not None and not self._is_new(before) and what not in known:
                     warn_once(
                         ("hidden", node.name()),
-                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function or a scripted one, where psg "
+                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function or scripted function, where psg "
                         "cannot follow it: the result has no derivative for that tensor. Make it one of fn's arguments, or detach it, or "
                         "call psg under torch.no_grad() if no derivative is wanted.",
                         UserWarning,
                     )
 
     def _is_new(self, node: Any) -> bool:
-        """Whether a node of a graph is an op of fn's."""
+        """Whether a node of a graph belongs to an op of fn's."""
         return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
@@ -91,7 +91,7 @@ class Recorded(Outside):
         return base not in own and base not in self._made
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call it and note them; what has no history depends on none."""
+        """Call the function and note the outside tensors that it uses; an output without a history depends on none."""
         with torch.enable_grad():
             output = function(*args)
             if output.requires_grad:
@@ -101,18 +101,18 @@ class Recorded(Outside):
 
 
 class Replaced(Outside):
-    """Replaces them by others."""
+    """Replaces the outside tensors in `met` by others."""
 
     def __init__(self, met: list[Tensor], others: list[Tensor]) -> None:
         self.met = met
         self._others = {id(tensor): other for tensor, other in zip(met, others, strict=True)}
 
     def replace(self, arguments: Any) -> Any:
-        """The same arguments with the others."""
+        """The same arguments, with the outside tensors replaced."""
         return substitute(arguments, lambda leaf: self._others.get(id(leaf), leaf)) if self._others else arguments
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call it with the others."""
+        """Call the function with the outside tensors replaced."""
         with _Mode(self):
             return function(*args)
 

@@ -1,7 +1,7 @@
-"""One pass of plain autograd: what must hold from the call of fn to the end of its backward, and backward passes of fn's own making.
+"""One pass of plain autograd: the state that must last from the call of fn to the end of its backward pass, also one that fn defines.
 
-Checkpointed, reversible and adjoint layers run a part of fn again in their backward pass, and read their module's parameters there. What
-`stateless` has put into the module must be there until then. Some of them also add to the `.grad` of what they read.
+Checkpointed, reversible and adjoint layers run a part of fn again in their backward pass, and read their module's parameters there. The
+parameters that `stateless` has put into the module must be there until then. Some layers also add to the `.grad` of tensors that they read.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ Held = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Pass:
-    """What fn has been called with, for its backward pass."""
+    """The tensors with which fn has called modules, for its backward pass."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[dict[str, Tensor], Held]] = {}
-        self.ambiguous: set[int] = set()  # by id, what was held by an owner that was called with other tensors too
+        self.ambiguous: set[int] = set()  # ids of the tensors of owners that were called with several sets of them
 
     def remember(self, owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
-        """Note a context in which an owner (a module) holds these tensors, with which it has been called."""
+        """Note that an owner (a module) was called with these tensors, and the context in which it holds them."""
         known, _ = self._held.setdefault(id(owner), (tensors, held))
         if {name: id(tensor) for name, tensor in known.items()} != {name: id(tensor) for name, tensor in tensors.items()}:
             self.ambiguous.update(id(tensor) for tensor in (*known.values(), *tensors.values()))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A context for the backward pass."""
+        """A context for the backward pass, in which the owners hold their tensors."""
         with contextlib.ExitStack() as stack:
-            # In one order everywhere: each waits for its turn.
+            # In one order everywhere, to avoid deadlocks: each context waits for its module's lock.
             for _, (_, held) in sorted(self._held.items()):
                 stack.enter_context(held())
             yield
@@ -46,7 +46,7 @@ _open: ContextVar[Pass | None] = ContextVar("psg_pass", default=None)
 
 @contextlib.contextmanager
 def opened(new: Pass | None) -> Iterator[Pass | None]:
-    """A context in which fn's calls are noted in this pass; in none, for a call of psg that stands inside another's."""
+    """A context in which module calls are noted in this pass; in none with None, for a call of psg that is made inside another."""
     token = _open.set(new)
     try:
         yield new
@@ -66,7 +66,7 @@ def gradients(
     watch: contextlib.AbstractContextManager[Any] | None = None,
     look: Callable[[list[Any]], None] | None = None,
 ) -> list[Tensor]:
-    """d loss / d targets, without history; zeros for those that it does not depend on.
+    """d loss / d targets, without history; zeros for targets that the loss does not depend on.
 
     Args:
         loss: A scalar.
@@ -84,7 +84,7 @@ def gradients(
         with watch:
             found = _autograd.gradients(loss, targets)
     else:
-        # Whatever a function adds to its leaves itself is found in their `.grad`; nobody else's is to change.
+        # A Function's backward may add to the `.grad` of leaves itself: read the targets' gradients there, and restore the others' `.grad`.
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         own = {id(target) for target in targets}
         others = [leaf for leaf in leaves if id(leaf) not in own]

@@ -28,7 +28,7 @@ def set_state(state: State | None) -> None:
 
 
 def same_state(state: State, other: State) -> bool:
-    """Whether no random number was drawn between the two."""
+    """Whether no random number was drawn between the two states."""
     return all(torch.equal(value, other[device]) for device, value in state.items())
 
 
@@ -37,4 +37,4 @@ def _of(device: torch.device) -> Any:
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # of which there is one
+    return () if device.type == "mps" else (device,)  # there is only one such device

@@ -1,4 +1,4 @@
-"""Where each call of the function goes: to a rule, below vmap, to what writes it with other ops, or as it is."""
+"""Routes each call of the function: to a rule, below vmap, to a decomposition into other ops, or on as it is."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -60,13 +60,13 @@ class Router(Watch):
         self.look = look
         self.habits = habits
         self.hooks = _autograd.saved_tensor_hooks()
-        self.derivations: dict[Any, tuple[Any, Any]] = {}  # by what was called: its output, and its arguments
+        self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.differentiates = False
-        self.failure: str | None = None  # the message alone: the error itself holds all frames, and so what they hold
+        self.failure: str | None = None  # the message alone: the error itself would keep all frames alive
 
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
-        """Learn vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
+        """Note vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
         self.level = _functorch.current_level()
         self.own = Marks(self.level)
         self.own.claim(samples)
@@ -124,19 +124,19 @@ class Router(Watch):
         met = self.met(tensors)
         return self._run_lifted(func, met, args, kwargs) if met else self._run_unmet(func, args, kwargs)
 
-    # What the function asks of autograd
+    # The function's own calls of autograd
 
     def _run_autograd(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """For every sample's own, or for a transform, to which the tensors of torch.func.vjp belong."""
+        """Run a call of autograd for every sample, or for a transform of the function's own whose tensors it gets (in torch.func.vjp)."""
         if func != torch.autograd.grad:
             return self._require_grad(func, *args, **kwargs)
         return (_differentiate_elsewhere if any(map(self._is_elsewhere, tensors)) else self._differentiate)(*args, **kwargs)
 
     def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
-        """`tensor.requires_grad_()` for every sample's own: below vmap the samples' are one."""
+        """`tensor.requires_grad_()` for every sample's tensor: below vmap they are one tensor."""
         if id(tensor) in self.by_handle:
             if not flag:
-                raise Unsupported("requires_grad_(False) of a parameter")
+                raise Unsupported("fn calls requires_grad_(False) on a parameter")
             return tensor
         if not _functorch.is_batched(tensor, self.level):
             if tensor.requires_grad == flag:
@@ -163,22 +163,22 @@ class Router(Watch):
         is_grads_batched: bool = False,
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """`torch.autograd.grad`, of all samples at once: since they do not meet, of the sum of their outputs."""
+        """`torch.autograd.grad` for all samples at once: of the sum of their outputs, since samples do not interact."""
         if not self.habits.recorded:
-            # Through those rules whose outputs have derivatives of every order.
+            # Run again with rules whose outputs have derivatives of every order.
             raise Retry("fn calls torch.autograd.grad", recorded=True)
         if self.habits.ruled and self.met(operands_of((inputs,), {})[0]):
-            # For parameters, through lifted values: one computed once for all samples stands apart from its parameter, and a rule's
-            # output is differentiated for the data alone.
+            # Only lifting gives gradients for parameters: a derived value's leaf is detached from its parameter, and a rule's output can
+            # be differentiated for the data alone.
             raise Retry("fn calls torch.autograd.grad for parameters", ruled=False, derives=False)
         self.differentiates = True
         outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
         if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
-            # What fn has made to differentiate for is one for all samples; the next pass makes it for each.
+            # fn made a tensor to differentiate for, which all samples share; the next pass makes one for each sample.
             raise RuntimeError("torch.autograd.grad of or for a tensor that is the same for all samples")
         given = [grad_outputs] if isinstance(grad_outputs, Tensor) else [None] * len(outputs) if grad_outputs is None else grad_outputs
         if any(own is None and output.numel() != 1 for own, output in zip(given, outputs, strict=True)):
-            raise Unsupported("torch.autograd.grad of an output that is no scalar")
+            raise Unsupported("fn calls torch.autograd.grad without grad_outputs for an output that is no scalar")
         cotangents = [torch.ones_like(output) if own is None else own for own, output in zip(given, outputs, strict=True)]
         with _functorch.below():
             sides = [[_functorch.physical(tensor, self.level, self.n) for tensor in group] for group in (outputs, cotangents)]
@@ -188,7 +188,7 @@ class Router(Watch):
         return tuple(None if own is None else _functorch.wrap_like(own, tensor) for own, tensor in zip(found, inputs, strict=True))
 
     def _ask(self, func: Any, tensor: Tensor) -> Any:
-        """What autograd knows of a tensor: a wrapper of vmap does not tell what is differentiated beneath it."""
+        """What autograd knows of a tensor; vmap's wrapper alone does not tell what is differentiated beneath it."""
         if id(tensor) in self.by_handle:
             return self.by_handle[id(tensor)].ask(func)
         answers = [self.by_handle[id(own)].ask(func) if id(own) in self.by_handle else func(own) for own in _functorch.layers(tensor)]
@@ -200,22 +200,22 @@ class Router(Watch):
         self.failure = f"fn uses {what}"
         raise Unsupported(self.failure)
 
-    # What a pass must not meet
+    # Calls that a pass refuses
 
     def _protect(self, op: str, target: Any) -> None:
-        """Refuse to write into memory that the caller owns, through whatever views and wrappers."""
+        """Refuse to write into memory that the caller owns or that samples share, through any views and wrappers."""
         tensors = written(target)
         memories = set(map(_functorch.memory_of, tensors))
         if memories & self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
-        # A list is written into by ops for lists, which vmap does not have: constants can stay what they are.
+        # vmap has no batching rules for ops that write into lists of tensors, so lifting the constants would not help there.
         derived = [value.derived for value in self.values[len(self.params) :]] + ([] if isinstance(target, list) else self.constants)
         if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
-            # It is one value for all samples only because it was computed once. Lifted, it is each sample's own.
+            # All samples share the value only because it was computed once. Lifted, each sample has its own.
             raise Retry(f"{op} writes into a value computed from parameters", derives=False)
         self.aliases.refuse(op, tensors)
         if memories & self.given:
-            # An activation in place on the sample itself, say: harmless to the caller on a copy.
+            # For example an in-place activation on the sample itself: on a copy, it does not reach the caller's tensor.
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
@@ -223,10 +223,10 @@ class Router(Watch):
         if reason is not None:
             raise Unsupported(reason)
 
-    # How a call goes
+    # The ways to run a call
 
     def _run_known(self, func: Any, args: Any, kwargs: Any, here: bool) -> Any:
-        """By the op's rule, as the embedding that it is, or written with other ops; NotImplemented if none of these fits."""
+        """Run a call by the op's rule, as an embedding lookup, or decomposed into other ops; NotImplemented if none of these fits."""
         rule = _registry.find_rule(func) if self.habits.ruled else None
         if rule is not None:
             run = self._run_rule if here and not self.habits.recorded else self._run_inside
@@ -240,31 +240,31 @@ class Router(Watch):
                 return output
         if not here:
             self._avoid_leak(func, args, kwargs, "inside")
-        # The gradient of a transform of the function's own is differentiated by this pass.
+        # This pass differentiates the gradients that a transform of the function's own has taken.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
         if decompose is None or self._may_derive(func) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
-            return NotImplemented  # or of parameters alone: one step
+            return NotImplemented  # no decomposition, or an op on parameters alone, which is derived in one step
         with self:
             return decompose(*args, **kwargs)
 
     def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-        """An op that writes into a tensor that it is given: vmap has no such ops."""
+        """Run an op that writes into its `out` argument, which vmap cannot run."""
         with self:
             result = func(*args, **kwargs)
             if result.shape != out.shape or not torch.can_cast(result.dtype, out.dtype):
-                raise Unsupported(f"{name_of(func)} writes into a tensor of another shape or kind")
+                raise Unsupported(f"{name_of(func)} writes into an out= tensor of another shape or an unfit dtype")
             if torch.is_grad_enabled() and any(self._ask(REQUIRES_GRAD, tensor) for tensor in (result, out)):
-                raise Unsupported(f"{name_of(func)} writes what is differentiated into a tensor, which torch does not differentiate")
+                raise Unsupported(f"{name_of(func)} is differentiated and has an out= tensor, which torch does not support")
             return out.copy_(result)
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Rows of a parameter at the places that each sample says, as an embedding; NotImplemented for other places."""
+        """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices."""
         index = args[-1] if len(args) > 1 else None
         batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
         return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
 
     def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """An op on lifted values that has no rule: computed once if on parameters alone, else under vmap as it is."""
+        """Run an op on lifted values that has no rule: once if on parameters alone, else under vmap as it is."""
         output = self._derive(func, met, args, kwargs)
         if output is not NotImplemented:
             return output
@@ -274,7 +274,7 @@ class Router(Watch):
         return self._run(func, args, kwargs)
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The same inside a transform of the function's own, which knows how the op runs."""
+        """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
         if self._may_derive(func):
             held, options = substitute((args, kwargs), self._held)
             met = self.met(operands_of(held, options)[0])
@@ -290,7 +290,7 @@ class Router(Watch):
         return func(*args, **kwargs)
 
     def _run_unmet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op that meets no lifted value; if the function may write into what it makes, that is made for every sample."""
+        """Run an op that uses no lifted value; if it makes a tensor that the function may write into, make one for every sample."""
         self._avoid_leak(func, args, kwargs)
         output = self._run(func, args, kwargs)
         if not self.habits.fills or not any(func in kind for kind in FACTORIES[: self.habits.fills]):
@@ -302,7 +302,7 @@ class Router(Watch):
         return _functorch.wrap(output, self.level)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op as it is."""
+        """Run an op as it is, or sample by sample if vmap has no batching rule for it."""
         if _functorch.lacks_batching(func):
             wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]
             if wrapped and not any(map(self._is_elsewhere, wrapped)):
@@ -310,7 +310,7 @@ class Router(Watch):
         return func(*args, **kwargs)
 
     def _one_by_one(self, func: Any, args: Any, kwargs: Any, wrapped: list[Tensor]) -> Any:
-        """What vmap runs sample by sample too, but selects each from the whole, whereupon each selection's backward writes a whole one."""
+        """Run an op sample by sample. vmap would too, but selects each sample by an op whose backward writes zeros for the whole batch."""
         with _functorch.below():
             sides = {id(leaf): _functorch.physical(leaf, self.level, self.n).unbind() for leaf in wrapped}
             results = []
@@ -321,7 +321,7 @@ class Router(Watch):
         return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
 
     def _held(self, leaf: Any) -> Any:
-        """A parameter, or a constant, that a transform of the function's own has wrapped to no other effect, as it is known outside."""
+        """Unwrap a parameter, or a constant, that a transform of the function's own has wrapped without batching or differentiating it."""
         if not isinstance(leaf, Tensor) or id(leaf) in self.by_handle:
             return leaf
         bare = _functorch.without_constant_wrappers(leaf, self.level)
@@ -331,21 +331,21 @@ class Router(Watch):
         return self.habits.derives and derives(func)
 
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors of a call beside lifted values."""
+        """The tensors of a call that are no lifted values."""
         return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """Compute an op on parameters and constants once, below vmap, and lift what comes out; what has no history is a constant."""
+        """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants."""
         if not self._may_derive(func):
             return NotImplemented
         others = self._others(args, kwargs)
         if any(map(_functorch.is_wrapped, others)):
             return NotImplemented  # depends on the sample
         if name_of(func) in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
-            return NotImplemented  # of the parameters it takes shape, dtype and device alone
+            return NotImplemented  # it uses only the shape, dtype and device of the parameters
         if target_of(func, args, kwargs) is not None:
             return NotImplemented
-        # Inside a transform that differentiates, fn runs more than once. (Of other tensors nobody could say that they are what they were.)
+        # Inside a differentiating transform fn may run again: reuse the output. (Not if there are other tensors: they may have changed.)
         given, records = call_key(args, kwargs), _functorch.records_below(self.level)
         key = None if others or given is None else (func, given, records, _functorch.autocast_dtype(met[0].leaf))
         if key in self.derivations:
@@ -364,15 +364,15 @@ class Router(Watch):
             value.shared = shared
         self.constants += constants
         self.own.mark(constants)
-        if key is not None and not constants:  # what is no constant cannot be written into
-            self.derivations[key] = output, given  # whose identities are in the key
+        if key is not None and not constants:  # a constant may be written into later, other outputs may not
+            self.derivations[key] = output, given  # the key holds id()s of these arguments, so they must stay alive
         return output
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an op makes of parameters and constants below vmap; NotImplemented for a function that cannot run once for all samples."""
+        """Run an op on parameters and constants below vmap; NotImplemented for an autograd.Function that cannot run once for all."""
         decompose = _registry.find_decomposition(func, differentiated=False)
         if decompose is not None:
-            # What vmap would run sample by sample, it would in the backward pass too.
+            # Needed here too: `pull_back` differentiates the op under vmap.
             output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
@@ -381,15 +381,15 @@ class Router(Watch):
         state = _random.get_state(operands_of(args, kwargs)[0])
         try:
             output = func(*args, **kwargs)
-        except RuntimeError:  # it may close over the sample, which nobody knows down here
+        except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
             return NotImplemented
         if _random.same_state(state, _random.get_state(operands_of(args, kwargs)[0])):
             return output
         _random.set_state(state)
-        return NotImplemented  # each sample draws its own
+        return NotImplemented  # it has drawn random numbers, and each sample must draw its own
 
     def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
-        """Run the rule as what fn itself may differentiate, or batch, for the data; NotImplemented if it does not fit this call."""
+        """Run the rule so that fn itself may differentiate the op for its data, or batch it; NotImplemented if it does not fit the call."""
         arguments = rule.bind(*substitute((args, kwargs), self._held))
         if arguments is None:
             return NotImplemented
@@ -411,7 +411,7 @@ class Router(Watch):
         if not isinstance(data, Tensor) or transpose.data in own or not _functorch.is_wrapped(data):
             return NotImplemented
         if any(map(_functorch.is_wrapped, operands_of((), others)[0])):
-            return NotImplemented  # every sample has its own
+            return NotImplemented  # an argument beside the data differs from sample to sample
         product = Product(self, func, own, others, self.habits.recorded)
         unfit = torch.is_autocast_enabled(data.device.type) or not _functorch.can_descend(self.level)
         return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
@@ -429,7 +429,7 @@ class Router(Watch):
         if operands.numbers:
             arguments = replace_at(arguments, operands.numbers)
 
-        single: bool | None = None  # unknown while the rule has not accepted the call
+        single: bool | None = None  # None until the rule has accepted the call
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             nonlocal single
@@ -457,7 +457,8 @@ def _differentiate_elsewhere(
 ) -> Any:
     """`torch.autograd.grad` for a transform of the function's own.
 
-    It asks which outputs have a history, and hears that what is derived from parameters has one; for its data that has none.
+    The transform asks which outputs require grad, and is told that values derived from parameters do; but these do not depend on its data.
+    Leave out the outputs that have no history here.
     """
     recorded = [output.requires_grad for output in outputs] if allow_unused else [True]
     if not any(recorded):

@@ -18,16 +18,16 @@ from psg.factors import Dense, Factor, concat
 
 
 class Result(NamedTuple):
-    """What every rung gives.
+    """The result of a rung.
 
     Attributes:
         values: The losses, [n].
         aux: The auxiliary output: every tensor in its tree with the samples in dim 0; None without has_aux.
         factors: The per-sample gradient of each leaf to differentiate, in the order of `Call.params`.
-        rung: Which rung gave it.
-        uses: Of each leaf to differentiate the ops that met it; empty lists below capture.
-        reasons: Why each rung above did not, as (rung, reason).
-        nbytes: What the factors took when they were found, where that is known to be more than what they take now.
+        rung: The name of the rung.
+        uses: For each leaf to differentiate the ops that used it; empty lists from vmap and the loop.
+        reasons: Why each rung above could not run the call, as (rung, reason).
+        nbytes: The size of the factors when they were found, which may be more than now; 0 where the rung does not tell.
     """
 
     values: Tensor
@@ -60,10 +60,10 @@ def empty(call: Call) -> Result:
 
 
 class _Outputs:
-    """What fn returns: inside a transform as tensors, and outside of it as an auxiliary tree again, with batched ones.
+    """Converts what fn returns: inside a transform to a tuple of tensors, and outside of it, for batched tensors, to the auxiliary tree.
 
     Attributes:
-        tree: The leaves and the structure of the auxiliary output that came last.
+        tree: The leaves and the structure of the latest auxiliary output.
     """
 
     def __init__(self, call: Call, batch: bool = False) -> None:
@@ -72,7 +72,7 @@ class _Outputs:
         self.tree: tuple[list[Any], Any] = [], None
 
     def of(self, leaves: Sequence[Any], copies: bool = True) -> tuple[Tensor, ...]:
-        """The loss, or those of a batch, and the tensors of the auxiliary output."""
+        """Call fn; returns the loss, or those of a batch, and the tensors of the auxiliary output."""
         loss, aux = self.call.evaluate(leaves, self.batch, copies)
         if not self.call.has_aux:
             return (loss,)
@@ -80,7 +80,7 @@ class _Outputs:
         return (loss, *(leaf for leaf in self.tree[0] if isinstance(leaf, Tensor)))
 
     def aux(self, tensors: Sequence[Tensor]) -> Any:
-        """The auxiliary output with these tensors; None without one."""
+        """The auxiliary output with these tensors in the places of its own; None without one."""
         leaves, spec = self.tree
         return None if spec is None else _trees.unflatten(spec, _trees.fill(leaves, tensors))
 
@@ -88,27 +88,27 @@ class _Outputs:
 def _run_capture(call: Call) -> Result:
     if _functorch.transform_active() or call.has_tangent:
         where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
-        raise PsgError(f'method="capture": it runs inside {where}, which sees through the other methods only')
+        raise PsgError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
     state = call.shared_draws()
     try:
         return _capture_together(call)
     except Diverged as error:
-        diverged = error.with_traceback(None)  # which holds what the pass held
+        diverged = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
     with contextlib.suppress(PsgError, RuntimeError):
         return _as_compiled(_capture_together, call, state)
-    # Samples that go different ways are captured apart: each group is then as one batch.
+    # Capture samples that take different branches apart: each group is a batch of its own.
     if len(diverged.groups) > max(2, call.n // 2):
         try:
             raise diverged
         finally:
-            del diverged  # whose traceback will hold this frame
+            del diverged  # its traceback will hold this frame, which must not hold it
     return _run_apart(_run_capture, call, diverged.groups, state)
 
 
 def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.State | None) -> Result:
-    """Run a function once more whose samples have gone different ways.
+    """Run a function whose samples have taken different branches once more, with `torch.compiler.is_compiling()` true.
 
-    Many a model looks for a shorter way, without a mask that masks nothing, unless it is compiled: then it goes one way for all samples.
+    Many models read a mask to leave it out if it masks nothing, unless they are compiled: then they take one branch for all samples.
     """
     _random.set_state(state)
     with _ambient.compiling():
@@ -223,7 +223,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tupl
 
 
 def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> None:
-    """Refuse what a loss has been computed from beside its sample and what is closed over."""
+    """Refuse a loss that was computed from another sample's copy of the parameters, and check the outside tensors in its graph."""
     ids = set(map(id, own))
     for leaf in own:
         vars(leaf)["_psg_sample"] = True
@@ -234,7 +234,7 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> No
 
 
 def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:
-    """The same for an enclosing transform, which sees through torch.func alone."""
+    """One sample's gradients inside an enclosing transform, which can differentiate `torch.func.grad` but not plain autograd."""
 
     def function(*own: Tensor) -> tuple[Tensor, Any]:
         for position, leaf in zip(call.params, own, strict=True):
@@ -259,8 +259,8 @@ def _batch_together(call: Call) -> Result:
     for position in call.params:
         if call.dims[position] is not None:
             raise InputError(
-                f'{call.name}, method="batch": {call.paths[position]} has a dimension of samples; only what the samples share can be '
-                "differentiated."
+                f'{call.name}, method="batch": {call.paths[position]} has a dimension of samples; this method differentiates only tensors '
+                "that all samples share. Use another method."
             )
     outputs = _Outputs(call, batch=True)
     states: list[_random.State] = []

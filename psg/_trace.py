@@ -1,7 +1,7 @@
-"""Trace a function of tensors to one flat graph of ATen ops, in which whatever it closes over is an input.
+"""Trace a function of tensors to one flat graph of ATen ops, in which the tensors that it closes over are inputs.
 
-`torch.fx.experimental.proxy_tensor.make_fx` sees through vmap, the function mode and the backward pass. What it would keep as a constant
-of the first call is made an input, or refused.
+`torch.fx.experimental.proxy_tensor.make_fx` sees through vmap, the function mode and the backward pass. A value that it would bake in as
+a constant of the first call is made an input, or refused.
 """
 
 import random
@@ -28,10 +28,10 @@ class Trace(NamedTuple):
     """A flat graph, and what it takes to call it.
 
     Attributes:
-        graph: From the tensors of the arguments, then those captured, to those of the result.
+        graph: Maps the tensors of the arguments, followed by those captured, to those of the result.
         captured: The tensors that the function closes over.
-        leaves: Of the result; tensors stand for the graph's outputs.
-        spec: Its structure.
+        leaves: The leaves of the result; tensors stand for the graph's outputs.
+        spec: The structure of the result.
     """
 
     graph: GraphModule
@@ -48,17 +48,17 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
     """Trace a function.
 
     Args:
-        fn: From arguments to a tree.
-        leaves: Of the arguments and keyword arguments; what is no tensor among them is a constant.
-        spec: Their structure.
+        fn: Maps arguments to a tree.
+        leaves: The leaves of the arguments and keyword arguments; those that are no tensors are constants.
+        spec: The structure of the arguments and keyword arguments.
         tensors: The tensors among the leaves, without history.
-        name: What messages call the function.
-        generators: To be filled with those that the function draws from beside torch's own.
+        name: The name of the function, for messages.
+        generators: To be filled with the generators that the function draws from, beside torch's default ones.
 
     Raises:
-        StateError: It draws random numbers of Python or NumPy, or writes into an argument or what it closes over.
-        PsgError: It makes a tensor past the tracer, or one with as many entries as its values say.
-        Exception: What the tracer refuses, and the function's own errors.
+        StateError: The function draws random numbers of Python or NumPy, or writes into an argument or a tensor that it closes over.
+        PsgError: The function makes a tensor unseen by the tracer, or one whose size depends on the data.
+        Exception: The tracer refuses an op, or the function raises an error itself.
     """
     result: list[Any] = []
 
@@ -72,11 +72,12 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
     graph = _make_fx(flat, tensors)
     if _python_randomness() != before:
         raise StateError(
-            f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be those of the first call for ever. "
-            "Draw them with torch, or outside of the function and pass them to it."
+            f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be the same in every call. Draw them "
+            "with torch, or draw them outside of the function and pass them to it."
         )
     captured = _captured(graph)
-    # What fn has made past the tracer looks like what it closes over, but is another tensor each time. Autograd's symbolic zeros may be.
+    # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second trace finds another one in its place.
+    # Autograd's symbolic zeros may differ.
     suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()}
     if suspects and not suspects <= {id(tensor) for tensor in _captured(_make_fx(flat, tensors))}:
         raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
@@ -85,11 +86,11 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
         with _ambient.off():  # autocast is in the graph already
             graph = _make_fx(torch.func.functionalize(graph), [*tensors, *(tensor.detach() for tensor in captured)])
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        # A compiler may lay out a tensor in another way than eager does, in which it has no such view.
+        # A compiler may give a tensor other strides than eager mode does, for which there is no such view.
         node.target = torch.ops.aten.reshape.default
     returned = set(graph.graph.output_node().all_input_nodes)
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        if node not in returned:  # nothing has a history here, and nothing is written into: it is the tensor itself
+        if node not in returned:  # no tensor has a history or is written into here, so detach does nothing
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.graph.erase_node(node)
     graph.recompile()
@@ -97,17 +98,17 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
 
 
 def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
-    # The tracer keeps what every op gives as a tensor without values, of a mode of its own for each op, unless it finds one for them all:
-    # which takes a third of the time.
+    # The tracer keeps a fake tensor for every output of an op. It makes a new FakeTensorMode for each op unless it finds one for all,
+    # which about halves the time.
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         return make_fx(function)(*tensors)
 
 
 class _ConstantsAsInputs(TorchDispatchMode):
-    """Makes what fn closes over as unknown to the tracer as its arguments: of a constant it would give a Python value, and keep that.
+    """Makes the tensors that fn closes over inputs of the trace: of a constant, the tracer would give Python values, and bake them in.
 
-    And refuses what has as many entries as its values say: the number is a Python value too, on which all that follows may depend. And what
-    would be written into either: a trace, a comparison and a call would write more than once.
+    It also refuses outputs whose size depends on the data, since the size is a Python value too, on which all later ops may depend; and
+    writes into inputs or closed-over tensors, since the trace, the comparison and the call would each write.
     """
 
     supports_higher_order_operators = True
@@ -116,7 +117,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
         super().__init__()
         self._literals: list[Tensor] = []
         self._name = name
-        # Views of a tensor share its storage. Those of other tensors stay alive too, so that no other takes their place.
+        # By storage, which views share. The tensors are kept alive, so that no other storage gets the same key.
         self._outside = {_storage(tensor): tensor for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +125,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
         mode = get_proxy_mode()
         if mode is not None and isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags:
             if _counts(func, args, kwargs, self._literals):
-                raise PsgError(f"how many entries {func} gives depends on the data")
+                raise PsgError(f"the size of the output of {func} depends on the data")
         if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
             tracer = mode.tracer
             for leaf in _trees.flatten((args, kwargs))[0]:
@@ -142,7 +143,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
         return output
 
 
-# They write into running statistics when in training mode, and their schemas do not say so.
+# In training mode these write into running statistics, and their schemas do not say so.
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default}
 
 
@@ -163,7 +164,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _counts(func: OpOverload, args: Any, kwargs: Any, literals: list[Tensor]) -> bool:
-    """Whether the shape of an op's output is one of its values: of an indexing only if a mask is among the indices."""
+    """Whether the shape of an op's output depends on the data: that of indexing does only if the indices include a mask, literals aside."""
     if func is not torch.ops.aten.index.Tensor:
         return kwargs.get("output_size") is None
     masks = [index for index in args[1] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
@@ -171,9 +172,9 @@ def _counts(func: OpOverload, args: Any, kwargs: Any, literals: list[Tensor]) ->
 
 
 class _Reads(TorchFunctionMode):
-    """Lets the tracer refuse what reads memory and is no op: asked for one entry, it refuses those of all but constants.
+    """Makes the tracer refuse reads of memory that are no ops, by asking it for one entry, which it gives only of constants.
 
-    And notes the generators that ops draw from.
+    It also notes the generators that ops draw from.
     """
 
     def __init__(self, generators: Generators) -> None:

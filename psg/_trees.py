@@ -15,7 +15,7 @@ from psg._errors import InputError
 NAMESPACE = "psg"
 
 Tree = Any
-"""What optree takes apart: tensors in dicts, lists, tuples and their like, or one by itself."""
+"""Any tree that optree can flatten: tensors in dicts, lists, tuples and the like, or a single tensor."""
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -26,16 +26,17 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def _adopt(kind: type) -> bool:
-    """Make a container that optree does not know a node of our namespace; False for what is no container.
+    """Register a container type that optree does not know as a node in psg's namespace; False if the type is no container.
 
-    Dataclasses, what torch's own pytree knows (transformers' model outputs), and mappings that can be made from a dict (its batches).
+    Containers are dataclasses, types that torch's own pytree knows (transformers' model outputs), and mappings that can be made from a dict
+    (transformers' batches).
     """
-    return _adopt_once(kind, kind in torch_pytree.SUPPORTED_NODES)  # which it may become later
+    return _adopt_once(kind, kind in torch_pytree.SUPPORTED_NODES)  # the type may be registered there later
 
 
 @cache
 def _adopt_once(kind: type, known: bool) -> bool:
-    with _adopting:  # optree takes it but once, and two threads may meet it at once
+    with _adopting:  # optree accepts a type only once, and two threads may come with it at the same time
         if kind not in _adopted and _register(kind):
             _adopted.add(kind)
         return kind in _adopted
@@ -46,7 +47,7 @@ _adopted: set[type] = set()
 
 
 def _register(kind: type) -> bool:
-    register: Any = optree.register_pytree_node  # typed for collections; these are nodes of other kinds
+    register: Any = optree.register_pytree_node  # its type hints accept collections only
     if kind in torch_pytree.SUPPORTED_NODES:
         node = torch_pytree.SUPPORTED_NODES[kind]
         register(kind, node.flatten_fn, lambda context, children: node.unflatten_fn(list(children), context), namespace=NAMESPACE)
@@ -84,7 +85,7 @@ def spec_of_tuple(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:
 
 
 def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """How to reach every leaf, as Python writes it: `args[1]['ids']`."""
+    """The path to every leaf, as a Python expression: `args[1]['ids']`."""
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)]
 
 
@@ -101,7 +102,7 @@ def broadcast(prefix: Any, tree: Any, name: str) -> list[Any]:
         spread = optree.tree_broadcast_prefix(prefix, skeleton, **options)
     except ValueError as error:
         raise InputError(f"{name}={prefix!r} is no prefix of the tree it belongs to, which has the structure {spec}.") from error
-    # Kinds of dicts differ in their order: what belongs together is told by the path.
+    # Kinds of dicts differ in their order, so leaves are matched by path.
     found = dict(zip(optree.tree_paths(spread, **options), optree.tree_leaves(spread, **options), strict=True))
     return [found[path] for path in optree.tree_paths(skeleton, **options)]
 
@@ -134,13 +135,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The leaves, with these tensors in the places of theirs, in order."""
+    """The leaves, with the tensors among them replaced by these, in order."""
     rest = iter(tensors)
     return [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
-    """The positions of the tensors, those of one dtype and device together."""
+    """The positions of the tensors, grouped by dtype and device."""
     groups: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(i)
@@ -148,21 +149,21 @@ def alike(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
 
 
 def expect_same(tree: tuple[Sequence[Any], Any], other: tuple[Sequence[Any], Any], name: str, lead: int = 0) -> None:
-    """Refuse two samples' trees, each as leaves and structure, that cannot be one of a batch.
+    """Refuse two samples' trees, each as leaves and structure, that cannot be joined to the tree of a batch.
 
-    A batch has one structure, tensors of one shape after `lead` dimensions, and room for one value of what is no tensor.
+    A batch has one structure, tensors of one shape after `lead` dimensions, and one value for each leaf that is no tensor.
 
     Raises:
-        InputError: They cannot.
+        InputError: The trees cannot be joined.
     """
     (leaves, spec), (others, other_spec) = tree, other
     if spec != other_spec:
-        raise InputError(f"{name} has not the same structure for all samples, but {spec} and {other_spec}.")
+        raise InputError(f"{name} must have the same structure for all samples, got {spec} and {other_spec}.")
     for one, another in zip(leaves, others, strict=True):
         if isinstance(one, torch.Tensor) and isinstance(another, torch.Tensor):
             if one.shape[lead:] != another.shape[lead:]:
                 shapes = f"{list(one.shape[lead:])} and {list(another.shape[lead:])}"
-                raise InputError(f"{name} holds a tensor that has not the same shape for all samples, but {shapes}.")
+                raise InputError(f"{name} holds a tensor that must have the same shape for all samples, got {shapes}.")
         elif not _is_same(one, another):
             raise InputError(f"{name} holds a Python value that is not the same for all samples, {one!r} and {another!r}: return a tensor.")
 
@@ -175,15 +176,15 @@ def _is_same(one: Any, another: Any) -> bool:
     if hasattr(one, "tobytes") and hasattr(one, "dtype"):  # NumPy's
         return (one.dtype, one.shape, one.tobytes()) == (another.dtype, another.shape, another.tobytes())
     if isinstance(one, (float, complex)):
-        return repr(one) == repr(another)  # which NaN is, and -0.0 is not
+        return repr(one) == repr(another)  # so that NaN is the same as NaN, and 0.0 is not the same as -0.0
     return bool(one == another)
 
 
 def concat(parts: Sequence[Any], name: str) -> Any:
-    """One tree from several: tensors joined along dim 0; what is no tensor has to be the same in all.
+    """One tree from several: tensors are joined along dim 0; a leaf that is no tensor has to be the same in all.
 
     Raises:
-        InputError: It is not.
+        InputError: The trees cannot be joined.
     """
     trees = [flatten(part) for part in parts]
     for tree in trees:

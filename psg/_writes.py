@@ -1,7 +1,7 @@
-"""What fn must not write into, beside the parameters and the inputs, which every pass knows (`_lifted.Watch`).
+"""Tensors that fn must not write into, beside the parameters and the inputs, which every pass knows (`_lifted.Watch`).
 
-That is what others hold, such as a module's buffers, and what is a view for a sample by itself and a copy under vmap, or the other way
-round.
+These are tensors that others hold, such as a module's buffers, and tensors that are views in a loop over samples but copies under vmap,
+or the other way round.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _refusing: ContextVar[Refuse | None] = ContextVar("psg_refusing", default=None)
 
 @contextlib.contextmanager
 def refusing(refuse: Refuse) -> Iterator[None]:
-    """A context in which `refuse` is called with what fn is about to write into."""
+    """A context in which `refuse` is called with every target that fn is about to write into."""
     token = _refusing.set(refuse)
     try:
         yield
@@ -32,31 +32,31 @@ def refusing(refuse: Refuse) -> Iterator[None]:
 
 
 def refusal() -> Refuse | None:
-    """What is to be called with it; None outside of such contexts."""
+    """The function that `refusing` was given; None outside of such contexts."""
     return _refusing.get()
 
 
 def written(target: Any) -> list[Tensor]:
-    """The tensors in what an op writes into, which may be a list of them; those without entries do not count."""
+    """The tensors that an op writes into, of a target that may be a list of them; tensors without entries do not count."""
     several = target if isinstance(target, (tuple, list)) else (target,)
     return [tensor for tensor in several if isinstance(tensor, Tensor) and tensor.numel()]
 
 
 class Aliases:
-    """What may be a copy under vmap and a view of a sample's own, or the other way round, and what it was made of.
+    """Tracks tensors that may be copies under vmap but views in a loop, or the other way round, and the tensors that they were made of.
 
     Args:
-        noncontiguous: Whether samples are not contiguous in the batch, which each by itself is.
+        noncontiguous: Whether samples are not contiguous in the batch; in a loop each is.
     """
 
     def __init__(self, noncontiguous: bool) -> None:
         self._noncontiguous = noncontiguous
         self._selected: set[Any] = set()
         self._reshaped: set[Any] = set()
-        self._laid_out: set[Any] = set()  # whose layout is another than a sample's own may be
+        self._laid_out: set[Any] = set()  # their layout may differ from that in a loop
 
     def note(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> None:
-        """Look at an op that has run, at its arguments, the tensors among them and its output."""
+        """Track the result of an op that has run, given its arguments, the tensors among them and its output."""
         if func is Tensor.__getitem__:
             if _selects(args[1]):
                 self._selected.update(map(_functorch.storage_of, (args[0], output)))
@@ -70,16 +70,16 @@ class Aliases:
                 self._selected |= storages
 
     def refuse(self, op: str, tensors: list[Tensor]) -> None:
-        """Raise if the op writes into one of those.
+        """Raise if the op writes into a tracked tensor.
 
         Raises:
-            UnsupportedByVmap: It does, and vmap cannot help it.
-            Retry: It does, and a pass on copies can.
+            UnsupportedByVmap: It does, and vmap would get it wrong in every pass.
+            Retry: It does, and a pass on contiguous copies gets it right.
         """
         storages = set(map(_functorch.storage_of, tensors))
         if storages & self._selected:
             raise UnsupportedByVmap(
-                f"{op} writes into what an index has selected, or is selected from, which may be a view of a sample's own"
+                f"{op} writes into the result of indexing, or the indexed tensor: the result may be a view in a loop, and a copy under vmap"
             )
         if storages & self._reshaped:
             raise Retry(f"{op} writes into a tensor in another shape, of samples that are not contiguous as each is by itself", copied=True)
@@ -89,11 +89,11 @@ _RESHAPING = {
     *(Tensor.contiguous, Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel),
     *(torch.reshape, torch.flatten, torch.ravel),
 }
-"""Ops that copy where a view will not do."""
+"""Ops that return a copy where no view is possible."""
 
 
 def _selects(index: Any) -> bool:
-    """Whether an index has a number of each sample's own: of a sample it gives a view, under vmap a copy."""
+    """Whether an index has an integer tensor [] of each sample's own: that gives a view in a loop, but a copy under vmap."""
     items = index if isinstance(index, (tuple, list)) else (index,)
     return any(
         isinstance(item, Tensor)
@@ -106,5 +106,5 @@ def _selects(index: Any) -> bool:
 
 
 def _lays_out(index: Any) -> bool:
-    """Whether it has tensors among others: torch lays out what they select by the layout of what it is selected from, vmap does not."""
+    """Whether an index has tensors among other items: torch then lays out the result like the indexed tensor, vmap does not."""
     return isinstance(index, (tuple, list)) and len(index) > 1 and any(isinstance(item, Tensor) and item.ndim > 0 for item in index)

@@ -37,7 +37,7 @@ TORCH_REMARKS = [
 ]
 
 # psg's on a function that uses none of its parameters, as some cases are meant to.
-OWN_REMARK = ".* fn uses none of what it is differentiated for"
+OWN_REMARK = ".* fn uses none of the tensors that it is differentiated for"
 
 
 def pytest_configure(config):

@@ -246,7 +246,7 @@ def test_chunks_change_nothing(seed, n, size):
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_parameter_of_each_samples_own_is_an_error(n, device):
     w, x = torch.randn(2, device=device), torch.randn(n, 2, device=device)
-    with pytest.raises(psg.InputError, match=r"x has a dimension of samples; only what the samples share"):
+    with pytest.raises(psg.InputError, match=r"x has a dimension of samples; this method differentiates only tensors that"):
         psg.per_sample_grad(lambda w, x: (w * x).sum(1), argnums=1, in_dims=(None, 0), method="batch")(w, x)
 
 

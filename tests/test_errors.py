@@ -417,7 +417,7 @@ def test_a_keyword_tensor_with_as_many_rows_as_samples(params, x, device):
 
 def test_a_function_that_uses_no_parameter(params, x, device):
     model = torch.nn.Linear(3, 4, device=device)
-    with pytest.warns(UserWarning, match="uses none of what it is differentiated for.*functional_call"):
+    with pytest.warns(UserWarning, match="uses none of the tensors that it is differentiated for.*functional_call"):
         grads = psg.per_sample_grad(lambda p, x: model(x).sum().detach())(params, x)
     assert not any(leaf.any() for leaf in grads.values())
     assert (psg.per_sample_grad(lambda p, x: p + x.sum())(torch.ones((), device=device), x) == 1).all()

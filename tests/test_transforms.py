@@ -61,9 +61,9 @@ class Unequal:
 
 
 AUX_OF_ONE_SHAPE_ONLY = {
-    "another key": (lambda x: {"positive": x} if x[0, 0] > 0 else {"negative": x}, "not the same structure"),
-    "more leaves": (lambda x: [x] * (1 + int(x[0, 0] > 0)), "not the same structure"),
-    "another shape": (lambda x: x[: 1 + int(x[0, 0] > 0), :1], r"a tensor that has not the same shape .* \[[12], 1\] and \[[12], 1\]"),
+    "another key": (lambda x: {"positive": x} if x[0, 0] > 0 else {"negative": x}, "must have the same structure"),
+    "more leaves": (lambda x: [x] * (1 + int(x[0, 0] > 0)), "must have the same structure"),
+    "another shape": (lambda x: x[: 1 + int(x[0, 0] > 0), :1], r"a tensor that must have the same shape .* \[[12], 1\] and \[[12], 1\]"),
     "another value": (lambda x: "positive" if x[0, 0] > 0 else "negative", "a Python value that is not the same"),
     "another sign": (lambda x: 0.0 if x[0, 0] > 0 else -0.0, "a Python value that is not the same"),
     "an object of its own": (lambda x: Unequal() if x[0, 0] > 0 else Unequal(), "a Python value that is not the same"),
