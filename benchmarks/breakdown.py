@@ -1,14 +1,14 @@
-"""Says where `clipped_grad` spends what plain training does not.
+"""Shows where `clipped_grad` spends more time than plain training.
 
     python benchmarks/breakdown.py --workloads all --threads 4 --keep-pages --out results/breakdown_cpu_4threads.json
 
 Two ratios to plain training:
 
-    ops   time inside of torch's ops, which its profiler sums up: the floor of anything that calls them. Above 1 it is the norms' products,
-          memory traffic (sums over positions, scaled factors) and shapes that a library serves less well.
-    wall  the clock. Above ops it is Python and what calls the ops.
+    ops   time inside torch's ops, as summed by its profiler: the least that these ops can take. What exceeds 1 is spent on the norms'
+          products, memory traffic (sums over positions, scaled factors) and shapes for which a library is less efficient.
+    wall  wall-clock time. What exceeds `ops` is Python and dispatch.
 
-And the ops that take more than in plain training, in milliseconds a call.
+It also lists the ops that take longer than in plain training, in milliseconds a call.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def measure(workload: str) -> dict[str, Any]:
 
 
 def profile(call: Call) -> Counter[str]:
-    """Microseconds in each op itself."""
+    """Microseconds in each op, without the ops that it calls."""
     with torch_profile(activities=[ProfilerActivity.CPU]) as profiler:
         call()
     times: Counter[str] = Counter()
     for event in profiler.events():
-        # Nodes of autograd hold the Python of hooks, which is no op.
+        # Leave out autograd nodes: their time includes the Python code of hooks.
         if event.name.startswith(("aten::", "psg::")):
             times[event.name] += event.self_cpu_time_total
     return times

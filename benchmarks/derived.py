@@ -3,7 +3,7 @@
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
 Scaled weights, merged low-rank updates, spectral and weight norm, masks, standardised filters, penalties, layers of a stack, fused gates,
-tables that are indexed: what is used is not the parameter itself, or not it alone. Compared, checked and timed as in inside.py.
+indexed tables: layers use values computed from parameters, or only parts of them. Results are checked and timed as in inside.py.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def penalised() -> Problem:
 
 
 class Masked(nn.Module):
-    """Made of masked layers: every output of a variable depends on the variables before it alone."""
+    """A masked autoregressive network: the output for each variable depends only on the variables before it."""
 
     def __init__(self, variables: int = 64):
         super().__init__()
@@ -132,7 +132,7 @@ def standardised() -> Problem:
 
 
 class Stack(nn.Module):
-    """Layers that are rows of one parameter."""
+    """Layers whose weights are slices of one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Stack(nn.Module):
 
 
 class Fused(nn.Module):
-    """Gates that are parts of one parameter."""
+    """Gates whose weights are chunks of one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Fused(nn.Module):
 
 
 class Table(nn.Module):
-    """A table that is indexed, not looked up by an embedding."""
+    """A table that is indexed (`table[ids]`) rather than looked up by `F.embedding`."""
 
     def __init__(self) -> None:
         super().__init__()

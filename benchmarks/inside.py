@@ -3,9 +3,9 @@
     python benchmarks/inside.py --threads 4 --repeats 9 --compile --out results/inside.json
     python benchmarks/jax_peer.py --plain results/inside.json --out results/inside-jax.json
 
-Residuals of differential equations, forces, scores, penalties: the loss of one sample is made of derivatives for its data. Beside psg
-stands `vmap(grad)` of the function, in the form that torch.func can run, with norms and clipped sums computed from its gradients. Results
-are compared with those of vmap(grad), in double precision, before anything is timed; medians of interleaved calls.
+Residuals of differential equations, forces, scores, penalties: the loss of one sample contains derivatives with respect to its data. psg is
+compared with `vmap(grad)` of the function, in the form that torch.func can run, with norms and clipped sums computed from its gradients.
+All results are checked against vmap(grad) in double precision before anything is timed; times are medians of interleaved calls.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Problem(NamedTuple):
     Attributes:
         model: The module.
         batch: Its data, samples in dim 0.
-        fn: The loss of one sample by torch.func, which vmap(grad) can run.
-        batched: The losses of a batch, as one would write them to train; by default vmap of fn.
-        by_autograd: The loss of one sample by torch.autograd.grad.
+        fn: The loss of one sample, with torch.func for its derivatives; vmap(grad) can run it.
+        batched: The losses of a batch, as one would write them for training; by default vmap of fn.
+        by_autograd: The loss of one sample, with torch.autograd.grad for its derivatives.
     """
 
     model: nn.Module
@@ -176,7 +176,7 @@ def gradient_penalty() -> Problem:
 
 
 def layers_by_token() -> Problem:
-    """Each of 64 tokens of a sample goes alone through a network, by a vmap of fn's own: 64 samples."""
+    """fn itself uses vmap to apply a network to each of the 64 tokens of a sample; 64 samples."""
     model = mlp(64, 256, 256, 64, activation=nn.GELU)
 
     def fn(params: Any, tokens: Tensor, target: Tensor) -> Tensor:
@@ -198,8 +198,8 @@ def main(problems: dict[str, Callable[[], Problem]] = PROBLEMS, description: str
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep-pages", action="store_true", help="memory that is freed stays the process's: psg.keep_pages()")
-    parser.add_argument("--compile", action="store_true", help="also psg.jit of the clipped sum, and torch.compile of vmap's")
+    parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
+    parser.add_argument("--compile", action="store_true", help="also time psg.jit of the clipped sum, and torch.compile of vmap(grad)'s")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype, args.tf32 = "float32", False
@@ -265,7 +265,7 @@ def measure(name: str, make: Callable[[], Problem], args: argparse.Namespace) ->
 
 
 def check(problem: Problem, forms: Any) -> None:
-    """Raise unless all forms have the gradients of vmap(grad), in double precision on a few samples."""
+    """Raise unless all forms give the gradients of vmap(grad), in double precision on a few samples."""
     model = problem.model.cpu()
     params = {key: value.detach().double() for key, value in model.named_parameters()}
     batch = tuple(tensor[:3].double() if tensor.is_floating_point() else tensor[:3] for tensor in problem.batch)

@@ -1,11 +1,11 @@
-"""Measures JAX on the same workloads, in an environment of its own that needs jax alone.
+"""Measures JAX on the same workloads, in a separate environment that needs only jax.
 
     python benchmarks/jax_peer.py --plain results/cpu-4.json --out results/cpu-4-jax.json
 
-The models of workloads.py and some of inside.py again, in plain JAX, with weights of their own: `jit(vmap(grad))` for per-sample gradients,
-and one jitted function of their norms and weighted sums for the clipped sum, checked against each other and against the
-gradient of the mean loss. Ratios are to the plain torch training step that run.py or inside.py measured in the JSON given by
---plain, whose number of threads is taken over as that many cores for the whole process; table.py merges the two files.
+The models of workloads.py and some of inside.py in plain JAX, with their own weights: `jit(vmap(grad))` for per-sample gradients, and one
+jitted function of their norms and weighted sums for the clipped sum, checked against each other and against the gradient of the mean loss.
+Ratios are to the plain torch training step in the JSON given by --plain, which run.py or inside.py has written; the process is limited to
+as many cores as that run had threads. table.py merges the two files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures functions whose parameters meet ops without a rule, against `vmap(grad)` of the same function.
+"""Measures functions that use parameters in ops without a rule, against `vmap(grad)` of the same function.
 
     python benchmarks/lifted.py --threads 4 --repeats 15 --out results/lifted.json
 
-Such a parameter is lifted: expanded to one for each sample, and differentiated by what PyTorch itself does under vmap. It must not cost
-more than that. Per-sample gradients are compared with those of vmap(grad) before they are timed; medians of interleaved calls.
+Such a parameter is lifted: expanded to one copy per sample, and differentiated by PyTorch's own formulas under vmap. This must cost no more
+than vmap(grad). Per-sample gradients are compared with those of vmap(grad) before they are timed; times are medians of interleaved calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psg
 BAR = 1.3
 
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], tuple[int, ...]]] = {}
-"""By name: fn(params, x), the shapes of its parameters, and the shape of x with the samples first."""
+"""name -> (fn(params, x), the shapes of its parameters, the shape of x with the samples first)."""
 
 
 def function(params: tuple[tuple[int, ...], ...], x: tuple[int, ...]):

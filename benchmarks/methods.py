@@ -1,4 +1,4 @@
-"""How it is computed: every method of getting per-sample gradients, under one signature.
+"""The methods: every way of computing per-sample gradients, under one signature.
 
 A method is registered by name with the `kind` of its result:
 
@@ -7,10 +7,10 @@ A method is registered by name with the `kind` of its result:
     norm    norms of the per-sample gradients       [n]
     clip    sum of min(1, clip_norm / norm) * gradient over the samples   {name: [*shape]}
 
-Its function takes a workload it may change and keep, and a clip norm, and returns a call without arguments that
-does the whole work once, from the batch to the result, and returns the result. What a user would do once per
-training run (wrapping the model, building the transformed function) stays outside that call. `needs` names the
-package without which the method is missing. Methods of other libraries are in `peers`.
+The registered function takes a workload, which it may change and keep, and a clip norm. It returns a call without
+arguments that does the whole work once, from the batch to the result, and returns the result. Work that a user does once
+per training run (wrapping the model, building the transformed function) stays outside that call. `needs` names the
+package that the method requires, if any. Methods of other libraries are in `peers`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _vmap_norm(workload: Workload, wrap=lambda fn: fn) -> Call:
 
 
 def _vmap_clip(workload: Workload, clip_norm: float, wrap=lambda fn: fn) -> Call:
-    """Clips inside the mapped function, then sums over the samples: the formulation of JAX libraries."""
+    """Clips inside the mapped function, then sums over the samples, as JAX libraries do."""
     loss, params = _functional(workload)
 
     def clipped(params, *sample):
@@ -175,7 +175,7 @@ def _vmap_clip(workload: Workload, clip_norm: float, wrap=lambda fn: fn) -> Call
 
 
 def _compile(fn):
-    """Static shapes: a batch of another size, such as that of a check, would make the later ones dynamic, which inductor does worse."""
+    """Compile with static shapes: otherwise another batch size, as in a check, makes later graphs dynamic, for which inductor is slower."""
     return torch.compile(fn, dynamic=False)
 
 

@@ -1,10 +1,10 @@
-"""Measures the building blocks between which psg chooses: one question a function, one markdown table each.
+"""Measures the building blocks between which psg chooses: one function and one markdown table per question.
 
     python benchmarks/micro.py                       every question
     python benchmarks/micro.py conv outer --threads 1
 
-Milliseconds, medians of interleaved calls; the best of a row in bold. Every candidate of a row is first checked to give
-the same numbers. Results go into fresh memory unless the candidate says `out=`, as they do in a library.
+Milliseconds, medians of interleaved calls; the best of a row in bold. All candidates of a row are first checked to give
+the same numbers. Results go into newly allocated memory, as they do in a library, unless the candidate says `out=`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def question(fn: Callable[[], None]) -> Callable[[], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", help=f"of {', '.join(QUESTIONS)}; all by default")
+    parser.add_argument("questions", nargs="*", help=f"any of {', '.join(QUESTIONS)}; all by default")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def median_ms(candidates: Candidates, seconds: float = 0.4, most: int = 25) -> dict[str, float]:
-    """Medians of interleaved calls: at least three of each, then until the time is used up."""
+    """Median milliseconds of interleaved calls: at least three of each, more until the time is used up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     began = time.perf_counter()
     while (count := len(next(iter(times.values())))) < 3 or (count < most and time.perf_counter() - began < seconds * len(candidates)):
@@ -55,7 +55,7 @@ def median_ms(candidates: Candidates, seconds: float = 0.4, most: int = 25) -> d
 
 
 def report(rows: list[tuple[str, Candidates]], columns: list[str], floors: tuple[str, ...] = ()) -> None:
-    """Checks, times and prints rows of candidates; `floors` are columns for comparison that no candidate may be."""
+    """Checks, times and prints rows of candidates; `floors` are columns for comparison only, never the best of a row."""
     print("| | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
     for title, candidates in rows:
         agree({name: call for name, call in candidates.items() if name not in floors})
@@ -98,7 +98,7 @@ def squared_norm() -> None:
 
 @question
 def weighted_sum() -> None:
-    """Weighted sums over n of [n, P]; and of its columns in blocks."""
+    """Weighted sums over n of [n, P], whole and in blocks of columns."""
     rows = []
     for n, p in ((128, 1_000_000), (8, 1_000_000), (64, 100_000), (32, 1000)):
         v, w = torch.randn(n, p), torch.rand(n)
@@ -141,7 +141,7 @@ def rows_norm() -> None:
         index, c = torch.randint(vocab, (n, t)), torch.randn(n, t, d)
 
         def segments(index=index, n=n, t=t) -> Tensor:
-            # the number of each row's segment: equal ids of one sample stand together after sorting
+            # the segment of each row: after sorting, equal ids of one sample are adjacent
             ids, order = index.sort(1)
             new = torch.cat([ids.new_ones(n, 1), (ids[:, 1:] != ids[:, :-1]).long()], 1)
             return torch.empty_like(ids).scatter_(1, order, new.cumsum(1) - 1)
@@ -214,7 +214,7 @@ def group_norm_weight() -> None:
 
 @question
 def product() -> None:
-    """The weighted gradient of all positions, left^T right for left [k, a] and right [k, b]; and its rows in blocks."""
+    """The weighted sum over all positions, left^T right for left [k, a] and right [k, b], whole and in blocks of rows."""
     rows = []
     shapes = ((4096, 512, 64), (1024, 4096, 256), (1024, 1024, 256), (1040, 768, 192), (1040, 192, 192), (128, 1024, 784))
     for k, a, b in (*shapes, (1024, 256, 1024), (16, 1024, 1024), (64, 256, 256)):
@@ -229,7 +229,7 @@ def product() -> None:
 
 @question
 def gram() -> None:
-    """Inner products of all pairs of rows [n, P]; and those of blocks of their columns, added up."""
+    """Inner products of all pairs of rows [n, P], whole and summed over blocks of columns."""
     rows = []
     for n, p in ((8, 1 << 20), (64, 98304), (32, 147456), (256, 65536)):
         v = torch.randn(n, p)
@@ -263,7 +263,7 @@ def outer() -> None:
 
 @question
 def outer_norm() -> None:
-    """Squared norms of Outer without keeping it: the Gram, or materialised in chunks."""
+    """Squared norms of Outer without keeping its gradients: by the Gram form, or materialised in chunks."""
     rows = []
     shapes = ((8, 128, 256, 1024), (8, 128, 256, 256), (8, 128, 4096, 256), (16, 64, 192, 768), (2, 1024, 128, 512))
     for n, t, a, b in (*shapes, (4, 256, 256, 8), (16, 4, 512, 4608), (16, 16, 512, 4608), (32, 64, 128, 1152)):
@@ -321,7 +321,7 @@ CONVOLUTIONS = {
 def conv() -> None:
     """Per-sample weight gradients of a 2-d convolution; the first column is the summed gradient of plain training.
 
-    `raw` leaves the channels innermost, [n, o, k, k, i], which is enough for norms.
+    `raw` leaves the input channels innermost, [n, o, k, k, i]: a norm does not depend on the layout.
     """
     rows = [(f"{name} {shape}", _conv_candidates(*shape)) for name, shape in CONVOLUTIONS.items()]
     columns = list(dict.fromkeys(name for _, candidates in rows for name in candidates))

@@ -1,4 +1,4 @@
-"""Measures the fixed cost of a call: a model so small (two linear layers, n = 4) that nothing else is left.
+"""Measures the fixed cost of a call, on a model so small (two linear layers, n = 4) that arithmetic takes no time.
 
     python benchmarks/overhead.py --repeats 500 --out results/overhead.json
     python benchmarks/overhead.py --profile psg_clip      where one method's time goes
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def profile(name: str, args: argparse.Namespace) -> None:
-    """The functions of one method by their own time, over many calls."""
+    """Prints the Python functions that one method spends its time in, over many calls."""
     workload = build("tiny", args.device)
     call = METHODS[name].prepare(workload, 1.0)
     call()

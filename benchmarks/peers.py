@@ -1,7 +1,7 @@
 """The methods of other libraries: Opacus, BackPACK, fastDP. Importing this module registers them.
 
-Each is used the way its own documentation uses it, with a mean loss over the batch; what it leaves on the
-parameters is taken off before the call returns, so that no method pays for another's memory.
+Each library is used as its documentation shows, with a mean loss over the batch. What it leaves on the
+parameters is removed before the call returns, so that no method pays for another's memory.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _opacus_ghost_clip(workload: Workload, clip_norm: float) -> Call:
 
 
 def _backpack(workload: Workload, extension: str) -> Call:
-    """One backward pass under a BackPACK extension; its results are of the mean loss, 1/n of a sample's own."""
+    """One backward pass under a BackPACK extension. Its results are those of the mean loss: 1/n of each sample's own gradient."""
     import backpack
 
     model = backpack.extend(workload.model)
@@ -169,7 +169,7 @@ def _backpack_clip(workload: Workload, clip_norm: float) -> Call:
 
 @method("fastdp_clip", "clip", needs="fastDP")
 def _fastdp_clip(workload: Workload, clip_norm: float) -> Call:
-    """Book-keeping in its fast mode: in the backward pass only the first layer and embeddings ask for gradients."""
+    """Book-keeping in its fast mode: in the backward pass only the first layer and embeddings require gradients."""
     import fastDP
 
     params, n = trainable(workload.model), workload.num_samples

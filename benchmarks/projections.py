@@ -2,9 +2,9 @@
 
     python benchmarks/projections.py --threads 4 --dims 512,4096 --out results/projections.json
 
-Beside psg stand the ways that need every sample's gradient: `vmap(grad)`, then a product with a Gaussian matrix that is drawn block by
-block from a fixed seed, as TRAK's BasicProjector does it, or the mean square. psg's results are compared with those of materialised
-gradients before anything is timed; medians of interleaved calls.
+psg is compared with methods that need every sample's gradient: `vmap(grad)`, then a product with a Gaussian matrix that is drawn block by
+block from a fixed seed, as in TRAK's BasicProjector, or the mean square. psg's results are checked against those of materialised gradients
+before anything is timed; times are medians of interleaved calls.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from workloads import Workload, build
 
 import psg
 
-BLOCK = 1 << 14  # rows of the Gaussian matrix at a time
+BLOCK = 1 << 14  # rows of the Gaussian matrix that are drawn at a time
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="mlp,cnn,vit,gpt,embedding")
     parser.add_argument("--dims", default="512,4096")
-    parser.add_argument("--gaussian", type=int, default=512, help="the most numbers to which the Gaussian matrix projects: it is slow")
+    parser.add_argument("--gaussian", type=int, default=512, help="the largest dimension that the (slow) Gaussian projection is timed for")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep-pages", action="store_true", help="memory that is freed stays the process's: psg.keep_pages()")
+    parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype, args.tf32 = "float32", False
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(name: str, dims: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """The ratio to plain training of every way to compute projections and moments."""
+    """The ratio to plain training of every method for projections and moments."""
     workload = build(name, args.device)
     loss, params = psg.stateless(workload.model, workload.criterion)
     factored = psg.factored_grad(loss)
@@ -74,7 +74,7 @@ def measure(name: str, dims: list[int], args: argparse.Namespace) -> dict[str, A
 
 
 def check(factored: Any, dims: list[int]) -> None:
-    """psg's reductions of factors against those of the gradients themselves."""
+    """Compares psg's reductions of factors with those of materialised gradients."""
     dense = psg.tree.materialize(factored)
     for dim in dims:
         torch.testing.assert_close(*(psg.tree.project(tree, dim) for tree in (factored, dense)), rtol=1e-3, atol=1e-4)

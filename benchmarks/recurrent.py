@@ -1,18 +1,18 @@
-"""Measures recurrent layers: whole models by method, and the ways to the gate cotangents of an LSTM.
+"""Measures recurrent layers: whole models by method, and the ways to compute the gate cotangents of an LSTM.
 
     python benchmarks/recurrent.py --kinds lstm,gru,tanh --threads 4 --out results/recurrent.json
 
 The model is an embedding 1000 x 64, a layer 64 -> 128 over T = 64 steps, and a linear classifier on the last output, n = 64. The
-gradient of a recurrent layer's weights is a matrix product over time of the cotangents of its gates with what they read, so these
-cotangents are all that is missing; four ways lead to them:
+per-sample gradient of a recurrent layer's weights is a product over time of its gates' cotangents with the gates' inputs. Only the
+cotangents are hard to get; there are four ways:
 
     written out    a loop over time that keeps the gates, and a loop back: what psg does
-    recomputed     the native kernel forward; its gates again by one product over all steps, and the same loop back
-    identity       the native kernel fed with W_ih x + b through an identity input weight; the cotangent of that input
-    tapped         the recurrence in elementwise ops under autograd; the cotangents of its gates
+    recomputed     the native kernel forward; the gates recomputed by one product over all steps, and the same loop back
+    identity       the native kernel with W_ih x + b as its input and an identity as input weight; the cotangent of that input
+    tapped         the recurrence written in elementwise ops under autograd; the cotangents of its gates
 
-Beside them, as a floor that gives no cotangent of any gate, the native kernel forward and backward with all summed weight gradients.
-Each way is checked against the others before it is timed; medians of interleaved calls.
+For comparison, the native kernel runs forward and backward with all summed weight gradients, which gives no gate's cotangent.
+Each way is checked against `tapped` before it is timed; times are medians of interleaved calls.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def build(kind: str, args: argparse.Namespace) -> Workload:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="lstm,gru,tanh,lstm2", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--methods", default="plain,psg_clip,psg_norm,psg_grad,opacus_hooks", help="those of methods.py and peers.py")
+    parser.add_argument("--kinds", default="lstm,gru,tanh,lstm2", help=f"any of {', '.join(KINDS)}")
+    parser.add_argument("--methods", default="plain,psg_clip,psg_norm,psg_grad,opacus_hooks", help="methods of methods.py and peers.py")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def measure_model(kind: str, args: argparse.Namespace) -> dict[str, dict[str, float | str]]:
-    """Milliseconds and the ratio to plain training, by method; what is missing or wrong in words."""
+    """Milliseconds and the ratio to plain training, by method; or its status, if a method is missing, refused or wrong."""
     reference = Reference(build(kind, args))
     rows: dict[str, dict[str, float | str]] = {}
     calls = {}
@@ -118,7 +118,7 @@ def measure_model(kind: str, args: argparse.Namespace) -> dict[str, dict[str, fl
 
 
 def measure_ways(args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds from a layer's input and its output's cotangent to the cotangents of gates and input, by way."""
+    """Milliseconds that each way takes from a layer's input and output cotangent to the cotangents of gates and input."""
     torch.manual_seed(0)
     layer = nn.LSTM(WIDTH, HIDDEN, batch_first=True).to(args.device)
     x = torch.randn(args.samples, args.steps, WIDTH, device=args.device)

@@ -1,8 +1,8 @@
-"""What is right: a loop of autograd over contiguous single samples, and how far a method's result is from it.
+"""The reference: a loop of autograd over contiguous single samples, and the error of a method's result against it.
 
-Errors are relative and taken leaf by leaf (and sample by sample for per-sample gradients), against the leaf's own
-norm, but never against less than a thousandth of the whole gradient's: a leaf whose exact gradient is zero has only
-rounding to show.
+Errors are relative and taken leaf by leaf (and sample by sample for per-sample gradients). They are divided by the leaf's
+norm, or by a thousandth of the whole gradient's norm if that is larger: where a leaf's exact gradient is zero, there is
+nothing but rounding error.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from methods import clip_coefficients, global_norm, sample_gradient, samples, tr
 from torch import Tensor
 from workloads import Workload
 
-# Relative errors above these are wrong. In float64 the constant 1e-6 that some libraries add to a norm passes, and
-# little else; narrower types only catch a gross fault, because a ReLU whose input is a rounding error away from zero
-# may go either way and takes its whole column of a gradient with it.
+# A result with a larger relative error is wrong. In float64 this allows the constant 1e-6 that some libraries add to a
+# norm, and little else. Narrower types only catch gross faults: where rounding turns the sign of a ReLU's input, a whole
+# column of a gradient changes.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 
 
@@ -63,7 +63,7 @@ class Reference:
         return self.weighted_sum(torch.full_like(self.norms, 1 / self.workload.num_samples))
 
     def error(self, kind: str, result: Any) -> float:
-        """The largest relative error of a result of a kind; infinite where names or shapes disagree."""
+        """The largest relative error of a result of this kind; infinite where names or shapes disagree."""
         if kind == "norm":
             return _scalar((result - self.norms).abs() / self.norms) if result.shape == self.norms.shape else float("inf")
         if result.keys() != self.params.keys():

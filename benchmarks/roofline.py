@@ -1,13 +1,13 @@
-"""Counts what each method asks of an accelerator that is not there: kernels, operations, bytes, and how long these take at the least.
+"""Counts the kernels, operations and bytes that each method needs on an accelerator, without having one, and a lower bound of the time.
 
     python benchmarks/roofline.py --workloads resnet18,vit_b16,gpt2 --precision tf32 --out results/roofline_h100_tf32.json
 
-The model runs on a pretended device, on tensors that have shapes and no values. Every op is counted as one kernel that takes as long as the
-slowest of its arithmetic, its bytes (inputs read once, outputs written once) and its launch, at the published figures of one H100 (SXM):
-what a better plan would save can be read off before anyone has measured it. It does not know how well a kernel is written, what one op
-leaves in cache for the next, fused attention (written out here, for all methods alike), nor what a compiler would fuse.
+The model runs on a pretended device, on tensors that have shapes and no values. Every op counts as one kernel that takes as long as the
+slowest of its arithmetic, its bytes (inputs read once, outputs written once) and its launch, at the published figures of one H100 (SXM).
+So one can estimate what a better plan would save before measuring it. The model ignores how well a kernel is written, what one op leaves
+in cache for the next, fused attention (written out here, for all methods alike), and what a compiler would fuse.
 
-Like a real device, this one fails on tensors of another device, and on a question to the host: a tensor's value in Python.
+An op that mixes devices fails, as on a real device. Reading a tensor's value in Python, which on a real device waits for it, fails too.
 """
 
 from __future__ import annotations
@@ -48,18 +48,16 @@ FREE = {aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_e
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="resnet18,vit_b16,gpt2,gpt2_tied,embedding_million")
-    parser.add_argument(
-        "--methods", default="plain,psg_clip,psg_norm", help="those of methods.py; the first is what the others are a ratio of"
-    )
+    parser.add_argument("--methods", default="plain,psg_clip,psg_norm", help="methods of methods.py; ratios are to the first of them")
     parser.add_argument("--precision", default="tf32", choices=PEAK)
-    parser.add_argument("--ops", type=int, default=0, help="list so many ops that take longer than in the first method")
+    parser.add_argument("--ops", type=int, default=0, help="list this many of the ops that take longer than in the first method")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.device, args.repeats, args.threads, args.tf32 = "cpu", 1, 1, args.precision == "tf32"
     args.dtype = "bfloat16" if args.precision == "bfloat16" else "float32"
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = args.tf32  # psg's cost model asks
-    _functorch.is_traced = lambda: False  # a mode that counts is no tracer: take the way of an ordinary call
+    _functorch.is_traced = lambda: False  # the counting mode is no tracer: run as in an ordinary call
     device = pretend()
     rows = []
     for name in args.workloads.split(","):
@@ -80,14 +78,14 @@ def main() -> None:
 
 
 def pretend() -> torch.device:
-    """A device that holds nothing, for tensors without values."""
+    """Register a pretended device, for tensors without values."""
     backend_registration._setup_privateuseone_for_python_backend("pretended")
     _base.WIDENING.add("pretended")
     return torch.device("pretended:0")
 
 
 def count(workload: str, method: str, device: torch.device, dtype: torch.dtype, peak: float) -> Count:
-    """What one call of a method asks for, model and batch being there."""
+    """Counts of one call of a method, with model and batch already on the device."""
     real = build(workload, "cpu", dtype, max_samples=2 if workload in SAMPLES else None)
     with FakeTensorMode():
         call = METHODS[method].prepare(moved(real, device, SAMPLES.get(workload)), 1.0)
@@ -97,7 +95,7 @@ def count(workload: str, method: str, device: torch.device, dtype: torch.dtype, 
 
 
 def moved(workload: Workload, device: torch.device, samples: int | None) -> Workload:
-    """The workload on a device, without its values, and with so many samples."""
+    """The workload on a device, without its values, with `samples` samples if given."""
     made: dict[Tensor, Tensor] = {}
 
     def move(tensor: Tensor) -> Tensor:
@@ -114,7 +112,7 @@ def moved(workload: Workload, device: torch.device, samples: int | None) -> Work
 
 
 class Count(TorchDispatchMode):
-    """Counts by op: kernels, operations, bytes, and the least seconds."""
+    """Counts kernels, operations, bytes, and the least seconds, by op."""
 
     def __init__(self, peak: float) -> None:
         super().__init__()
@@ -149,7 +147,7 @@ class Count(TorchDispatchMode):
 
 
 def distinct(leaves: list[Any]) -> int:
-    """Bytes of different memory."""
+    """Bytes of all tensors, counting each storage and each expanded dimension once."""
     sizes: dict[int, int] = {}
     for tensor in leaves:
         if isinstance(tensor, Tensor):
@@ -166,7 +164,7 @@ def operations(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     if func is aten.convolution_backward.default:
         return 2 * args[0].numel() * args[2].shape[1:].numel() * sum(args[10][:2])
     if func is aten.bmm.dtype:
-        args = args[:2]  # the formula does not know the third, the dtype of the result
+        args = args[:2]  # the formula does not take the third argument, the dtype of the result
     formula = flop_registry.get(func.overloadpacket)
     return formula(*args, **kwargs, out_val=output) if formula else 0
 

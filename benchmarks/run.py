@@ -3,13 +3,13 @@
     python benchmarks/run.py --workloads mlp,cnn,gpt --methods default --threads 4 --repeats 15 --out results/NAME.json
 
 Every method is checked against a loop over samples before it is timed, in float64 on the first samples and in the
-dtype of the run on all of them. One that disagrees is reported as wrong and not timed, one that raises as refused,
-one that is not installed as missing, per-sample gradients above --limit as too large.
-Then every repeat calls each method once, in an order drawn anew, and the medians are reported with their ratio to
+dtype of the run on all of them. A method is not timed if it disagrees (status "wrong"), raises ("refused") or is not
+installed ("missing"), or if its per-sample gradients exceed --limit ("too large").
+Then every repeat calls each method once, in a new random order, and the medians are reported with their ratio to
 `plain`: eager forward and backward of the same model on the same batch. A timed call starts with the batch and ends
-with the result (on a GPU, after synchronising), which is held until the method's next call; per-sample gradients alone
-are freed at once. With --memory each method also runs in processes of its own, which report the highest memory in use,
-model and batch included: the median of three.
+with the result (on a GPU, after synchronising). The result is held until the method's next call, except that per-sample
+gradients are freed at once. With --memory each method also runs in three processes of its own, which report the peak of the
+memory in use, model and batch included; the median counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GROUPS = {
     "compiled": [name for name in METHODS if name == "plain" or name.endswith(("_compiled", "_jit"))],
     "all": list(METHODS),
 }
-DOUBLE_SAMPLES = 16  # the batch of the check in float64
+DOUBLE_SAMPLES = 16  # batch size of the check in float64
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -79,8 +79,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--tf32", action="store_true", help="float32 matrix products and convolutions in TF32")
     parser.add_argument("--memory", action="store_true", help="peak memory too, one process a method")
-    parser.add_argument("--keep-pages", action="store_true", help="memory that is freed stays the process's: psg.keep_pages()")
-    parser.add_argument("--limit", type=float, default=4, help="GiB of per-sample gradients that are still computed")
+    parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
+    parser.add_argument("--limit", type=float, default=4, help="the most GiB of per-sample gradients that are still computed")
     parser.add_argument("--no-double", action="store_true", help="check in the run's own dtype only")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # the process that --memory starts
@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything about the run that the numbers depend on."""
+    """Everything about the run on which the numbers depend."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "psg", "opacus", "backpack-for-pytorch", "fastDP", "optree"):
         try:
@@ -127,7 +127,7 @@ def device_name(device: str) -> str:
 
 def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a method: its status, errors, times, ratio to plain, and peak memory if asked for."""
-    torch.compiler.reset()  # a function is compiled a limited number of times, and these serve all workloads
+    torch.compiler.reset()  # torch limits recompilations of a function, and all workloads share these functions
     reference = Reference(build(workload, args.device, DTYPES[args.dtype]))
     double = None if args.no_double else Reference(build(workload, args.device, torch.float64, DOUBLE_SAMPLES))
     rows, calls = {}, {}
@@ -155,7 +155,7 @@ def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 def check(method: Method, workload: str, reference: Reference, double: Reference | None, args) -> dict[str, Any]:
     """The status of a method on a workload, and its errors against the loop.
 
-    A method that cannot compute in float64 at all is judged in the dtype of the run alone.
+    A method that cannot compute in float64 at all is judged only in the dtype of the run.
     """
     if not method.installed:
         return {"status": "missing"}
@@ -173,7 +173,7 @@ def check(method: Method, workload: str, reference: Reference, double: Reference
                 result = method.prepare(fresh, ref.clip_norm)()
                 row[label] = ref.error(method.kind, result)
                 del result
-            except Exception as error:  # a peer may fail in any way; the row says how
+            except Exception as error:  # a peer may raise anything; the row records it
                 row[label], row["reason"] = None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
         fallbacks = [str(w.message) for w in caught if w.category.__name__ == "FallbackWarning"]
         if fallbacks:
@@ -184,11 +184,11 @@ def check(method: Method, workload: str, reference: Reference, double: Reference
 
 
 def interleave(calls: dict[str, Any], repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of every call, each method once a repeat, in an order drawn anew; two calls each to warm up.
+    """Seconds of every call. Each repeat calls every method once, in a new random order, after two calls each to warm up.
 
-    What a method has returned is held until its next call, as a training loop holds a step's gradient in `.grad`: for an allocator it
-    matters whether memory comes back before or after other memory is asked for. Per-sample gradients alone, which can take gigabytes,
-    are dropped at once.
+    A method's result is held until its next call, as a training loop holds a step's gradient in `.grad`: to an allocator it matters
+    whether memory is freed before or after other memory is requested. Only per-sample gradients, which can take gigabytes, are dropped
+    at once.
     """
     order, draw = list(calls), random.Random(0)
     held: dict[str, Any] = {}
@@ -225,9 +225,9 @@ def peak_in_fresh_process(workload: str, method: str, args: argparse.Namespace) 
 def peak_memory(workload: str, method: Method, args: argparse.Namespace) -> int:
     """Bytes in use at the peak of three calls, model and batch included.
 
-    On a CPU above what the process holds after one call on a tiny workload, which loads whatever code is loaded late.
+    On a CPU, minus what the process holds after one call on a tiny workload, so that lazily loaded code does not count.
     """
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # some models' ops load it, with all of sympy, and some do not
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # ops of only some models load it, with all of sympy
     method.prepare(build("tiny", args.device, DTYPES[args.dtype]), 1.0)()
     synchronize(args.device)
     cuda, base = args.device.startswith("cuda"), resident_bytes("VmRSS")
@@ -244,7 +244,7 @@ def peak_memory(workload: str, method: Method, args: argparse.Namespace) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """Resident memory of this process, now (VmRSS) or at its highest (VmHWM)."""
+    """Resident memory of this process in bytes, now (VmRSS) or at its peak (VmHWM)."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(x for x in lines if x.startswith(field)).split()[1])
@@ -256,7 +256,7 @@ def resident_bytes(field: str) -> int:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row in words, for the reader who waits."""
+    """One row of the results as a line of text, printed during the run."""
     if row["status"] != "ok":
         errors = [row[key] for key in ("error_double", "error") if row.get(key) is not None]
         return f"{row['method']:<20} {row['status']} {row.get('reason', '')} {'; '.join(f'{e:.1e}' for e in errors)}"
@@ -266,7 +266,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Methods down, workloads across: ratios to plain, with plain itself in milliseconds."""
+    """One row a method, one column a workload: ratios to plain, with plain itself in milliseconds."""
     rows = report["results"]
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     cells = {(row["method"], row["workload"]): cell(row) for row in rows}

@@ -1,10 +1,10 @@
-"""Makes the main table of the README, and its plot where matplotlib is there, from the JSON of run.py.
+"""Makes the main table of the README, and its plot if matplotlib is installed, from the JSON of run.py.
 
     python benchmarks/table.py results/cpu-4.json [more.json ...] [--plot results/cpu-4.png]
 
-One row a workload. For each kind of result: psg's time as a ratio to plain training of the same model, compiled too if
-that was measured, and beside it the fastest method of anyone else that was right, by name. Several files of one device
-(a merged peer, another set of workloads) become one table; files of other devices or settings become one table each.
+One row a workload. For each kind of result: psg's time as a ratio to plain training of the same model (and compiled, if
+that was measured), and the fastest correct method that is not psg's, by name. Several files of one device
+(results of a peer, another set of workloads) become one table; files of other devices or settings become one table each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def conditions(report: dict[str, Any]) -> tuple:
 
 
 def with_peaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with their ratio of peak memory in place of their ratio of time."""
+    """The rows, with the ratio of peak memory in place of the ratio of time."""
     plain = {row["workload"]: row.get("peak_bytes") for row in rows if row["method"] == "plain"}
     return [
         {**row, "ratio": row["peak_bytes"] / plain[row["workload"]]} for row in rows if row.get("peak_bytes") and plain.get(row["workload"])
@@ -52,9 +52,9 @@ def own(rows: list[dict[str, Any]], workload: str, method: str) -> float | None:
 
 
 def best(rows: list[dict[str, Any]], workload: str, kind: str) -> dict[str, Any] | None:
-    """The fastest right row of a kind, of everyone but psg.
+    """The row of the fastest correct method of a kind that is not psg's.
 
-    A clipped sum needs the norms, so for norms a method of clipping does not count; each kind stands for itself.
+    Methods of other kinds do not count: a clipping method computes norms too, but is no method for norms.
     """
     found = [
         row
@@ -88,7 +88,7 @@ def markdown(report: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """One panel a kind: psg's bars and the best other's for every workload, on a log scale."""
+    """One panel a kind: for every workload, psg's bars and that of the best other method, on a log scale."""
     try:
         import matplotlib
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
-"""What is measured: small models as people write them, each with a criterion and one batch.
+"""The workloads: small models as people write them, each with a criterion and one batch.
 
-Every entry of `WORKLOADS` builds a `Workload` from the same seed, so two methods that build it get equal weights
-and equal data. The models are plain `nn.Module`s that know nothing of any library; shapes are in the entry's name
-or beside it. Entries whose size only makes sense on an accelerator stand at the end, in `LARGE`.
+Every entry of `WORKLOADS` builds a `Workload` from the same seed, so all methods get equal weights and equal data. The
+models are plain `nn.Module`s that use no library for per-sample gradients; shapes are in the entry's name or beside it.
+Entries whose size only makes sense on an accelerator are at the end, in `LARGE`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TutorialCNN(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with group norms around a skip, projected where the shape changes."""
+    """Two 3x3 convolutions with group norms, and a skip connection, projected where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int = 8):
         super().__init__()
@@ -108,7 +108,7 @@ def depthwise_net(classes: int = 10) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention by one projection to q, k, v and `scaled_dot_product_attention`."""
+    """Multi-head self-attention: one projection to q, k, v, and `scaled_dot_product_attention`."""
 
     def __init__(self, width: int, heads: int, causal: bool):
         super().__init__()
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and a two-layer MLP, each beside a skip."""
+    """Pre-norm attention and a two-layer MLP, each with a skip connection."""
 
     def __init__(self, width: int, heads: int, causal: bool):
         super().__init__()
@@ -188,7 +188,7 @@ class GPT(nn.Module):
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer and a trainable update of low rank beside it."""
+    """A frozen linear layer plus a trainable low-rank update."""
 
     def __init__(self, base: nn.Linear, rank: int):
         super().__init__()
@@ -285,11 +285,11 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "embedding": lambda: _texts(EmbeddingClassifier(20000, 64, 10), n=64, t=64, vocab=20000, classes=10),
     "embedding_1024": lambda: _texts(EmbeddingClassifier(20000, 64, 10), n=1024, t=64, vocab=20000, classes=10),
     "lstm": lambda: _texts(LSTMClassifier(10000, 64, 128, 2), n=64, t=64, vocab=10000, classes=2),
-    # the fixed cost of a call: nothing here is arithmetic
+    # measures the fixed cost of a call: arithmetic takes next to no time here
     "tiny": lambda: _vector(_mlp(4, 8, 2), n=4, width=4, classes=2),
 }
 
-# At sizes people train on an accelerator.
+# Sizes that people train on an accelerator.
 LARGE: dict[str, Callable[[], Workload]] = {
     "resnet18": lambda: _images(_resnet18(), n=256, channels=3, size=224, classes=1000),
     "vit_b16": lambda: _images(ViT(224, 16, width=768, depth=12, heads=12, classes=1000), 64, 3, 224, classes=1000),

@@ -1,4 +1,4 @@
-"""What the tests hold every function to: psg against the loop, operation by operation."""
+"""The comparison that most tests use: psg against the loop over samples, operation by operation."""
 
 import warnings
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ def summed(actual, expected, name):
 
 
 def floor(tree) -> float:
-    """What an exact zero is held to: a thousand roundings of numbers of order one, which all drawn inputs are."""
+    """The absolute tolerance, for entries that are exactly zero: 1000 eps, times the largest entry if that exceeds 1."""
     flat = reference_flat(tree)
     largest = flat[flat.isfinite()].abs().max().item() if flat.isfinite().any() else 0.0
     return 1000 * torch.finfo(flat.dtype).eps * max(1.0, largest)
@@ -34,7 +34,7 @@ def floor(tree) -> float:
 def assert_agrees(problem: Problem, *, rules: bool = True, may_fall: str = "", **options) -> None:
     """Values, materialised gradients, norm, weighted_sum, dot, gram and clipped_grad equal the loop's.
 
-    `may_fall` is the reason why some of the drawn problems go down the ladder; without it that is an error.
+    `may_fall` is the reason why some of the drawn problems fall back to a lower rung; without it a fallback is an error.
     """
     fn, args, shared, own = problem
     loop = {key: own[key] for key in ("argnums", "in_dims", "has_aux") if key in own}
@@ -42,7 +42,7 @@ def assert_agrees(problem: Problem, *, rules: bool = True, may_fall: str = "", *
     values, expected = loop_value_and_grad(fn, **loop)(*args, **shared)
     atol = floor(expected)
     norms = reference_norm(expected)
-    clip_norm = norms.median().item() if len(norms) else 1.0  # some samples are clipped and some are not
+    clip_norm = norms.median().item() if len(norms) else 1.0  # clips some samples and not others
 
     def alone(result):
         return result[0] if options.get("has_aux") else result
@@ -85,7 +85,7 @@ def on(problem: Problem, device) -> Problem:
 
 
 def linear_loss(p, x):
-    """A small function for tests that need any one."""
+    """A small loss, for tests to which the function does not matter."""
     return score(F.linear(x, p["w"], p["b"]))
 
 

@@ -36,7 +36,7 @@ TORCH_REMARKS = [
     "Attempted to insert a get_attr Node",  # torch.func.linearize folds constants in the graph that it traces
 ]
 
-# psg's on a function that uses none of its parameters, as some cases are meant to.
+# psg's own warning about a function that uses none of its parameters, as some cases do on purpose.
 OWN_REMARK = ".* fn uses none of the tensors that it is differentiated for"
 
 
@@ -48,7 +48,7 @@ def pytest_configure(config):
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-# Each of these takes as long as thousands of others: whoever came to one last would keep the others waiting.
+# Each of these files takes as long as thousands of other tests: they go first, so that no worker starts one at the very end.
 LONG = {"test_docs", "test_benchmarks", "test_pretended_device"}
 
 
@@ -67,14 +67,14 @@ def _defaults(request):
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, request.config.getoption("--dtype")))
     seed()
-    _errors.warned.clear()  # psg warns once for a function and a reason: each test is to see its own warning
+    _errors.warned.clear()  # psg warns once for a function and a reason: each test must see its own warning
     yield
     torch.set_default_dtype(before)
 
 
 @pytest.fixture(autouse=True)
 def _size(request, monkeypatch):
-    """Three tests in four take the ways of large problems, on which no op's own price tells, and the others those of small ones."""
+    """Three tests in four take the code paths of large problems, as if calling an op cost nothing, the others those of small ones."""
     if zlib.crc32(request.node.nodeid.encode()) % 4:
         as_large(monkeypatch)
 

@@ -1,7 +1,7 @@
-"""Runs psg on a device that is not there, as tests/test_pretended_device.py asks; prints JSON.
+"""Runs psg on a pretended device for tests/test_pretended_device.py, and prints the findings as JSON.
 
-Tensors have shapes, dtypes and a device, and no values. An op that mixes devices raises, and so does any question whose answer a real
-device would have to compute before the host could go on. torch registers such a device for a whole process, so this is one of its own.
+Tensors have shapes, dtypes and a device, but no values. An op that mixes devices raises, and so does reading a value, for which the host
+would have to wait for a real device. torch registers a pretended device for the whole process, so this script has its own process.
 """
 
 import functools
@@ -26,7 +26,7 @@ N = 4
 
 
 class Net(nn.Module):
-    """Every kind of factor: convolution, embedding, matrix products with positions and without, small dense ones, a tied weight."""
+    """All kinds of factors: convolution, embedding, matrix products with and without positions, small dense ones, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 def transforms(device: torch.device) -> dict[str, list[str]]:
-    """The devices of what every transform returns."""
+    """The devices of the results of every transform."""
     workload = roofline.moved(roofline.Workload(Net(), F.cross_entropy, (torch.zeros(N, 5).long(), torch.zeros(N).long())), device, N)
     loss, params = psg.stateless(workload.model, workload.criterion)
     mask, each = torch.empty(N, dtype=torch.bool, device=device), psg.clipping.PerLeaf(1.0)
@@ -67,7 +67,7 @@ def transforms(device: torch.device) -> dict[str, list[str]]:
 
 
 def cases(device: torch.device) -> dict[str, str]:
-    """What goes wrong when the table's cases run by capture, by name."""
+    """The errors that the table's cases raise when they run by capture, by name."""
     errors = {}
     for case in CASES:
         if case.not_capture:
@@ -76,20 +76,20 @@ def cases(device: torch.device) -> dict[str, str]:
             problem = case.build(device)
             for transform in (psg.per_sample_grad, functools.partial(psg.clipped_grad, clip_norm=1.0)):
                 transform(problem.fn, method="capture", **problem.options)(*problem.args, **problem.shared)
-        except Exception as error:  # of whatever kind: the test knows those that do not matter
+        except Exception as error:  # of any kind: the test knows which do not matter
             errors[case.name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return errors
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """As `_functorch.memory_of`, of tensors that have no address."""
+    """A replacement of `_functorch.memory_of` for tensors that have no address."""
     while _functorch.is_wrapped(tensor):
         tensor = _functorch.value_of(tensor)
     return tensor.untyped_storage()._cdata
 
 
 def asks(device: torch.device) -> bool:
-    """Whether a question to the host raises, on which all of this rests."""
+    """Whether reading a value on the host raises: these tests rely on it."""
     try:
         torch.empty(2, device=device).sum().item()
     except RuntimeError:
@@ -118,7 +118,7 @@ def kernels(device: torch.device) -> dict[str, list[int]]:
 
 
 def halves(device: torch.device) -> dict[str, dict[str, int]]:
-    """By plan the kernels that a norm of a gradient in 16 bits starts, by op."""
+    """The kernels that a norm of a 16-bit gradient starts, by plan and op."""
     factor = psg.factors.Outer(*(torch.empty(3, 5, size, device=device, dtype=torch.bfloat16) for size in (7, 4)))
     found = {}
     for plan in ("gram", "chunks"):
@@ -129,7 +129,7 @@ def halves(device: torch.device) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    _functorch.is_traced = lambda: False  # as in an ordinary call: modes that pretend and count are no tracers
+    _functorch.is_traced = lambda: False  # as in an ordinary call: the modes that pretend and count are no tracers
     _functorch.memory_of = memory_of
     pretended = roofline.pretend()
     with FakeTensorMode():

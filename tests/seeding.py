@@ -1,4 +1,4 @@
-"""The seed of torch's generators, at a hundredth of the price of `torch.manual_seed`, which writes down its caller for every device."""
+"""Seeds torch's generators at a hundredth of the cost of `torch.manual_seed`, which records its caller for every device."""
 
 import torch
 

@@ -66,7 +66,7 @@ def test_history_is_there_exactly_if_an_input_requires_grad(name, args):
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
 @pytest.mark.parametrize("part", ["parameter", "data", "activation"])
 def test_what_is_closed_over(method, part, args):
-    """A closed-over tensor is an input like any other; here a leaf, what was computed from it, and both together."""
+    """A closed-over tensor is an input like any other: here a leaf, and a tensor that was computed from it."""
     params, x, _ = args
 
     def penalty(norm):
@@ -142,7 +142,7 @@ def test_a_live_backbone_is_differentiated_where_it_is_used(args):
 
 
 def test_under_autocast_functions_are_warned_of_one_by_one(device):
-    """All of them are called through one wrapper, by whose code they were told apart."""
+    """Under autocast one wrapper calls all functions: once its code told functions apart, and the second got no warning."""
     outer = torch.ones(3, requires_grad=True, device=device)
     w, x = torch.ones(3, device=device), torch.ones(2, 3, device=device)
     for fn in (lambda w, x: (w * x * outer).sum(), lambda w, x: (w + x * outer).square().sum()):
@@ -224,7 +224,7 @@ def test_gradcheck(args):
 
 
 def test_gradient_penalty_trains(args):
-    """The use: a loss that contains per-sample gradient norms, in a training step."""
+    """The typical use: a training step on a loss that contains per-sample gradient norms."""
     params, x, _ = args
     module = {name: torch.nn.Parameter(p) for name, p in params.items()}
     penalty = (psg.per_sample_norm(fn)(module, x) - 1).square().mean()
@@ -314,7 +314,7 @@ def at_zero(device):
 
 @pytest.mark.parametrize("name", AT_ZERO)
 def test_derivatives_at_a_zero_gradient_are_finite(name, at_zero):
-    # The norm has no derivative there; the one taken is zero. To second order too, forwards and backwards.
+    # At zero the norm has no derivative; psg takes zero. This holds to second order too, in forward and reverse mode.
     params, x = at_zero
     p, f = live(params), AT_ZERO[name]
     first = slopes(weigh(f(p, x)), p, create_graph=True)
@@ -363,6 +363,6 @@ def test_data_that_the_function_itself_makes_a_leaf_gives_no_history(method, dev
     w, x = torch.ones(3, device=device), torch.randn(4, 3, device=device)
     out = psg.clipped_grad(fn, 1.0, method=method)(w, x)
     assert not out.grads.requires_grad and not out.values.requires_grad
-    closed = torch.ones(3, device=device, requires_grad=True)  # unlike what it is not the first to make one
+    closed = torch.ones(3, device=device, requires_grad=True)  # requires grad already, so fn's requires_grad_ changes nothing
     outer = psg.per_sample_norm(lambda w, x: fn(w, closed.requires_grad_(True) * x), method=method)(w, x)
     assert outer.requires_grad

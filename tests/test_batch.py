@@ -68,7 +68,7 @@ def images(n, device):
 
 
 def shuffled(n, device):
-    """Rows that stand in no order of the samples, and a weight used twice."""
+    """Rows that are not in the order of the samples, and a weight used twice."""
 
     def fn(p, x):
         order = torch.randperm(3 * len(x), generator=torch.Generator().manual_seed(1)).to(device)
@@ -87,7 +87,7 @@ def time_first(n, device):
 
 
 def derived(n, device):
-    """Low-rank and transposed parameters: computed once, pulled back."""
+    """Low-rank and transposed weights: computed once; their gradients are pulled back to the parameters."""
 
     def fn(p, x):
         return F.linear(x @ p["t"].T, p["b"] @ p["a"]).sin().sum(1)
@@ -108,7 +108,7 @@ def projection(n, device):
 
 
 def positions(n, device):
-    """Tables looked up once for all samples, in both shapes, beside one that is looked up by tokens; a norm of positions alone."""
+    """Position tables looked up once for all samples, in both shapes, beside a table looked up by tokens; a norm of positions alone."""
 
     def fn(p, ids):
         steps = torch.arange(ids.shape[1], device=device)
@@ -122,10 +122,10 @@ def positions(n, device):
 
 
 def lookups(n, device):
-    """Parameters indexed by data: rows, and whole matrices, one an expert's."""
+    """Parameters indexed by data: rows of a table, and one matrix per expert."""
 
     def fn(p, ids, x):
-        experts = p["experts"][ids % 3 - 3]  # from the end
+        experts = p["experts"][ids % 3 - 3]  # negative indices
         mixed = torch.einsum("nti,ntio->nto", x, experts) + p["rows"][ids] + p["rows"][torch.arange(x.shape[1], device=device)]
         return (mixed * p["rows"].index_select(0, ids.flatten()).view(mixed.shape)).tanh().sum((1, 2)) + p["bias"][ids].sum((1, 2))
 
@@ -136,7 +136,7 @@ def lookups(n, device):
 
 
 def class_tokens(n, device):
-    """Parameters repeated for every sample, in each of the ways; one is repeated for every head instead."""
+    """Parameters repeated for every sample, by each op that can do so; one is repeated for every head instead."""
 
     def fn(p, x):
         tokens = p["a"].expand(len(x), -1, -1), p["b"].repeat(len(x), 1, 1), p["c"].expand(len(x), 1, WIDTH), p["a"].tile(len(x), 1, 1)
@@ -167,7 +167,7 @@ def broadcasts(n, device):
 
 
 def mask_tokens(n, device):
-    """A parameter in the place of what is masked, on either side, in each spelling; PReLU with one slope and with one a channel."""
+    """A parameter in place of masked entries, on either side of `where`, in all its forms; PReLU with one slope and one a channel."""
 
     def fn(p, x):
         mask = (x[..., :1] > 0) & (x[..., 1:2] > -1)
@@ -201,7 +201,7 @@ each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: 
 
 
 def one(fn):
-    """The function of one sample."""
+    """From a function of a batch to the function of one sample."""
     return lambda params, *sample: fn(params, *(x[None] for x in sample))[0]
 
 
@@ -286,7 +286,7 @@ def test_rows_shared_by_samples_are_found_out(device):
 
     def alternating(p, x):
         rows = F.linear(x, p["w"][:1])[:, 0]
-        return rows.roll(1) + rows.roll(-1)  # two losses for each row, one number wide
+        return rows.roll(1) + rows.roll(-1)  # two losses depend on each row, which is one number wide
 
     params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(5, WIDTH, device=device)
     for fn in (mixed, opposed, alternating):
@@ -295,12 +295,12 @@ def test_rows_shared_by_samples_are_found_out(device):
 
 
 def towers(p, x, ids):
-    """A softmax in the batch: the others' rows of the table are as good as weights of a linear layer."""
+    """A softmax over the batch: to each sample, the table rows of the others act as weights of a linear layer."""
     return F.cross_entropy(p["left"][ids] @ p["right"][ids].T, torch.arange(len(ids), device=ids.device), reduction="none")
 
 
 def centred(p, x, ids):
-    """Another sample moves the row, on which no loss but its own depends."""
+    """Other samples change each sample's row, though no loss but its own depends on that row."""
     return F.linear(x - x.mean(0), p["right"]).square().sum(1)
 
 
@@ -309,7 +309,7 @@ def weighted_by_counts(p, x, ids):
 
 
 def paired(p, x, ids):
-    """Two that stand side by side, views of one say."""
+    """Adjacent samples meet in pairs, as two augmentations of one image might."""
     pairs = x[: len(x) // 2 * 2].unflatten(0, (-1, 2))
     return F.linear(torch.cat([(pairs - pairs.mean(1, keepdim=True)).flatten(0, 1), x[len(x) // 2 * 2 :]]), p["right"]).square().sum(1)
 
@@ -339,7 +339,7 @@ def test_samples_that_meet_where_no_gradient_tells_are_found_out(fn, dropout, n,
 
 
 def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
-    """With noise of the batch's own, written into an input; and a function that never gives the same twice is not compared."""
+    """The comparison redraws the batch's noise and undoes its write into an input. A function whose values change is not compared."""
     params, x, scale = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(8, WIDTH, device=device), torch.ones(3, device=device)
     count = iter(range(1000))
 
@@ -357,7 +357,7 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
         torch.manual_seed(1)
         twice = scale.clone()
         F.dropout(x.new_ones(8, 3), 0.5)
-        F.dropout(x.new_ones(8, 3), 0.5)  # the first call has written into its input, and was made again with a copy
+        F.dropout(x.new_ones(8, 3), 0.5)  # drawn twice: the first call wrote into its input, so psg called again with a copy
         assert torch.equal(torch.rand(3), after)
         assert torch.equal(scale, twice) and torch.equal(scale, torch.ones_like(scale))
     assert gradients[0].isfinite().all()
@@ -365,7 +365,7 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
 
 @pytest.mark.parametrize("order", ["by length", "by expert"])
 def test_dropout_behind_an_order_that_depends_on_data(order, device):
-    """Its masks fall on other samples in another batch."""
+    """In another batch the dropout masks fall on other samples: that is no mixing of samples."""
 
     def fn(w, x):
         groups = [x[:, 0].argsort()] if order == "by length" else [((x[:, 0] > 0) == flag).nonzero()[:, 0] for flag in (True, False)]
@@ -413,7 +413,7 @@ def test_a_batch_that_fn_would_not_take_is_not_compared(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_by_groups_of_other_sizes_is_no_meeting(dtype, device):
-    """A mixture of experts gives each as many rows as happen to come."""
+    """In a mixture of experts, the number of rows of an expert depends on the batch, and so does rounding."""
     router, layers = torch.randn(8, 4), torch.randn(4, 8, 8) / 3
     params, x = {"router": router.to(device, dtype), "layers": layers.to(device, dtype)}, torch.randn(64, 8, device=device, dtype=dtype)
 
@@ -489,7 +489,7 @@ def test_samples_packed_into_one_row(device):
 
 
 class Unseen(torch.autograd.Function):
-    """No function mode sees the call of an autograd.Function."""
+    """An autograd.Function, whose call no torch function mode sees."""
 
     @staticmethod
     def forward(ctx, x):
@@ -568,7 +568,7 @@ def test_an_input_that_is_written_into_stays_the_caller_s(device):
 @pytest.mark.parametrize("bad", ["nan", "inf", "huge"])
 @pytest.mark.parametrize("broken", [[1], [0, 3], [0, 1, 2, 3]])
 def test_a_sample_that_is_not_finite_keeps_to_itself(bad, broken, device):
-    # Its cotangents tell no sample; the others' must still be told.
+    # Its cotangents do not show which sample a row belongs to; those of the other samples still must.
     def fn(p, x):
         return F.linear(F.linear(x, p), p).square().sum((1, 2))
 
@@ -628,13 +628,13 @@ def test_activation_checkpointing(whole, device):
 
     params, x = detached(layers), torch.randn(4, 3, 4, device=device)
     grads = psg.per_sample_grad(fn, method="batch")(params, x)
-    assert len(calls) == 5  # forward, again for each of the three backward passes, and for the batch of which samples are exchanged
+    assert len(calls) == 5  # forward, again for each of three backward passes, and for the batch with exchanged samples
     assert_trees_close(grads, loop_grad(one(fn))(params, x))
 
 
 @pytest.mark.parametrize("n", [8, 1024])
 def test_a_row_of_all_samples_with_one_feature(n, device):
-    """Its cotangents for all losses are parallel: between a thousand weights, the ratio of any two is near one of them."""
+    """The row's cotangents are parallel for all losses, so any ratio is near one of a thousand loss weights: no sample may be guessed."""
     generator = torch.Generator().manual_seed(0)
     w, x = torch.randn(1, 3, device=device), torch.randn(n, 3, device=device)
     for _ in range(20):
@@ -662,7 +662,7 @@ def test_checkpointed_modules_are_refused(device):
 @pytest.mark.parametrize("made", ["repeated", "of the sample"])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell])
 def test_recurrent_weights_that_are_computed(kind, made, device):
-    """A layer runs for the sake of its data: what leads to a weight beside its parameters must not be lost."""
+    """The layer's weight is computed from parameters, and from data too: the gradients through this computation must not be lost."""
     layer = kind(3, 4, bias=False).to(device)
     names = [name for name, _ in layer.named_parameters()]
     own = {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -682,7 +682,7 @@ def test_recurrent_weights_that_are_computed(kind, made, device):
 
 @pytest.mark.parametrize("n", [2, 3, 16])
 def test_rows_of_which_another_loss_has_a_small_share_are_refused(n, device):
-    """What they are off by must not count as what the function rounds."""
+    """The share of the other loss must not be taken for rounding error."""
 
     def fn(w, x):
         hidden = F.linear(x, w).sin()
@@ -717,7 +717,7 @@ def test_a_rule_that_is_broken_says_so_for_a_batch_too(monkeypatch, device):
 
 
 def test_another_default_device(device):
-    """What psg makes for itself stands where it needs it."""
+    """psg creates its own tensors on the device of the arguments, not on the default device."""
     p, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
     expected = psg.per_sample_norm(lambda p, x: F.linear(x, p).sin().sum(1), method="batch")(p, x)
     with torch.device("meta"):

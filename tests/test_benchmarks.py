@@ -1,4 +1,4 @@
-"""The benchmark scripts run, on the smallest of what they measure. No figure is looked at."""
+"""The benchmark scripts run on their smallest problems. No figure is checked."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def test_script_runs_and_writes_results(script: str, tmp_path: Path) -> None:
     done = _python(script, CALLS[script], out)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text())["device"]
-    if script == "run.py":  # which table.py reads
+    if script == "run.py":  # table.py reads its results
         done = subprocess.run([sys.executable, str(BENCHMARKS / "table.py"), str(out)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "| tiny |" in done.stdout

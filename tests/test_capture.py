@@ -1,4 +1,4 @@
-"""The capture pass itself: one call, no weight gradient, derived values once, both ways below vmap, nothing left behind."""
+"""The capture pass: one call of fn, no weight gradients, derived values computed once, both ways below vmap, nothing left behind."""
 
 import gc
 import warnings
@@ -46,7 +46,7 @@ def test_norms_compute_no_weight_gradient(device):
 
     x = torch.randn(n, sizes[0], device=device)
     layers = [2 * n * w.numel() for w in params]
-    # Forward through every layer, backward through all but the first, and nothing else: of one position the norm is
+    # Forward through every layer, backward through all but the first, and nothing else: with one position the norm is
     # a product of norms.
     assert flops(lambda: psg.per_sample_norm(fn)(params, x)) == sum(layers) + sum(layers[1:])
     # The clipped sum is one more product for each layer: what training pays for its weight gradients.
@@ -77,7 +77,7 @@ def parts_of(output):
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", COMPUTED_ONCE)
 def test_an_op_on_parameters_alone_runs_once(name, n, device):
-    """All of its outputs, with cotangents that differ from sample to sample and from entry to entry."""
+    """All outputs of the op are used, with cotangents that differ from sample to sample and from entry to entry."""
 
     def fn(w, x):
         loss = score(w * x[0])
@@ -101,7 +101,7 @@ def test_an_op_on_parameters_alone_runs_once(name, n, device):
 
 
 def test_distances_of_parameters_are_not_computed_once(device):
-    # What vmap makes of their backward, for the cotangents of all samples at once, has wrong numbers.
+    # vmap over the backward of cdist, for the cotangents of all samples at once, gives wrong numbers.
     def fn(w, x):
         return (torch.cdist(w, w.square() + 1) * x).sin().sum()
 
@@ -158,7 +158,7 @@ class Below(torch.autograd.Function):
 
 
 def run_below_publicly(run, tensors, level, n):
-    # Torch asks vmap only where some tensor is batched: here one always is.
+    # torch calls the `vmap` method only if some tensor is batched: here one always is.
     batched = _functorch.wrap(torch.zeros(n, device=tensors[0].device if tensors else None), level)
     return Below.apply(lambda _, *values: run(*values), batched, *tensors)
 
@@ -201,7 +201,7 @@ def test_an_error_inside_leaves_torch_as_it_was(device):
 
 
 def test_calls_may_nest(device):
-    # A function of one sample that itself asks psg for norms, of data that it binds.
+    # A function of one sample that itself computes per-sample norms with psg, for data that it closes over.
     inner_w, inner_x = torch.randn(2, 3, device=device), torch.randn(4, 3, device=device)
 
     def inner(w, x):
@@ -275,12 +275,12 @@ def test_factors_are_settled_while_the_pass_goes_on(device, monkeypatch):
     options = Options(0, None, False, "different", None, "auto")
     call = prepare("test", fn, options, (params, torch.randn(N, 3, device=device)), {}, settles=True)
     _ladder.run(call, "capture")
-    # Layer 3's factor is settled before the pass reaches layer 2, and so on; the first layer's cotangent is asked for.
+    # Layer 3's factor is settled before the pass reaches layer 2, and so on; autograd is asked for the first layer's cotangent.
     assert taken == [3, "settled", 2, "settled", 1, "settled", 0]
 
 
 class Spy(torch.autograd.Function):
-    """The identity, which notes when the backward pass comes by."""
+    """The identity; records when the backward pass reaches it."""
 
     generate_vmap_rule = True
 
@@ -301,7 +301,7 @@ class Spy(torch.autograd.Function):
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("multiply", [Scaled.apply, torch.mul], ids=["unseen", "seen"])
 def test_a_history_of_others_does_not_hide_a_tap(grad_mode, multiply, device, monkeypatch):
-    # The layer's input has a history in which nothing is asked for: autograd would not run the layer's node.
+    # The layer's input has a history in which no gradient is requested: autograd would not run the layer's node.
     monkeypatch.setattr(_backward, "_is_worth_a_hook", lambda tap: tap.shapes is None)
     outside = torch.randn(3, device=device, requires_grad=True)
 
@@ -391,7 +391,7 @@ def test_a_value_of_the_parameters_that_fn_keeps_is_refused_by_the_loop(calls, d
     ],
 )
 def test_a_tensor_in_the_place_of_a_number_counts_for_its_value(fn, number, device):
-    # As many samples as features: their numbers must not be taken for a vector.
+    # There are as many samples as features: the samples' numbers must not be taken for a vector.
     params, x = (torch.randn(3, 3, device=device), torch.randn(3, device=device)), torch.randn(3, 4, 3, device=device)
     x[1:, 0, 0] = x[0, 0, 0] + torch.arange(1, 3, device=device) * 0.5
 
@@ -400,7 +400,7 @@ def test_a_tensor_in_the_place_of_a_number_counts_for_its_value(fn, number, devi
 
     values, grads = loop_value_and_grad(loss)(params, x)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)  # three samples with three numbers are no batch
+        warnings.simplefilter("ignore", psg.FallbackWarning)  # samples with different numbers cannot run as one batch
         found_values, found = psg.per_sample_value_and_grad(loss)(params, x)
     assert_trees_close(found_values, values)
     assert_trees_close(found, grads)
@@ -430,7 +430,7 @@ def test_what_vmap_gets_wrong_is_sent_around_inside_transforms_too(transform, in
 
 
 def test_a_frozen_matrix_that_is_written_into_after_it_was_read(device):
-    """The product's gradient would read what it holds now; plain PyTorch raises too."""
+    """The product's backward would read the matrix's new values; plain PyTorch raises too."""
 
     def fn(w, x):
         frozen = torch.eye(3, device=x.device)
@@ -632,7 +632,7 @@ def test_stays_on_the_first_rung(fn, device):
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
-# One step of each vmap runs sample by sample, and says so.
+# Each has one step that vmap would run sample by sample, with a warning.
 IN_PARTS = {
     "half of a spectrum": lambda w, x: torch.fft.ihfft2(w * x).abs().square().sum() + torch.fft.hfft2(w * x).sin().sum(),
     "to a spectrum and back": lambda w, x: (
@@ -659,7 +659,7 @@ def written_where(y, where, w):
     return y
 
 
-# What masks of each sample's own select: w [4, 4], x [5, 4], where [5].
+# Selections by each sample's own mask: w [4, 4], x [5, 4], where [5].
 SELECTIONS = {
     "rows of the data": lambda w, x, where: x[where] @ w,
     "rows of a result": lambda w, x, where: (x @ w).sin()[where],
@@ -684,7 +684,7 @@ def test_masks_of_each_samples_own_that_select_as_many_entries(name, device):
         return SELECTIONS[name](w, x, where).sin().mean()
 
     order = torch.stack([torch.randperm(4, device=device) for _ in range(6)])
-    order = torch.cat([order, torch.full((6, 1), 4, device=device)], 1)  # two among the first four
+    order = torch.cat([order, torch.full((6, 1), 4, device=device)], 1)  # every mask selects two of the first four
     w, x = torch.randn(4, 4, device=device), torch.randn(6, 5, 4, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -750,7 +750,7 @@ def unused_inputs(p, x):
 
 
 def inner_step(p, x):
-    """A parameter's transpose is no value of its own here: what is differentiated for the parameter goes through it."""
+    """fn's gradient for the parameter passes through its transpose, which therefore must not become a separate derived value."""
     loss = ((x @ p["w"].T) + (p["w"][0] * x).sum()).square().sum()
     (slope,) = torch.autograd.grad(loss, p["w"], create_graph=True)
     return (x @ (p["w"] - 0.1 * slope).T).sin().sum() + (p["b"] * p["v"][:, 0]).sum()
@@ -819,7 +819,7 @@ def test_constants_that_fn_keeps_serve_on_every_rung(make, method, write, device
     def fn(w, x):
         if write:
             room = torch.zeros(3, device=x.device)
-            room[1:] = x[1:]  # which makes every tensor that fn makes one of each sample's own
+            room[1:] = x[1:]  # from here on every tensor that fn makes has one copy per sample
             x = room + x
         if not kept:
             kept.append(make(w, x))
@@ -827,7 +827,7 @@ def test_constants_that_fn_keeps_serve_on_every_rung(make, method, write, device
 
     w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
     if write and method == "vmap":
-        return  # vmap does not take such a write
+        return  # vmap refuses such a write
     first, second = (psg.per_sample_grad(fn, method=method)(w, x) for _ in range(2))
     assert_trees_close(first, second)
 
@@ -850,7 +850,7 @@ def test_a_mask_may_be_made_in_place_and_named(device):
 
 
 def first_order_step(w, x):
-    """A copy of the parameter that fn differentiates for itself."""
+    """fn differentiates for its own copy of the parameter."""
     own = w.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad((own @ x).square().sum(), own)
     return (w @ x - 0.1 * (slope @ x)).sin().sum()
@@ -891,7 +891,7 @@ def twins(w, x):
 
 
 class Row:
-    """An index that does not say which it is, as NumPy's arrays of more than a thousand entries do not."""
+    """An index whose repr does not show its value, like that of a NumPy array of more than a thousand entries."""
 
     def __init__(self, row):
         self.row = row
@@ -1018,7 +1018,7 @@ ON_SHARED = {
 @pytest.mark.parametrize("name", ON_SHARED)
 @pytest.mark.parametrize("n", [0, 1, N])
 def test_ops_on_what_the_samples_share(name, n, device):
-    """Alone, and beside the same op on data of their own."""
+    """The op on shared data alone, and beside the same op on each sample's own data."""
     shape, op = ON_SHARED[name]
     w, x, scale = torch.randn(36, device=device), torch.randn(shape, device=device), torch.arange(1.0, n + 1, device=device)
 
@@ -1081,7 +1081,7 @@ def test_least_squares_with_different_numbers_of_dimensions(device):
 
 
 def test_what_a_function_does_is_found_out_once(device):
-    """A write into the sample, or into a tensor that fn makes: the pass that did not expect it is not run again at every call."""
+    """If fn writes into the sample, or into a tensor that it makes, the first call restarts the pass. Later calls expect the write."""
     calls = []
 
     def writes_input(p, x):

@@ -1,4 +1,4 @@
-"""Weights computed from parameters: factors of their gradients become factors of the parameters', unformed, and right."""
+"""Weights computed from parameters: factors of their gradients become right factors of the parameters' gradients, and none is formed."""
 
 import math
 
@@ -23,7 +23,7 @@ OUT, IN, RANK = 4, 3, 2
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch):
-    as_large(monkeypatch)  # what the factors are is what they are of large weights
+    as_large(monkeypatch)  # the tests expect the kinds of factors that large weights have
 
 
 def dora(p):
@@ -39,7 +39,7 @@ def spectral(p):
     return w / torch.vdot(u, torch.mv(w.flatten(1), v))
 
 
-# What is made of the parameters, and which kinds of factors become of a matrix product's.
+# name -> (the weight as a function of the parameters, the kind of each parameter's factor after a matrix product with that weight).
 MATRICES = {
     "scaled": (lambda p: p["w"] * 0.3, {"w": Outer}),
     "scaled, the number first": (lambda p: 0.3 * p["w"], {"w": Outer}),
@@ -98,7 +98,7 @@ def parameters(device, *names):
 def test_the_factor_of_a_matrix_product_is_carried_over(name, device):
     make, kinds = MATRICES[name]
     problem = Problem(lambda p, x: score(F.linear(x, make(p))), (parameters(device, *kinds), torch.randn(5, 2, IN, device=device)))
-    if name == "cast":  # in float32 on the way
+    if name == "cast":  # computes in float32
         problem = problem._replace(fn=lambda p, x: score(F.linear(x.float(), make(p).float())).double())
         torch.testing.assert_close(*norms_and_reference(problem), rtol=1e-5, atol=1e-5)
     else:
@@ -146,7 +146,7 @@ def lookup(table, x):
 
 
 def indexed(table, x):
-    index = (x[0, 0] > 0).long() - torch.arange(1, 3, device=x.device)  # negative ones from the end
+    index = (x[0, 0] > 0).long() - torch.arange(1, 3, device=x.device)  # includes negative indices
     return score(table[index] * table.index_select(0, index % len(table)))
 
 
@@ -216,7 +216,7 @@ def test_the_factor_of_a_convolution_is_carried_over(name, device):
     make, kind = KERNELS[name]
     params = {"w": torch.randn(4, 2, 3, device=device), "s": torch.randn(4, device=device)}
     problem = Problem(lambda p, x: score(F.conv1d(x, make(p["w"], p["s"]))), (params, torch.randn(5, 2, 6, device=device)))
-    assert_agrees(problem)  # formed where that is cheaper, as here
+    assert_agrees(problem)  # forms the gradient, which is cheaper here
     with psg.plans.using(norm="gram"):
         assert_agrees(problem)
         assert found_kinds(problem)["w"] is kind
@@ -380,7 +380,7 @@ def test_places_that_are_apart_share_no_entry(shape, data):
     assert all(torch.equal(region.of(entries), part) for region, part in zip(regions, views, strict=True))
     shared = set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())
     assert not (regions[0].is_apart(regions[1], entries.shape) and shared)
-    assert regions[0].is_apart(regions[1], entries.shape) or shared or steps > 0  # a step over the other's entries is not looked into
+    assert regions[0].is_apart(regions[1], entries.shape) or shared or steps > 0  # interleaved slices need not be recognised
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -408,7 +408,7 @@ def test_reductions_by_keyword(device):
 
 
 def test_a_selected_zero_meets_a_cotangent_that_is_not_finite(device):
-    # The mean of no entries: its cotangent is NaN, and selecting makes zero of it, where a product with a mask would be NaN.
+    # The mean of no entries has a NaN cotangent: `where` turns it into zero, where a product with the mask would stay NaN.
     mask = torch.tensor([[True, True], [False, False]], device=device)
 
     def fn(w, x):
@@ -477,7 +477,7 @@ def repeated(step, times):
     return fn
 
 
-# Each step uses a weight twice, so that terms that were never added up would be 2^30.
+# Each of 30 steps uses a weight twice: without adding up terms there would be 2^30 of them.
 LONG = {
     "linear": lambda w: 0.9 * w + 0.1 * w,
     "entry by entry": lambda w: 0.9 * w + 0.1 * w.tanh(),
@@ -490,7 +490,7 @@ LONG = {
 
 @pytest.fixture(params=[True, False], ids=["little", "large"])
 def little(request, monkeypatch):
-    """Many steps of little things are taken all at once, those of larger ones carried over one by one."""
+    """Autograd differentiates many steps on small tensors at once; factors are carried over steps on larger ones one by one."""
     if not request.param:
         monkeypatch.setattr(_lifted, "_LITTLE", -1)
 
@@ -524,7 +524,7 @@ def test_groups_of_no_sample_are_zero_whatever_the_weights(device):
 @pytest.mark.parametrize("op", [torch.softmax, torch.log_softmax])
 @pytest.mark.parametrize("scale, shift", [(1, 0), (30, 0), (1, 1e4), (1, 1e6), (100, 0)])
 def test_probabilities_of_large_logits_in_float32(op, scale, shift, device):
-    """As near to the gradient of double precision as the loop is: the terms of a row's gradient nearly cancel."""
+    """The terms of a row's gradient nearly cancel: the error against double precision must be no worse than about the loop's."""
     w, x = (scale * torch.randn(6, 8, device=device) + shift).float(), torch.randn(5, 8, device=device).float()
 
     def fn(w, x):
@@ -588,7 +588,7 @@ def test_ops_are_known_by_names_that_torch_has():
     )
     names = {_ops.name_of(value) for holder in holders for value in (getattr(holder, name) for name in dir(holder)) if callable(value)}
     names |= {name for name, value in vars(torch._C.TensorBase).items() if hasattr(value, "__get__")}
-    names |= {"custom_function_call"}  # which is torch's, though in none of these
+    names |= {"custom_function_call"}  # torch's too, though in none of these modules
     known = {*_ops._DERIVING, *_ops.LIKE_ANOTHER, *_carries._CARRIES, *_carries._POINTWISE, *_carries._REDUCING, *_carries._COMPOSITES}
     assert known <= names, known - names
 

@@ -54,7 +54,7 @@ def test_method_capture(case, device):
 
 @each_case(runs_on_capture)
 def test_data_that_the_samples_share(case, device):
-    """What does not depend on the sample may be computed once; each sample's gradient is its own multiple of one."""
+    """What does not depend on the sample may be computed once: here every sample's gradient is a multiple of a common one."""
     problem = samples(case.build(device), [0])
     one = cut(problem)
     args = unflatten(one.spec, [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in one.pairs()])
@@ -187,7 +187,7 @@ def test_clipped_sample_has_at_most_the_clip_norm(case, device):
 
 
 def test_values_and_batch_sizes_of_the_cases(device):
-    # The table's own promise: every row has N samples, so that the properties above mean what they say.
+    # Every case of the table must have N samples and finite losses, or the tests above would check less than they say.
     for case in each_case().args[1]:
         problem = case.build(device)
         assert cut(problem).n == N, case.name

@@ -102,7 +102,7 @@ def test_tensors_are_no_other_clip_norms(clip_norm, kind, args):
 
 @pytest.mark.parametrize("policy", [psg.clipping.clip, psg.clipping.normalize, psg.clipping.automatic()])
 def test_a_clip_norm_of_nan_clips_to_nan(policy, device):
-    """Where it cannot be asked first, on an accelerator: what it makes must not look like a sum that was clipped."""
+    """On an accelerator a NaN clip norm is not detected beforehand, so the result must not look like a clipped sum."""
     assert policy(torch.tensor([0.5, 2.0], device=device), torch.tensor(math.nan, device=device)).isnan().all()
 
 
@@ -348,7 +348,7 @@ def test_a_group_without_clip_norm_is_an_error(args):
 
 
 def test_a_clip_norm_for_no_leaf_is_an_error(args):
-    """A label that asks for part of a name in a path finds nothing, and all leaves are one group."""
+    """Paths are tuples of names: a label function that looks for part of a name finds none, and all leaves get one label."""
     by_name = PerGroup(lambda path: "bias" if "ias" in path else "weight", {"bias": 1.0, "weight": 2.0})
     with pytest.raises(psg.InputError, match=r"no leaf has the label 'bias'; there are \['weight'\].*path\[0\]"):
         psg.clipped_grad(loss, by_name)(*args)
@@ -429,7 +429,7 @@ def test_chunks_are_added_up_in_float32(device):
 
 def test_adapt_is_the_update_of_the_paper(device):
     norms = torch.tensor([0.5, 1.0, 2.0, math.nan, math.inf], device=device)
-    # Two of five within the clip norm: as many samples as expected, then half as many.
+    # Two of five norms are within the clip norm: of as many samples as expected, then of half as many.
     for size, fraction in ((5, 0.4), (10, 0.5 + (2 * 0.5 - 3 * 0.5) / 10)):
         expected = torch.exp(-0.3 * (norms.new_tensor(fraction) - 0.7))
         assert_trees_close(psg.clipping.adapt(1.0, norms, size, quantile=0.7, rate=0.3), expected)
@@ -495,7 +495,7 @@ def test_sensitivity_is_that_of_the_call(device):
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_norms_of_groups(masked, chunk_size, args):
-    """What each clip norm is adapted by: no second pass for them."""
+    """The norms that adapt each clip norm need no second pass."""
     grads = loop_grad(loss)(*args)
     count = len(next(iter(grads.values())))
     mask = torch.arange(count, device=next(iter(grads.values())).device) != 1 if masked else None

@@ -16,7 +16,7 @@ from torch.func import grad, vmap
 import psg
 from psg.testing import assert_trees_close, loop_grad
 
-# Dynamo looks at it on every tensor that it meets after a graph break.
+# Dynamo reads `.grad` of every tensor that it meets after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_imported_where_nothing_is_compiled():
 def test_a_compiled_loss(method, compiled, args):
     p, x = args
     fast = compiled(loss)
-    fast(p, x[0])  # compiled already, or not yet
+    fast(p, x[0])  # compiles before psg calls it
     for batch in (x, torch.cat([x, x])):
         assert_trees_close(psg.per_sample_grad(fast, method=method)(p, batch), loop_grad(loss)(p, batch))
     assert psg.explain(fast)(p, x).rung == "capture"

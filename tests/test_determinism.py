@@ -19,7 +19,7 @@ MODELS = {
 
 
 def results(problem):
-    """Everything that the five transforms and the tree functions give, from one seed."""
+    """The results of the five transforms and of the tree functions, from one seed."""
     torch.manual_seed(1)
     fn, args, shared, options = problem
     has_aux = options.get("has_aux")
@@ -115,7 +115,7 @@ def test_the_models_are_there():
     assert {case.name for case in CASES} >= MODELS
 
 
-# Of adding at indices that repeat torch has deterministic versions, which the mode selects. Of these it has none on a GPU, and raises.
+# Under use_deterministic_algorithms torch adds at repeated indices in a deterministic way. For these ops it cannot on a GPU, and raises.
 RAISES = {"bincount", "histc", "put_", "kthvalue", "median", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_"}
 
 
@@ -126,5 +126,5 @@ def test_no_op_of_psg_s_own_raises_on_a_gpu_under_deterministic_algorithms():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in RAISES
     }
-    # Without weights it counts integers, and is exact in any order.
+    # Without weights, bincount counts in integers, which is exact in any order.
     assert called == {("bincount", "_base.py"), ("bincount", "_owners.py")}

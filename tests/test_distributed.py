@@ -1,4 +1,4 @@
-"""Several processes give what one would that has all their samples."""
+"""Several processes give the results of one process that has all their samples."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from torch import nn
 import psg
 from psg.factors import Conv, Dense, Outer, Rows, Segments
 
-SIZES = [3, 0, 2]  # samples of each process: Poisson sampling leaves one without
+SIZES = [3, 0, 2]  # samples of each process: Poisson sampling may leave one without any
 OFFSETS = [0, 3, 3, 5]
 
 
@@ -42,7 +42,7 @@ def failure(function, *args):
 
 
 def work(rank, path):
-    """What one process finds; the tests read it."""
+    """Saves the results of one process, which the tests read."""
     warnings.simplefilter("error", psg.FallbackWarning)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=len(SIZES))
@@ -116,7 +116,7 @@ def test_factors(found):
 
 
 def test_factors_of_other_shapes(found):
-    """Sequences as long as each process' own: what is made of as many positions as they have is materialised."""
+    """Each process has another length of sequences: factors with one position per token are materialised."""
     loss, params, ids, labels = problem()
     parts = [psg.per_sample_grad(loss)(params, ids[:3], labels[:3]), psg.per_sample_grad(loss)(params, ids[3:, :6], labels[3:])]
     for own in found:
@@ -125,7 +125,7 @@ def test_factors_of_other_shapes(found):
 
 
 def test_segments(found):
-    """Of the samples 0 and 1, 2, and 3 and 4: a process has more samples than segments, another neither."""
+    """The segments are samples {0, 1}, {2} and {3, 4}. One process has more samples than segments, another has none of either."""
     factored, _ = whole()
     expected = psg.tree.materialize(psg.tree.segment_sum(factored, torch.tensor([0, 0, 1, 2, 2]), 3))
     for own in found:
@@ -143,7 +143,7 @@ def test_sparse_sums(found):
 def test_dtypes(found):
     for own in found:
         mixed = own["mixed"]
-        assert mixed["half"].tolist() == [258, 3] and mixed["half"].dtype == torch.bfloat16  # 256 + 1 is 256 there
+        assert mixed["half"].tolist() == [258, 3] and mixed["half"].dtype == torch.bfloat16  # in bfloat16 256 + 1 is 256
         assert mixed["count"].item() == 3 and mixed["count"].dtype == torch.int64
         assert mixed["complex"].item() == 3 + 3j
         assert mixed["history"].tolist() == [6, 6] and not mixed["history"].requires_grad

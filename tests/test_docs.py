@@ -1,4 +1,4 @@
-"""What the documents print runs as printed: README, notebooks, the demo."""
+"""The code in the documents runs as printed: README, notebooks, the demo."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from psg.testing import assert_trees_close
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-# Every process that a test starts is as quiet and as small as the tests themselves.
+# The processes that these tests start run on one thread, without warnings or windows.
 SMALL = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MPLBACKEND": "agg"}
 
 
@@ -105,7 +105,7 @@ def test_import_needs_torch_and_optree_alone(tmp_path):
 
 
 def test_public_names_are_documented():
-    """Every public function of psg, psg.tree and psg.distributed stands in the README."""
+    """The README names every public function of psg, psg.tree and psg.distributed."""
     import psg
 
     readme = (ROOT / "README.md").read_text()

@@ -61,7 +61,7 @@ def test_autocast_outside_the_call(device):
 
 
 def test_gradients_that_torch_gives_as_conjugates(device):
-    # The gradient of Re(conj(z) x) is conj(conj(x)): vmap leaves it a marked view.
+    # The gradient of Re(conj(z) x) is conj(conj(x)), which vmap returns as a lazily conjugated view.
     z, x = torch.randn(4, device=device, dtype=torch.complex128), torch.randn(3, 4, device=device, dtype=torch.complex128)
     fn = lambda z, x: (z.conj() * x).real.sum()  # noqa: E731
     expected = loop_grad(fn)(z, x)
@@ -87,7 +87,7 @@ def test_a_bad_sample_spoils_its_own_row_alone(bad, device):
 
 @given(st.integers(0, 3), st.integers(1, 3), st.sampled_from([1e-9, 1e-4, 1.0, 1e5]), st.sampled_from([1e-4, 1.0, 1e3]), st.booleans())
 def test_weighted_sums_of_half_precision_keep_inside_its_range(n, t, weight, size, turned):
-    """Weights that take one side out of float16, where the sum is inside of it."""
+    """A weight may scale one side out of the range of float16, though the sum is inside it."""
     left = (torch.rand(n, t, 3) + 0.5).mul(size).half()
     right = (torch.rand(n, t, 4) + 0.5).mul(min(1 / size / weight, 1e4)).half()
     weights = weight * (torch.rand(n) + 0.5)
@@ -110,7 +110,7 @@ def test_clipped_sums_of_half_precision_keep_their_bound(device):
 
 
 def test_autocast_of_a_recurrent_layer_of_data_in_the_low_dtype(device):
-    """As a layer before it leaves them: data of 16 bits, weights of 32."""
+    """The data have 16 bits, as a preceding layer leaves them, and the weights 32."""
     layer = torch.nn.LSTM(3, 4, batch_first=True).to(device, torch.float32)
 
     def fn(params, x):

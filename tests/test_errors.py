@@ -118,7 +118,7 @@ def test_frozen_parameters_and_buffers_have_no_gradient(device):
 
 
 def test_a_frozen_weight_costs_no_factor(device):
-    # The bias of a layer whose weight is frozen: what the weight's factor would hold is not held.
+    # In a layer with a frozen weight, the bias has a Dense factor: nothing is held for the weight.
     frozen = torch.randn(4, 3, device=device)
     factors = psg.factored_grad(lambda b, x: score(F.linear(x, frozen, b)))(
         torch.randn(4, device=device), torch.randn(N, 5, 3, device=device)
@@ -160,7 +160,7 @@ def test_has_aux_wants_a_pair(name, value, params, x):
 
 
 def test_a_wrong_output_is_said_at_once(params, x):
-    # No lower rung could make it right, and the function need not run again to be told so.
+    # No lower rung could help, so the function does not run again.
     calls = []
 
     def vector(p, x):
@@ -224,7 +224,7 @@ def test_a_parameter_tree_without_leaves(x):
 def test_a_batch_leaf_that_is_no_tensor(batch, kind, params):
     numpy = pytest.importorskip("numpy")
     batch = numpy.zeros((N, 3)) if batch == "numpy" else batch
-    # A nested list of numbers is a tree of numbers, none of which has samples.
+    # A nested list of numbers is a tree of numbers, none of which has a batch dimension.
     message = rf"x is a {kind}.*torch\.as_tensor" if kind else "no argument has a dimension for the samples"
     with pytest.raises(psg.InputError, match=message):
         psg.per_sample_grad(loss)(params, batch)
@@ -262,7 +262,7 @@ def test_an_array_inside_a_dataclass_of_the_batch(params, x):
     ],
 )
 def test_options(name, options, message):
-    # Said when the transform is made, before there is a batch.
+    # Raised when the transform is made, before there is a batch.
     with pytest.raises(psg.InputError, match=message):
         TRANSFORMS[name](loss, **options)
 
@@ -389,7 +389,7 @@ def test_errors_are_also_what_python_calls_them():
 
 
 class Opaque:
-    """Holds a batch where no tree shows it."""
+    """Holds a batch in an attribute that no pytree shows."""
 
     def __init__(self, x):
         self.x = x

@@ -97,7 +97,7 @@ def test_what_a_transform_has_made_is_no_function_of_one_sample(tool, name):
 def test_functions_that_call_what_a_transform_has_made(name, device):
     inner = TRANSFORMED[name](quadratic)
 
-    @functools.wraps(inner)  # which hands its attributes on
+    @functools.wraps(inner)  # copies its attributes
     def penalised(w, x):
         found = inner(w, x)
         return (found if isinstance(found, torch.Tensor) else found.norms).sum()

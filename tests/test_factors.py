@@ -32,9 +32,9 @@ def randn(*shape, generator):
     return torch.randn(shape, generator=generator)
 
 
-# --- one recipe a kind: (n, generator, scale) -> (factor of n samples, the tensor it stands for) ---------------
-# All matrix kinds of one `size` have one shape, so that any two can meet. `size` also moves the cost choices: with few
-# positions and wide matrices products are formed between positions, with many positions the tensor is materialised.
+# --- one recipe a kind: (n, size, generator) -> (factor of n samples, the tensor that it stands for) ------------
+# All matrix kinds of one `size` have the same shape, so that any two can be multiplied. `size` also decides the plan: with few
+# positions and wide matrices psg multiplies positions, with many positions it materialises the tensor.
 
 SIZES = {
     "wide": (1, 6, 5),
@@ -66,7 +66,7 @@ def rows(n, size, generator):
 
 
 def views(n, size, generator):
-    """Some rows, and the columns of the others one by one."""
+    """A view of the first rows, and a transposed view of the others."""
     t, a, b = SIZES[size]
     left, right = randn(n, t, a // 2, generator=generator), randn(n, t, b, generator=generator)
     below = randn(n, b, a - a // 2, generator=generator)
@@ -76,7 +76,7 @@ def views(n, size, generator):
 
 
 def reshaped(n, size, generator):
-    """In another shape."""
+    """An Outer of shape [b, a], reshaped to [a, b]."""
     t, a, b = SIZES[size]
     left, right = randn(n, t, b, generator=generator), randn(n, t, a, generator=generator)
     factor = Views([Outer(left, right)], [Region((b, a), (a, 1), 0)], torch.Size((a, b)))
@@ -84,7 +84,7 @@ def reshaped(n, size, generator):
 
 
 def expanded(*small):
-    """One number for several entries; small[k] = 0 stands for the whole size."""
+    """One number for several entries; small[k] = 0 stands for the full size of dimension k."""
 
     def recipe(n, size, generator):
         shape = SIZES[size][1:]
@@ -95,7 +95,7 @@ def expanded(*small):
 
 
 def scaled(kind, apart=False):
-    """Entries of one tensor for all samples; or one of each sample's own."""
+    """Scaled by entries that all samples share; or, with `apart`, by entries of each sample's own."""
 
     def recipe(n, size, generator):
         factor, tensor = kind(n, size, generator)
@@ -117,7 +117,7 @@ def sum_of(*kinds):
 
 
 def segments(kind):
-    """Of each segment's samples the sum; one in four has none, and others up to ten times as many as the rest."""
+    """Sums over segments of 3, 1, 0 and 11 samples, drawn at random."""
 
     def recipe(n, size, generator):
         sizes = torch.tensor([3, 1, 0, 11])[torch.randint(4, (n,), generator=generator)]
@@ -160,7 +160,7 @@ SEGMENTS = {
     "Segments of Segments": segments(segments(outer)),
     "Sum of Segments": sum_of(segments(outer), segments(rows), outer),
 }
-PARTNERS = ["Dense", "Outer", "Rows", "Views in another shape", "Scaled rows"]  # any others by drawn shapes
+PARTNERS = ["Dense", "Outer", "Rows", "Views in another shape", "Scaled rows"]  # other pairs meet in the tests with drawn shapes
 
 # (images, in, out, groups, input shape, kernel, stride, padding, dilation); some favour the product over positions.
 CONVS = {
@@ -217,7 +217,7 @@ each_count = pytest.mark.parametrize("n", [0, 1, 3])
 
 
 def sketch_matrix(shape, dim, draw):
-    """A sketch written out, [P, dim]: the bucket and the sign of every entry, by polynomials in Python's integers."""
+    """The matrix of a sketch, [P, dim]: the bucket and the sign of every entry, from polynomials in Python integers."""
     polynomials = [[draw.randrange(2**31 - 1) for _ in range(4)] for _ in range(4)]
 
     def value(k, x):
@@ -246,7 +246,7 @@ def make(device):
 
 
 def spoil(factor, at):
-    """NaN in the samples at a mask."""
+    """Put NaN into the samples that a mask selects."""
     if isinstance(factor, Segments):
         return Segments(spoil(factor.factor, at[factor.ids]), factor.sizes)
     return factor._each(
@@ -258,7 +258,7 @@ def spoil(factor, at):
 @each_count
 @pytest.mark.parametrize("kind, size, recipe", MATRIX_ROWS, ids=[f"{kind}, {size}" for kind, size, _ in MATRIX_ROWS])
 def test_linear_maps(kind, size, recipe, n, make):
-    """Those that give a factor give that of the map; the others say that the gradient has to be formed."""
+    """Each map gives the right factor, or None where the gradient has to be formed."""
     factor, tensor = make(recipe, n, size)
     a, b = factor.shape
     weights, matrix = torch.randn(a, b).to(tensor), torch.randn(3, a).to(tensor)
@@ -282,7 +282,7 @@ def test_linear_maps(kind, size, recipe, n, make):
 
 
 def test_regions_that_share_no_entry():
-    """Known where each is a box of the parameter's dimensions; where one is not, nothing is."""
+    """Disjoint regions are recognised if both are boxes in the parameter's dimensions; otherwise the answer is no."""
     shape, left, right = torch.Size((4, 6)), Region((4, 2), (6, 1), 0), Region((4, 2), (6, 1), 2)
     diagonal, over_the_end, of_two_rows = Region((4,), (7,), 0), Region((3,), (1,), 4), Region((2, 2), (1, 1), 2)
     assert left.is_apart(right, shape) and not left.is_apart(left, shape)
@@ -350,7 +350,7 @@ class TestOneFactor:
 
 
 def test_entries_that_are_not_finite(make):
-    # They are every sample's: those to keep say so, the others are exactly zero.
+    # All samples share the entries: the norms of kept samples are not finite, the other samples are exactly zero.
     entries = torch.tensor([[1.0, torch.inf], [torch.nan, 2.0]])
     factor, _ = make(
         lambda n, size, generator: (Scaled(Outer(torch.ones(n, 1, 2), torch.ones(n, 1, 2)), entries.expand(n, 2, 2)), entries), 3, ""
@@ -402,7 +402,7 @@ def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make,
 @each_count
 @each_factor
 def test_regroup(kind, size, recipe, n, make):
-    # Groups of samples add up; an index of n stands for no sample, and a sample may be in several groups.
+    # Groups of samples are summed; the index n stands for no sample, and a sample may be in several groups.
     factor, tensor = make(recipe, n, size)
     table = torch.tensor([[0, n], [n, n], [max(n - 1, 0), 0]] if n else [[0, 0]], device=tensor.device)
     padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
@@ -431,7 +431,7 @@ def test_segment_sum_over_drawn_shapes(n, count, t, a, b, kind, seed):
     finally:
         del SIZES["drawn"]
     ids = torch.randint(max(1, count), (n,), generator=generator)
-    ids[: n // 2] = 0  # one has many
+    ids[: n // 2] = 0  # the first segment has many samples
     found, expected = factor.segment_sum(ids, count), summed(tensor, ids, count)
     holds_all_operations(found, expected)
     assert_trees_close(found.settle().materialize(), expected, atol=1e-12)
@@ -455,7 +455,7 @@ def test_segment_sum_over_drawn_shapes(n, count, t, a, b, kind, seed):
 
 
 def test_segments_hold_no_more_than_their_samples(device):
-    """One of a thousand samples beside a thousand of one: filled up to the largest they would be a thousand times as much."""
+    """One segment of a thousand samples, a thousand segments of one: padding all to the largest would take 500 times the memory."""
     factor = Outer(torch.randn(2000, 1, 6, device=device), torch.randn(2000, 1, 5, device=device))
     ids = torch.cat([torch.zeros(1000, dtype=torch.int64, device=device), 1 + torch.arange(1000, device=device)]).flip(0)
     found = factor.segment_sum(ids, 1001)
@@ -472,7 +472,7 @@ def test_a_sample_that_is_not_finite_is_its_own_segment_s(make):
         spoiled = spoil(factor, torch.arange(6, device=factor.device) == 3)
         found = spoiled.segment_sum(ids, 4)
         if spoiled.materialize()[3].isfinite().all():
-            continue  # a sum of no terms
+            continue  # a Sum without terms
         assert found.norm().isfinite().tolist() == [False, True, True, True]
         keep = torch.tensor([False, True, True, True], device=factor.device)
         kept = found.zero(keep)
@@ -481,7 +481,7 @@ def test_a_sample_that_is_not_finite_is_its_own_segment_s(make):
 
 
 def test_segments_of_half_precision(device):
-    """Of 512 ones a sum in bfloat16 would stop at 256."""
+    """In bfloat16 a sum of 512 ones would stop at 256."""
     index, ones = torch.zeros(512, 1, dtype=torch.int64, device=device), torch.ones(512, 1, 1, dtype=torch.bfloat16, device=device)
     found = Rows(index, ones, 3).segment_sum(index[:, 0], 2)
     assert found.norm().tolist() == [512, 0] and found.materialize()[:, 0, 0].tolist() == [512, 0]
@@ -504,7 +504,7 @@ def test_derivatives_of_segments(device):
 
 
 class Diagonal(Factor):
-    """A kind of the user's that is no sum over positions: gradient[n, i, j] = [i = j] values[n, i]."""
+    """A user-defined kind that is no sum over positions: gradient[n, i, j] = [i = j] values[n, i]."""
 
     fields = ("values",)
 
@@ -549,7 +549,7 @@ def test_a_kind_of_the_user_s_own_is_a_node_of_trees(device):
 
 def test_sizes_of_segments_are_integers():
     users = Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 2)).segment_sum(torch.tensor([0, 1, 1]), 2)
-    with pytest.raises(psg.InputError, match="convert it by its own `to`"):
+    with pytest.raises(psg.InputError, match="convert the factor by its own method `to`"):
         optree.tree_map(lambda tensor: tensor.to(torch.float32), users).weighted_sum(torch.ones(2))
     assert users.to(torch.float32).weighted_sum(torch.ones(2)).dtype == torch.float32
 
@@ -574,7 +574,7 @@ PAIRS += [(f"Conv x Conv, {size}", conv, conv, size) for size in CONVS]
 each_pair = pytest.mark.parametrize("first, second, size", [row[1:] for row in PAIRS], ids=[row[0] for row in PAIRS])
 
 
-# There are a thousand pairs: numbers of samples that were tests of their own would take longer to report than to run.
+# There are a thousand pairs. Each test loops over the numbers of samples: separate tests would take longer to report than to run.
 
 
 @each_pair
@@ -617,7 +617,7 @@ def test_conv_meets_dense_and_sum(size, n, make):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("dims", [1, 2])
 def test_single_pixels_of_any_strides(dims, n, device):
-    # Side by side, the channels of all samples are channels first to torch, and those of one group channels last.
+    # Concatenated, the channels of all samples look channels-first to torch, and those of one group channels-last.
     kernel, steps = (3,) * dims, (1,) * dims
     input = torch.randn(n, 1, 9, *steps, device=device).as_strided((n, 1, 9, *steps), (9, 9, 1, *(9,) * dims))
     cotangent, geometry = torch.randn(n, 1, 6, *steps, device=device), Geometry(kernel, steps, steps, steps, 3)
@@ -629,7 +629,7 @@ def test_single_pixels_of_any_strides(dims, n, device):
 
 @pytest.mark.parametrize("n", [0, 2])
 def test_convs_of_other_geometry_meet(n, make):
-    # One kernel used at two regions with other strides and paddings.
+    # One kernel used twice, with different strides and paddings.
     first, first_tensor = make(conv, n, "2-D depthwise")
     generator = torch.Generator().manual_seed(1)
     input = torch.randn(n, 2, 3, 9, 9, generator=generator).to(first.device)
@@ -662,14 +662,14 @@ def test_conv_by_every_plan(size, materialize, norm, gram, n, make):
 @pytest.mark.parametrize("size", [name for name in CONVS if name.startswith("depthwise")])
 def test_depthwise_convolutions_by_correlation(size, norm, n, make, monkeypatch):
     factor, tensor = make(conv, n, size)
-    monkeypatch.setattr(Conv, "_is_depthwise", True)  # in float64 it is no faster
+    monkeypatch.setattr(Conv, "_is_depthwise", True)  # by default only for dtypes in which it is faster, not float64
     monkeypatch.setattr(Conv, "_is_correlated", True)
     with psg.plans.using(norm=norm, materialize="correlation"):
         holds_all_operations(factor, tensor)
 
 
 def test_large_depthwise_kernels_are_correlated():
-    """Their native gradient is slow; so every answer comes from gradients of single samples."""
+    """Their native gradient is slow, so norms and sums come from the materialised gradients of single samples."""
     loss, params = psg.stateless(torch.nn.Conv2d(6, 6, 5, padding=2, groups=6), lambda out, target: (out - target).square().mean())
     params = {name: value.float() for name, value in params.items()}
     x, y = torch.randn(2, 4, 6, 9, 9, dtype=torch.float32).unbind()
@@ -792,7 +792,7 @@ def test_a_true_zero_is_never_negative(device):
 
 
 def test_small_weights_of_half_precision_are_not_rounded_first(device):
-    # In float16 this weight would be off by a fifth; it is what a tiny clip norm gives, and its products fit well.
+    # Rounded to float16 this weight would be off by a fifth. Tiny clip norms give such weights, and their products fit float16 well.
     weight, size = 1e-7, 200.0
     ones = lambda *shape: size * torch.ones(shape, dtype=torch.float16, device=device)  # noqa: E731
     index = torch.zeros(2, 1, dtype=torch.int64, device=device)
@@ -823,13 +823,13 @@ def test_reductions_accumulate_in_float32(dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_are_rounded_once(dtype, device):
-    # Of 512 rows of ones a sum in bfloat16 would stop at 256; and weighted rows would each be rounded.
+    # In bfloat16 a sum of many rows would stop growing, and each weighted row would be rounded.
     index, weights = torch.randint(3, (512, 4), device=device), torch.rand(512, device=device, dtype=torch.float32)
     rows = Rows(index, torch.randint(1, 8, (512, 4, 5), device=device).to(dtype), 3)
     exact = rows.to(torch.float64).weighted_sum(weights).to(dtype)
     for total in (rows.weighted_sum(weights), rows.sparse_sum(weights).to_dense()):
         assert_trees_close(total, exact, rtol=torch.finfo(dtype).eps / 2, per_sample=False)
-    # And a sum of terms would stop at its first.
+    # And a sum of terms would stay at its first term.
     ones = [Dense(torch.full((1, 5), value, device=device).to(dtype)) for value in (1 / torch.finfo(dtype).eps * 2, *[1.0] * 8)]
     total = Sum(ones, torch.empty(1, 0, dtype=dtype, device=device), torch.Size([5])).weighted_sum(torch.ones(1, device=device))
     assert_trees_close(total, ones[0].values[0] + 8, rtol=0, per_sample=False)
@@ -845,7 +845,7 @@ def test_outer_products_of_a_small_and_a_large_side(scale, dtype, device):
     exact = reference_norm(factor.to(torch.float64).materialize())
     assert_trees_close(factor.norm(), exact.float(), rtol=1e-5)
     assert_trees_close(factor.squared_norm(), exact.square().float(), rtol=1e-5)
-    # In a trace, and where it is differentiated, no value can be asked for.
+    # In a trace, and under differentiation, no value can be read.
     traced = make_fx(lambda left, right: Outer(left, right).norm())(factor.left, factor.right)
     assert_trees_close(traced(factor.left, factor.right), exact.float(), rtol=1e-5)
     batched = torch.func.vmap(lambda right: Outer(factor.left, right).norm())(factor.right[None])
@@ -889,7 +889,7 @@ def test_pairs_over_drawn_shapes(n, t, a, b, kinds, seed):
     assert_trees_close(x.gram(y), reference_gram(x_tensor, y_tensor), atol=1e-12)
 
 
-CENTRED = {  # gradients of which next to nothing is left: the terms' parts in common cancel
+CENTRED = {  # nearly vanishing gradients: the common parts of the terms cancel
     "pair": lambda x, c: Outer(torch.stack([c, -c], 1), torch.stack([x, x + 1e-3 * c[:, :1]], 1)),
     "mean": lambda x, c: Outer((c[:, :, None] - c.mean(1)[:, None, None]).expand(-1, -1, 3), 100 + 0.01 * torch.stack([x, c], 2)),
     "conv": lambda x, c: Conv(
@@ -911,7 +911,7 @@ PAIR = Geometry((2,), (1,), (0,), (1,), 1)
 @pytest.mark.parametrize("gram", ["pixels", "patches"])
 @pytest.mark.parametrize("make", CENTRED.values(), ids=CENTRED)
 def test_norms_of_what_nearly_cancels(make, gram, device):
-    """In float32 inner products have lost all that is left; the clipped gradient has not, and must not come out longer than it may."""
+    """Inner products in float32 lose what is left of these gradients, weighted sums do not: clipped ones could exceed the clip norm."""
     generator = torch.Generator().manual_seed(0)
     x, c = (torch.randn(6, 40, generator=generator, dtype=torch.float32).to(device) for _ in range(2))
     c[-1] = x[-1] = 0
@@ -919,7 +919,7 @@ def test_norms_of_what_nearly_cancels(make, gram, device):
     exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float()
     with psg.plans.using(norm="gram", gram=gram):
         assert_trees_close(factor.norm(), exact, rtol=1e-3)
-        traced = make_fx(lambda factor: factor.norm())(factor)(factor)  # where nothing can be asked: an upper bound
+        traced = make_fx(lambda factor: factor.norm())(factor)(factor)  # a trace cannot read values: an upper bound
     assert ((traced >= exact * (1 - 1e-3)) & (traced <= exact + 0.01 * factor.scale().sqrt())).all()
 
 
@@ -934,7 +934,7 @@ def test_norms_of_what_nearly_cancels_have_derivatives(device):
 
 @pytest.mark.parametrize("eps", [1e-4, 4e-4, 1e-3, 4e-3])
 def test_norms_of_terms_that_cancel_as_a_whole(eps, device):
-    """Positions that add up to large terms: what the terms lose between them is in proportion to these, not to the positions."""
+    """The positions add up to large terms, which cancel: the rounding error is proportional to the terms, not to the positions."""
     generator = torch.Generator().manual_seed(0)
     t = 4000
     left, right = (1 + 0.1 * torch.randn(2, t, 3, generator=generator, dtype=torch.float32) for _ in range(2))

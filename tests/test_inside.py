@@ -1,4 +1,4 @@
-"""Rules inside of transforms of fn's own, and of derivatives that it takes itself."""
+"""Rules inside transforms that fn applies, and inside derivatives that fn takes."""
 
 import functools
 
@@ -21,8 +21,7 @@ def normal(device):
     return functools.partial(torch.randn, device=device)
 
 
-# Forms of a layer: the shape of its parameter, that of one item of its data, and the layer itself. All have as many outputs as inputs, or
-# nearly, so that two make a network.
+# Forms of a layer: (shape of its parameter, shape of one sample, the layer).
 
 LAYERS = {
     "linear": ((4, 3), (3,), lambda w, x: F.linear(x, w, w[:, 0])),
@@ -49,12 +48,12 @@ LAYERS = {
     "conv_transpose2d": ((4, 1, 2, 2), (2, 4, 2, 3), lambda w, x: F.conv_transpose2d(x, w, groups=2, dilation=(1, 2))),
 }
 
-WITHOUT = "conv1d, same, uneven", "einsum, summed"  # lifted inside of transforms, which is right too
+WITHOUT = "conv1d, same, uneven", "einsum, summed"  # lifted inside transforms, with right results
 
 
 def network(layer):
     def run(p, x):
-        """A scalar; the second use of the layer is of what depends on the first."""
+        """A scalar; the second use of the layer depends on the result of the first."""
         hidden = layer(p["w"], x).tanh()
         again = layer(p["w"], x * hidden.square().mean() + hidden.sum().sin())
         return (again.sin() * p["gain"]).sum() + hidden.square().sum()
@@ -66,7 +65,7 @@ def flat(values):
     return values.reshape(-1)
 
 
-# Forms of what fn does with a network: f(p, x) is a scalar.
+# What fn does with a network f, where f(p, x) is a scalar.
 
 TRANSFORMS = {
     "value": lambda f, p, x: f(p, x),
@@ -150,7 +149,7 @@ def fixed_slope(f, p, x):
 
 
 def are_lifted(fn, params, *args):
-    """The names of the matrices that were not met by rules alone."""
+    """The names of the matrices that were lifted somewhere, or that no rule has seen."""
     uses = {name: leaf.uses for name, leaf in zip(sorted(params), psg.explain(fn)(params, *args).leaves, strict=True)}
     return [name for name, own in uses.items() if params[name].ndim > 1 and (not own or any("lifted" in use for use in own))]
 
@@ -168,7 +167,7 @@ def test_equals_the_loop(layer, transform, n, normal):
         return apply(network(run), p, x)
 
     assert_agrees(Problem(fn, (params, x)))
-    # Under no_grad a slice of a parameter is not computed once for all samples, and what is differentiated for is no constant.
+    # Lifted as well: slices of a parameter under no_grad, and parameters for which fn itself differentiates.
     lifts = layer in WITHOUT or transform == "without what is switched off" or "for the parameters" in transform
     assert lifts or not are_lifted(fn, params, x)
 
@@ -391,7 +390,7 @@ def test_drawn_convolutions(lead, stride, padding, dilation, groups, size, kerne
 
 
 def test_one_seed_gives_one_result_from_the_first_call_on(normal):
-    """The first call learns that fn calls autograd, from a pass that it then gives up."""
+    """In the first call psg abandons a pass, from which it learns that fn calls autograd: its draws must not count."""
 
     def fn(p, x):
         noise = torch.rand_like(x)

@@ -1,4 +1,4 @@
-"""psg.jit: traced, compiled, compared; padded to buckets; what it looks at again and what it cannot bake in."""
+"""psg.jit: tracing, compiling, comparing; padding to buckets; what every call reads again, and what must not become a constant."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ def batch(device, n=N):
 
 
 def same(actual, expected, name="jit"):
-    """Part by part: norms and losses are larger than sums."""
+    """Compare part by part, each with a tolerance for its own size: norms and losses are larger than sums."""
     if isinstance(expected, tuple):
         for i, (own, other) in enumerate(zip(actual, expected, strict=True)):
             same(own, other, f"{name}[{i}]")
@@ -65,11 +65,11 @@ def test_a_recurrent_layer_is_not_unrolled(kind, device):
     for steps in (9, 40):
         x, y = torch.randn(N, steps, 3, device=device), torch.randn(N, steps, 8, device=device)
         same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
-    assert nodes[1] - nodes[0] < 20  # thirty-one more steps unrolled are more ops than that; norms may take another way
+    assert nodes[1] - nodes[0] < 20  # 31 more steps, unrolled, would be more; the plan of the norms may differ
 
 
 class Recurrent(nn.Module):
-    """Steps of both kinds that become kernels, one of them projected and in two directions."""
+    """Both kinds of steps that become kernels: a GRU, and an LSTM with a projection and two directions."""
 
     def __init__(self):
         super().__init__()
@@ -82,18 +82,18 @@ class Recurrent(nn.Module):
 def test_steps_of_recurrent_layers_become_kernels(device, monkeypatch):
     kernels = []
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **options: kernels.append(graph) or graph)
-    monkeypatch.setattr(_fused, "_compiled", _fused._compiled.__wrapped__)  # what others have compiled, and for others
+    monkeypatch.setattr(_fused, "_compiled", _fused._compiled.__wrapped__)  # without the cache, which tests share
     loss, params = psg.stateless(Recurrent().to(device), lambda output, y: (output * y).sum())
     x, y = torch.randn(N, 9, 3, device=device), torch.randn(N, 9, 4, device=device)
     fast = psg.jit(psg.clipped_grad(loss, 1.0), check=False)
     same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
     assert [entry.error for entry in fast.cache_info()] == [None]
-    assert len(kernels) == 1 + 3 * 3  # the whole; of each direction a step forward, the slopes of all steps, and a step back
+    assert len(kernels) == 1 + 3 * 3  # the whole graph; for each direction a step forward, the slopes of all steps, and a step back
 
 
 @pytest.mark.parametrize("step, count", [(_gates._advance_lstm, 8), (_gates._retreat_lstm, 8)])
 def test_a_kernel_writes_what_the_step_writes(step, count, device):
-    rows = [torch.randn(5, 3, 8, device=device)[:, 1] for _ in range(count)]  # of a sequence's memory
+    rows = [torch.randn(5, 3, 8, device=device)[:, 1] for _ in range(count)]  # strided, like one step of a sequence
     given, expected = ([row.clone() for row in rows] for _ in range(2))
     kernel = _fused.Fused(step)
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_a_kernel_writes_what_the_step_writes(step, count, device):
 
 @pytest.mark.parametrize("made", [lambda: torch.zeros(()), lambda: torch.zeros(4), lambda: torch.tensor(0.0)])
 def test_what_fn_adds_up_in_place(made, device):
-    """Eager runs a second pass, in which every sample has a sum of its own; of the first nothing stays in the graph."""
+    """psg restarts the pass with a sum for every sample; nothing of the first pass may stay in the graph."""
 
     def fn(p, x):
         total = made().to(device)
@@ -166,7 +166,7 @@ def test_inductor(device):
 
 
 def test_a_whole_step(device):
-    """A function of the user's own that contains a transform."""
+    """A user's function that contains a transform."""
     _, loss, params = small(device, nn.Tanh())
 
     def step(params, x, y):
@@ -178,7 +178,7 @@ def test_a_whole_step(device):
 
 
 def test_sums_of_segments(device):
-    """Its check of the ids has no answer in a trace; an id that is out of range shows all the same."""
+    """A trace cannot check the ids: instead, an id out of range makes the results NaN."""
     fn = psg.per_sample_grad(linear_loss)
     fast = psg.jit(lambda p, x, ids: psg.tree.segment_sum(fn(p, x), ids, 2), backend="aot_eager")
     p, x = linear_args(device)
@@ -251,7 +251,7 @@ def test_buckets_with_aux_in_dims_and_mask(device):
 @pytest.mark.parametrize("n", [3, 8])
 @pytest.mark.parametrize("mask", [torch.ones(7).bool(), torch.ones(2).bool(), torch.ones(3), [True, False, True]])
 def test_buckets_and_a_mask_that_does_not_fit(mask, n, device):
-    """Padded, it would have fitted."""
+    """After padding, the mask would have fitted."""
     p, x = linear_args(device, n)
     fast = psg.jit(psg.clipped_grad(linear_loss, 0.3), backend="eager", buckets=8)
     with pytest.raises(psg.InputError, match=rf"mask: expected a bool tensor of shape \({n},\)"):
@@ -266,7 +266,7 @@ def test_a_batch_of_a_buckets_size_is_not_copied(device):
 
 def test_a_sample_that_is_not_finite_is_counted_once(device):
     p, x = linear_args(device)
-    x[-1] = torch.inf  # and is what fills the bucket up
+    x[-1] = torch.inf  # the bucket is padded with this sample
     out = psg.jit(psg.clipped_grad(linear_loss, 1.0), backend="eager", buckets=8)(p, x)
     assert out.nonfinite == 1
     assert all(leaf.isfinite().all() for leaf in out.grads.values())
@@ -322,7 +322,7 @@ def test_what_fn_closes_over_is_read_at_every_call(device):
 
 
 def test_the_first_op_may_use_one_of_several_tensors_that_fn_closes_over(device):
-    """An input of the graph that was inserted before a node that goes was lost with it."""
+    """A graph input was once lost, because it was inserted before a node that was then removed."""
     mean, scale = torch.randn(5, device=device), torch.rand(5, device=device) + 1
     fn = psg.per_sample_grad(lambda w, x: (w * x).sum() ** 2)
 
@@ -339,7 +339,7 @@ def test_the_first_op_may_use_one_of_several_tensors_that_fn_closes_over(device)
 
 @pytest.mark.parametrize("change", [lambda module: module.bfloat16(), lambda module: module.weight.set_(torch.arange(16.0)[::2])])
 def test_what_fn_closes_over_may_change_its_layout(change, device):
-    """A compiler's code would read the new memory as the old."""
+    """Compiled code would read the new memory in the old layout."""
     frozen = torch.nn.LayerNorm(8, device=device).requires_grad_(False)
     frozen.weight.copy_(torch.arange(8.0) + 1)
     loss = lambda w, x: (frozen.weight * w * x).sum()  # noqa: E731
@@ -377,7 +377,7 @@ def test_a_literal_tensor_is_a_constant(device):
     + ["tensor of a list", "as_tensor", "tensor_split", "sparse tensor"],
 )
 def test_python_values_of_tensors_are_not_kept(value, device):
-    """They were those of the first call for ever."""
+    """As constants of the trace, they would stay those of the first call."""
     k = torch.tensor(2.0, device=device)
     p, x = linear_args(device)
     fn = psg.per_sample_norm(lambda p, x: linear_loss(p, x) * value(k, x), method="loop")
@@ -436,13 +436,13 @@ def by_a_batch_norm(w, state, grads):
 
 @pytest.mark.parametrize("write", [into_an_argument, into_a_view, by_a_list_of_tensors, as_out, by_an_optimizer, by_a_batch_norm])
 def test_writing_into_what_fn_is_given_or_closes_over_is_refused(write, device):
-    """Traced, compared and called it was written into several times."""
+    """Tracing and comparing would repeat the write."""
     state = torch.zeros(2, 3, device=device)
     fn = psg.clipped_grad(lambda w, x: (w * x).sum() ** 2, 1.0)
 
     def step(w, x):
         scratch = torch.zeros_like(w)
-        scratch.add_(fn(w, x).grads)  # into what is its own it may write
+        scratch.add_(fn(w, x).grads)  # it may write into its own tensors
         write(w, state, scratch)
         return scratch
 
@@ -456,7 +456,7 @@ def test_writing_into_what_fn_is_given_or_closes_over_is_refused(write, device):
 
 
 def test_a_graph_asks_for_no_views(device):
-    """A compiler may choose another layout, in which eager's view is none."""
+    """A compiler may choose another layout, in which the view that eager takes is impossible."""
     targets = []
 
     def backend(graph, inputs):
@@ -470,7 +470,7 @@ def test_a_graph_asks_for_no_views(device):
 
 
 def test_a_model_that_asks_whether_it_is_compiled_is_told_so(device):
-    """It may look into a mask then, and what it takes to be right for one mask is wrong for another."""
+    """If it were not told, it might branch on a mask, and the branch for one mask is wrong for another."""
     weights = torch.arange(5.0, device=device)
 
     def loss(p, x, mask):
@@ -490,7 +490,7 @@ def test_a_model_that_asks_whether_it_is_compiled_is_told_so(device):
 
 
 def test_threads_trace_different_functions(device):
-    """torch's tracer is one for all threads; and so is what a model is told while it is traced."""
+    """All threads share torch's tracer, and the flag that tells a model that it is being compiled."""
     told, results = [], []
     p, x = torch.ones(5, device=device), torch.randn(N, 5, device=device)
 
@@ -606,11 +606,11 @@ def test_modules_are_looked_after_wherever_they_are_called(kind, device):
             expected = fn(params, x, y, **given)
             torch.manual_seed(0)
             same(fast(params, x, y, **given), expected)
-    assert len(fast.cache_info()) == 2  # both are kept
+    assert len(fast.cache_info()) == 2  # one entry per mode
 
 
 def test_exchanged_submodules_are_traced_anew(device):
-    """Of a submodule that is gone, what comes may have the address."""
+    """A new submodule may have the address of one that is gone."""
     model, loss, params = small(device, nn.Linear(4, 4).requires_grad_(False))
     x, y = batch(device)
     fn = psg.per_sample_norm(loss)
@@ -644,14 +644,14 @@ def test_python_values_dtypes_strides_and_autocast_are_part_of_the_signature(dev
 
 @pytest.mark.parametrize("backend", ["inductor", "eager"])
 def test_tensors_that_are_marked_as_their_negative_or_conjugate(backend, device):
-    """Compilers take memory as it is."""
+    """Compiled code reads the memory itself, and would ignore lazy negation and conjugation."""
     w, z = torch.randn(4, 3, device=device), torch.randn(5, 3, dtype=torch.complex128, device=device)
     norms = psg.per_sample_norm(lambda w, x: F.linear(x, w).exp().sum())
     fast = psg.jit(norms, backend=backend)
     for x in (z.imag, z.conj().imag, z.imag.clone()):
         same(fast(w, x), norms(w, x))
     assert [info.error for info in fast.cache_info()] == [None] * len(fast.cache_info())
-    if backend == "eager":  # inductor has no complex numbers
+    if backend == "eager":  # inductor does not support complex numbers
         norms = psg.per_sample_norm(lambda w, z: (torch.view_as_real(z.resolve_conj()).sum(1) * w).exp().sum())
         fast = psg.jit(norms, backend=backend)
         for x in (z, z.conj()):
@@ -686,7 +686,7 @@ def test_argument_trees(device):
 
 
 def test_the_order_of_a_dict_is_part_of_the_signature(device):
-    """The structure of two dicts with the same keys is one, and fn may iterate over them."""
+    """A pytree's structure does not show the order of a dict's keys, but fn may iterate over the dict."""
     fn = psg.per_sample_norm(
         lambda p, x, **scales: sum((i + 1) * (w * x).sum() ** 2 for i, w in enumerate([*p.values(), *scales.values()]))
     )
@@ -729,7 +729,7 @@ def test_what_fn_closes_over_is_not_detached(device):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_inside_of_another_trace(compiled, device):
-    """What a compiled graph gives is to the other tracer a constant."""
+    """To the outer tracer, the results of a compiled graph would be constants."""
     p, x = linear_args(device)
     fn = psg.per_sample_norm(linear_loss)
     inner = psg.jit(fn, backend="aot_eager", buckets=4)
@@ -773,7 +773,7 @@ def test_threads_compile_a_signature_once(device):
         same(result, psg.per_sample_norm(linear_loss)(p, x))
 
 
-# --- where it cannot ----------------------------------------------------------------------------------------
+# --- where it cannot be traced or is compiled wrongly -------------------------------------------------------
 
 
 @each_case(lambda case: case.not_traced)
@@ -807,7 +807,7 @@ def test_a_compiler_that_is_wrong(device):
 
 
 def test_a_relu_at_its_kink_is_no_mismatch(device):
-    """Rounding decides on which side it is, and so the gradient: by as much as rounding the inputs does."""
+    """At the kink rounding decides the gradient: the difference is no larger than that from rounding the inputs."""
 
     def kink(p, x):
         return ((p - 1) * x).sum().relu()
@@ -830,12 +830,12 @@ def test_a_relu_at_its_kink_is_no_mismatch(device):
         fast(p, x)
     assert flipped
     with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong"):
-        psg.jit(fn, backend=other_side)(2 * p, x)  # away from the kink it is wrong
+        psg.jit(fn, backend=other_side)(2 * p, x)  # away from the kink the difference is an error
 
 
 @pytest.mark.parametrize("backend", ["eager", "reordered"])
 def test_under_autocast(backend, device):
-    """Autocast is applied once, and what it rounds is no mistake of the compiler's."""
+    """Autocast is applied once, and its rounding is not taken for an error of the compiler."""
 
     def reordered(graph, inputs):
         return lambda *args: tuple(output * (1 + 2e-3 * torch.rand_like(output)) for output in graph(*args))
@@ -887,7 +887,7 @@ def test_an_error_of_the_function_is_the_functions_own(device):
 
 
 def test_an_error_of_the_function_in_the_first_call_is_not_remembered(device):
-    """It was taken for an op that cannot be traced."""
+    """Such an error was once taken for an op that cannot be traced."""
     p, x = linear_args(device)
     state = {}
 
@@ -928,7 +928,7 @@ MASKED = {
 
 @pytest.mark.parametrize("fn", MASKED.values(), ids=MASKED)
 def test_what_has_as_many_entries_as_a_mask_says_runs_eagerly(fn, device):
-    """Traced, the number would be that of the first call for ever."""
+    """In a trace the number of entries would stay that of the first call."""
     w, x = torch.rand(4, device=device) + 0.1, torch.randn(3, 4, device=device)
     fast = psg.jit(psg.per_sample_grad(fn, in_dims=(None, 0, None)), backend="eager")
     masks = [[True, False, True, False], [False, True, True, False], [True, True, True, False], [False, False, False, True]]

@@ -40,7 +40,7 @@ def asks_the_sample(w, x):
 
 
 def writes_into_the_parameter(w, x):
-    """Of which every lifted sample has its own; vmap(grad) and the loop write into copies."""
+    """Lifted, every sample has its own copy to write into; vmap(grad) and the loop write into copies too."""
     with torch.no_grad():
         w[:1].clamp_(max=0.1)
     return plain(w, x)
@@ -158,7 +158,7 @@ def test_samples_that_go_different_ways_are_captured_apart(n, randomness, device
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_a_model_that_looks_into_a_mask_unless_it_is_compiled_goes_one_way(n, randomness, device):
-    """Padded batches have samples without padding: apart they would cost two passes."""
+    """A padded batch also has samples without padding: two branches would cost two passes."""
     told = []
 
     def fn(w, x, mask):
@@ -172,14 +172,14 @@ def test_a_model_that_looks_into_a_mask_unless_it_is_compiled_goes_one_way(n, ra
     assert told == ([False] if n == 1 else [False, True]) and not torch.compiler.is_compiling()
     expected = loop_grad(fn)(w, x, mask)
     assert_trees_close(found, expected)
-    # So does the reference, which is differentiated.
+    # The same holds for the reference, through which derivatives are taken.
     assert_trees_close(psg.per_sample_grad(fn, randomness=randomness, method="vmap")(w, x, mask), expected)
     second = torch.func.jacrev(lambda w: psg.per_sample_norm(fn, randomness=randomness)(w, x, mask).sum())(w)
     assert_trees_close(second, torch.func.jacrev(lambda w: psg.per_sample_norm(fn, method="loop")(w, x, mask).sum())(w), per_sample=False)
 
 
 def test_what_the_samples_share_may_be_checkpointed(device):
-    """It runs again in the backward pass, when what was computed once for all samples is gone."""
+    """A checkpoint runs again in the backward pass, when the values that were computed once for all samples are gone."""
     shared = torch.randn(6, 3, device=device)
 
     def fn(p, x):
@@ -376,8 +376,8 @@ def test_an_output_changed_after_a_layer_keeps_the_layer_s_gradient(args):
 
 
 # --- where lifting leaks ------------------------------------------------------------------------------------
-# Each was wrong, silently, when parameters were only lifted. The rows of the table with "leak" hold every transform to
-# the loop; here the ways around.
+# Each of these was silently wrong when parameters were only lifted. The table's cases with "leak" compare every transform
+# with the loop; here are further ways to use a parameter without its lifted copy.
 
 
 LEAKS = {
@@ -445,7 +445,7 @@ def test_leak(name, args):
     ids=["of both", "of their scale", "of a parameter", "in a transform", "under vmap", "not finite"],
 )
 def test_ties_share_the_gradient_as_in_torch(name, use, device):
-    # vmap turns the maximum of all entries into one along a dimension, whose gradient goes to one of them.
+    # vmap turns the maximum of all entries into one along a dimension, whose gradient goes to only one of the tied entries.
     def fn(w, x):
         return use(getattr(torch, name), w, x)
 
@@ -461,7 +461,7 @@ def test_ties_share_the_gradient_as_in_torch(name, use, device):
 
 
 def solved(left=True, adjoint=False, old=False):
-    """Many right-hand sides for a matrix of the sample's own."""
+    """Solves for many right-hand sides, with a matrix of each sample's own."""
 
     def fn(w, x):
         own, sides = pivoted(w, x), torch.arange(24.0, device=x.device).reshape(4, 3, 2) * w[:2]
@@ -473,7 +473,7 @@ def solved(left=True, adjoint=False, old=False):
 
 
 def pivoted(w, x):
-    """A matrix whose rows change places when it is factored."""
+    """A matrix whose LU factorisation swaps rows."""
     return torch.tensor([[0.1, 3, 1], [0.5, 0.2, 4], [5, 1, 0.3]], device=x.device) + torch.outer(w, x)
 
 
@@ -562,7 +562,7 @@ def test_an_error_that_the_function_handles_is_not_mistaken_for_the_sample_s(ask
     def fn(w, x):
         try:
             scale = ask(x)
-        except Exception:  # in a loop nothing is raised here
+        except Exception:  # the loop raises nothing here
             scale = 0.0
         return plain(w, x) * scale
 
@@ -580,7 +580,7 @@ def test_a_hook_on_a_node_is_obeyed(swallows, args):
         y = F.linear(x, w)
         try:
             y.grad_fn.register_prehook(lambda cotangents: tuple(2 * c for c in cotangents))
-        except psg.PsgError:  # in a loop nothing is raised here
+        except psg.PsgError:  # the loop raises nothing here
             if not swallows:
                 raise
         return y.square().sum()
@@ -627,7 +627,7 @@ def test_a_tracer_inside_fn_goes_to_the_loop(device):
 
 
 class Again(torch.autograd.Function):
-    """A reversible layer's way: its backward pass runs the layer again, and adds to the `.grad` of whatever parameters that meets."""
+    """Like a reversible layer: its backward pass runs the layer again, and adds to the `.grad` of the parameters that the layer uses."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -664,7 +664,7 @@ class RunsAgain(nn.Module):
 
 @pytest.mark.parametrize("way", RUN_AGAIN.values(), ids=RUN_AGAIN)
 def test_layers_that_run_again_in_the_backward_pass(way, device):
-    """They read the parameters that they were called with, whatever values the module has of its own; and leave no gradient there."""
+    """They read the parameters that were passed to the loss, not the module's own values, and leave no gradient on the module."""
     module = RunsAgain(way).to(device)
     loss, own = psg.stateless(module, lambda output, y: (output * y).sum().sin())
     params = {name: value + torch.randn_like(value) for name, value in own.items()}
@@ -721,11 +721,11 @@ def test_what_is_closed_over_and_hidden_in_a_function(make, device):
     seen = psg.per_sample_grad(lambda w, x: (Times.apply(w, x) * closed).sum().sin(), method="loop")(w, x)
     assert_trees_close(found, seen.detach())
     assert seen.requires_grad and leaf.grad is None
-    torch.autograd.grad(seen.sum(), leaf)  # its graph is there, and what it was made of too
+    torch.autograd.grad(seen.sum(), leaf)  # its graph is intact
 
 
 def test_what_fn_does_with_the_module_besides_sees_its_own_parameters(device):
-    """A proximal term, a teacher: the parameters that the module was called with are put in place for the call and the backward alone."""
+    """A proximal term, a teacher: the parameters that were passed are in the module only during its call and the backward pass."""
     module = nn.Linear(3, 2).to(device)
     loss, own = psg.stateless(module, lambda output, y: (output - y).square().sum())
     params = {name: value + 1 for name, value in own.items()}
@@ -778,7 +778,7 @@ def test_threads_that_loop_over_two_modules_in_other_orders(device):
 
 
 def test_hooks_of_others_do_not_fire(device):
-    """Of what fn closes over, under an autograd function of Python's: an optimizer that is hooked there would take a step."""
+    """Hooks on a tensor that fn closes over, below a Python autograd.Function: an optimizer hooked there would take a step."""
     other, calls = torch.randn(3, device=device, requires_grad=True), []
     other.register_post_accumulate_grad_hook(calls.append)
     other.register_hook(calls.append)
@@ -788,7 +788,7 @@ def test_hooks_of_others_do_not_fire(device):
         psg.per_sample_grad(lambda w, x: (Times.apply(w, x) * other).sum(), method="loop")(w, x)
     assert not calls and (other.grad == 1).all()
     (other * 2).sum().backward()
-    assert len(calls) == 2  # they are back
+    assert len(calls) == 2  # the hooks are back
 
 
 @pytest.mark.parametrize("method", ["loop", "auto"])
@@ -809,7 +809,7 @@ def test_samples_that_fn_differentiates_for_on_the_loop(method, device):
 
 @pytest.mark.parametrize("way", ["checkpointed"])
 def test_layers_that_run_again_where_a_derivative_may_be_asked_for(way, device):
-    """The factors of a function that closes over what requires grad are dense and have a history: these values too."""
+    """If fn closes over a tensor that requires grad, its factors are dense and have a history: here too they must be right."""
     module = RunsAgain(RUN_AGAIN[way]).to(device)
     loss, own = psg.stateless(module, lambda output, y: (output * y).sum().sin())
     params = {name: value + torch.randn_like(value) for name, value in own.items()}

@@ -104,7 +104,7 @@ def test_a_mask_that_does_not_fit_is_an_error(mask, message, args, device):
 @pytest.mark.parametrize("clip_norm", [0.5, math.inf, 0.0], ids=str)
 def test_a_bad_sample_contributes_exactly_zero_and_is_counted(bad, policy, clip_norm, args, device):
     if clip_norm == math.inf and policy != "clip":
-        clip_norm = 1e6  # an infinite length to scale to has no meaning
+        clip_norm = 1e6  # these policies cannot scale to an infinite norm
     params, x = args
     x[1, 0, 0] = bad
     out = psg.clipped_grad(loss, clip_norm, policy=policy)(params, x)
@@ -117,7 +117,7 @@ def test_a_bad_sample_contributes_exactly_zero_and_is_counted(bad, policy, clip_
 
 
 def test_a_bad_sample_in_one_leaf_is_left_out_of_all(args, device):
-    # Per leaf too: half of a sample is not what the sensitivity is about.
+    # With one clip norm per leaf too: a sample is left out as a whole, never in part.
     params, x = args
 
     def fn(p, x):
@@ -131,7 +131,7 @@ def test_a_bad_sample_in_one_leaf_is_left_out_of_all(args, device):
 
 
 def test_a_gradient_whose_norm_overflows(device):
-    # Finite entries, but no finite norm in float32: there is no coefficient to scale it by, so it is left out.
+    # Finite entries, but no finite norm in float32: no coefficient can clip the sample, so it is left out.
     x = torch.tensor([[1e30, 1e30], [3.0, 4.0]], dtype=torch.float32, device=device)
     out = psg.clipped_grad(scaled, 1.0)(torch.zeros(2, dtype=torch.float32, device=device), x)
     assert_trees_close(out.grads, torch.tensor([0.6, 0.8], dtype=torch.float32, device=device), per_sample=False)

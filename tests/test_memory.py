@@ -94,7 +94,7 @@ def test_chunks_follow_the_budget(problem, monkeypatch):
     sizes.clear()
     fn = psg.per_sample_norm(loss, chunk_size="1 GiB")
     fn(params, *batch)
-    assert sizes == [1, 19]  # the first is measured
+    assert sizes == [1, 19]  # the first sample is measured
     sizes.clear()
     fn(params, *batch)
     assert sizes == [20]
@@ -105,7 +105,7 @@ def test_chunks_follow_the_budget(problem, monkeypatch):
     assert 1 < middle < 19 and sizes == [1, *[middle] * (19 // middle), *[19 % middle] * (19 % middle > 0)]
     sizes.clear()
     psg.per_sample_grad(loss, chunk_size="100 KiB")(params, *batch)
-    assert sizes[1] < middle  # gradients that are formed take memory too
+    assert sizes[1] < middle  # materialised gradients take memory too
 
 
 @pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["last chunk", "first chunk"])
@@ -190,7 +190,7 @@ def computed(kind):
 
 
 def left_in_cycles(fn, *args):
-    """The tensors that a second call leaves until the garbage collector runs: memory that a training loop does without."""
+    """Shapes of the tensors that a second call leaves in reference cycles, where they hold memory until the garbage collector runs."""
     fn(*args)
     gc.collect()
     gc.disable()

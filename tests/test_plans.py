@@ -1,4 +1,4 @@
-"""Who chooses how norms and sums are computed, and that no choice changes a result."""
+"""How plans for norms and sums are chosen, and that no choice changes a result."""
 
 import threading
 
@@ -76,7 +76,7 @@ def test_what_is_asked_for_is_what_runs(problem):
         assert plan("first.weight") == "Gram of pixels, native weight gradient"
     with plans.using(norm="keep"):
         assert plan("first.weight") == plan("mix.weight") == "materialised and kept"
-        assert plan("head.weight") == "product of norms, one matrix product"  # one position: it has no such plan
+        assert plan("head.weight") == "product of norms, one matrix product"  # with one position there is no such plan
     with plans.using(norm="chunks"):
         assert plan("second.weight") == "materialised in chunks, native weight gradient"
 
@@ -157,7 +157,7 @@ def test_a_function_may_choose_for_one_parameter(device):
         assert isinstance(outer(device).settle(), Dense)
         other = Outer(torch.randn(3, 400, 2, device=device), torch.randn(3, 400, 2, device=device))
         settled = other.settle()
-    assert isinstance(settled, type(other.settle()))  # as without a choice
+    assert isinstance(settled, type(other.settle()))  # the unknown answer is ignored
     assert seen == [((5, 6), {"keep", "gram", "chunks"}), ((2, 2), {"keep", "gram", "chunks"})]
 
 
@@ -176,7 +176,7 @@ def test_measuring_takes_the_fastest_and_measures_once(fastest, device, monkeypa
 
     def time(run, answer, where):
         timed.append(answer)
-        run(answer)  # what is timed can be done
+        run(answer)  # every answer that is timed can run
         return 1.0 if answer == fastest else 2.0
 
     monkeypatch.setattr(plans, "_time", time)
@@ -189,7 +189,7 @@ def test_measuring_takes_the_fastest_and_measures_once(fastest, device, monkeypa
         assert len(timed) == 6
         outer(device, n=0).settle()  # nothing to time
         assert len(timed) == 6
-        with plans.using(norm="gram"):  # what is asked for comes first
+        with plans.using(norm="gram"):  # a requested plan is not measured
             assert isinstance(outer(device, n=5).settle(), Outer)
         assert len(timed) == 6
 
@@ -221,7 +221,7 @@ def test_errors(settings, message):
 
 @pytest.mark.parametrize("size, uses, way", [(2, 2, "with their inner products"), (8, 2, "added up"), (4, 6, "added up")])
 def test_a_convolution_used_again(size, uses, way, device):
-    """Inner products of all pairs of uses cost their square; gradients, added up, their number."""
+    """The cost of inner products of all pairs of uses is quadratic in their number; that of adding up gradients is linear."""
 
     def fn(w, *images):
         return sum(F.conv2d(image, w, padding=1).sin().sum() for image in images)
@@ -251,7 +251,7 @@ def test_tables_looked_up_again_are_one_factor(device):
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Products in blocks, whatever the processor and however small."""
+    """Compute all products in blocks, on any processor and of any size."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(_machine, "_mkl_is_untuned", lambda: True)
     monkeypatch.setattr(_machine, "_LARGE_PRODUCT", 1)

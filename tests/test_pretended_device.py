@@ -1,4 +1,4 @@
-"""What can be said of accelerators without one: no tensor on another device, no question to the host, few kernels for a whole tree."""
+"""What can be tested of accelerators without one: no tensor on another device, no value read on the host, few kernels for a tree."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Drawn programs: straight-line functions of parameters and a sample, held to the loop.
+"""Drawn programs: straight-line functions of parameters and a sample, compared with the loop.
 
 Every value is a [3, 3] matrix, so that any instruction may follow any other: rules, ops without rules, derived
 parameters, views, writes in place, detached and no_grad sections, in combinations that nobody wrote down.

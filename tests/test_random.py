@@ -53,7 +53,7 @@ PARAMETER_NOISE = {
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
 @pytest.mark.parametrize("name", PARAMETER_NOISE)
 def test_noise_on_parameters_is_drawn_for_each_sample(name, method, device):
-    # No sample enters the noisy weight, and it is still not the same for all.
+    # The noisy weight does not depend on the sample, and still each sample draws its own noise.
     w, x = torch.ones(8, 8, device=device), torch.ones(4, 8, device=device)
     fn = PARAMETER_NOISE[name]
     values = psg.per_sample_value_and_grad(lambda w, x: fn(w, x).square().sum(), method=method)(w, x)[0]
@@ -62,7 +62,7 @@ def test_noise_on_parameters_is_drawn_for_each_sample(name, method, device):
 
 @pytest.mark.parametrize("distribution", [D.Laplace, D.Cauchy, D.Weibull])
 def test_distributions_draw_for_each_sample(distribution, device):
-    # They draw into memory that they make by the old Tensor.new.
+    # These distributions draw into memory that they allocate with the legacy Tensor.new.
     w, x = torch.ones(3, device=device), torch.ones(4, 3, device=device)
     values = psg.per_sample_value_and_grad(lambda w, x: distribution(w * x, w).rsample().sum(), method="capture")(w, x)[0]
     assert values.unique().numel() == 4
@@ -108,7 +108,7 @@ def test_attention_drops_for_each_sample(method, device):
 def test_randomness_same_draws_one_mask_on_whichever_rung_a_chunk_runs(device):
     def fn(p, x):
         kept = F.dropout(p * x, 0.5)
-        return (kept * (1 + int(x[0] * 1000))).sum()  # the first chunk agrees on the number, the second goes down to the loop
+        return (kept * (1 + int(x[0] * 1000))).sum()  # one number in the first chunk; several in the second, which needs the loop
 
     p, x = torch.ones(16, device=device), torch.rand(16, 16, device=device) + 1e-3
     x[:8, 0] = 0.0015

@@ -119,7 +119,7 @@ def checkpointed(p, x):
 
 
 ONLY_A_LOOP = [asks_the_sample, data_dependent_shape, branch, old_style, checkpointed]
-IN_TRANSFORMS = [asks_the_sample, data_dependent_shape, branch]  # the others torch.func refuses, alone too
+IN_TRANSFORMS = [asks_the_sample, data_dependent_shape, branch]  # torch.func refuses the others, even without psg
 
 
 @pytest.fixture
@@ -224,14 +224,14 @@ def test_a_warning_inside_a_transform(args):
 
 
 def test_a_batched_value_is_asked_for(args):
-    # Under an outer vmap there is no one Python value: the error is torch's own, and comes from the loop.
+    # Under an outer vmap a batched value is no single Python number: the loop raises torch's own error.
     params, x = args
     with pytest.raises(RuntimeError, match="vmap|item"):
         vmap(psg.per_sample_norm(asks_the_sample, method="loop"), in_dims=(None, 0))(params, torch.stack([x, 3 * x]))
 
 
 def test_the_derivative_of_a_batch_function_that_vmap_cannot_run(args):
-    """Routing by the data: the derivative comes from batches of one, one after the other, and nothing need be said of a pinned method."""
+    """Routing by the data: the derivative comes from batches of one, one after the other, without a warning, as the method is pinned."""
     params, x = args
 
     def losses(p, x):

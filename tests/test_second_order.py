@@ -1,4 +1,4 @@
-"""Derivatives of per-sample gradients against those of the loop: vmap(grad), which other tests compare with, is wrong for some itself."""
+"""Derivatives of per-sample gradients against those of the loop: vmap(grad), the reference of other tests, is itself wrong for some."""
 
 from functools import partial
 
@@ -74,7 +74,7 @@ def test_transforms_of_norms(fn, setting, transform):
 
 @given(data=st.data())
 def test_backward_through_norms_over_drawn_shapes(data, device):
-    # Of two values nothing but their sign is left after normalising, and the derivatives are rounding errors.
+    # At least three values: normalising two leaves only their signs, with derivatives that are rounding errors.
     n, images, channels, size = (data.draw(st.integers(low, low + 2)) for low in (0, 1, 1, 3))
     kind, affine = data.draw(st.sampled_from(["layer", "instance", "batch"])), data.draw(st.sampled_from(["w", "wb"]))
     eps = data.draw(st.sampled_from([1e-3, 0.1]))

@@ -73,7 +73,7 @@ def test_frozen_parameters_and_buffers_are_read_at_every_call(device):
 
 
 def test_buffers_made_under_inference_mode(device):
-    """They have no version to compare, and autograd cannot keep them."""
+    """Inference tensors have no version counter to compare, and autograd cannot save them."""
 
     class Scaled(nn.Module):
         def __init__(self):
@@ -165,7 +165,7 @@ def test_sequences_whose_batch_dimension_is_the_second(layer, device):
 
 
 def test_a_sample_that_is_a_batch_enters_as_it_is(device):
-    """All the rows of a user, say: the gradient of their mean loss."""
+    """A sample may be all the rows of a user: its gradient is that of their mean loss."""
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).to(device)
     x, y = torch.randn(N, 4, 1, 4, 4, device=device), torch.randint(3, (N, 4), device=device)
     loss, params = psg.stateless(module, F.cross_entropy, batch_dim=None)
@@ -347,7 +347,7 @@ def test_parametrised_modules(device):
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
 def test_parametrised_modules_within_cached(method, device):
-    """The cache knows modules, not which parameters they hold: weights of an earlier call, and zero gradients."""
+    """The cache is keyed by module, not by parameters: it could give weights of an earlier call, and zero gradients."""
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2)).to(device)
     loss, params = psg.stateless(module, F.mse_loss)
     x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
@@ -386,7 +386,7 @@ class Shift(nn.Module):
 
 
 def test_submodules_are_read_at_every_call(device):
-    """An exchanged submodule brings its own buffers, parameters and mode; it got the buffers of the one before."""
+    """An exchanged submodule brings its own buffers, parameters and mode; once it got the buffers of its predecessor."""
     module = nn.Sequential(nn.Linear(3, 4), Shift(1.0), nn.Linear(4, 4)).to(device)
     module[2].weight = nn.Parameter(torch.randn(4, 4, device=device))
     loss, params = psg.stateless(module, F.mse_loss)
@@ -413,7 +413,7 @@ def test_ties_are_read_at_every_call(device):
 
 
 def test_a_submodule_with_two_names_keeps_its_parameters(device):
-    """Its one slot was exchanged under both names, and got back what the second exchange had found there."""
+    """Its parameter was once swapped under both names, and then restored to what the second swap had found."""
     layer = nn.Linear(4, 4)
     module = nn.Sequential(layer, nn.Tanh(), layer).to(device)
     own = layer.weight
@@ -437,7 +437,7 @@ def test_a_name_of_no_parameter_is_an_error(name, device):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a tied tensor", "a submodule with two names"])
 def test_a_second_name_is_an_error(shared, device):
-    """It broke the tie."""
+    """A second name would break the tie."""
     layer = nn.Linear(4, 4)
     module = nn.Sequential(layer, nn.Tanh(), layer if shared else nn.Linear(4, 4)).to(device)
     module[2].weight = layer.weight
@@ -449,7 +449,7 @@ def test_a_second_name_is_an_error(shared, device):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_part_of_the_parameters(tied, device):
-    """The others are constants: nothing has a history, and nothing but the part is paid for."""
+    """The other parameters are constants: no result has a history, and only the part's gradient costs anything."""
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
     if tied:
         module[4].weight = module[2].weight
@@ -469,7 +469,7 @@ def test_a_part_of_the_parameters(tied, device):
 
 @pytest.mark.parametrize("scripted", [False, True])
 def test_tied_constants_are_one(scripted, device):
-    """A penalty counts them once, whichever part is asked for."""
+    """A penalty counts tied constants once, whichever part of the parameters is passed."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
     module[1].weight = module[0].weight
     module = torch.jit.script(module) if scripted else module
@@ -486,7 +486,7 @@ def test_tied_constants_are_one(scripted, device):
 
 
 def test_a_later_parametrization_is_an_error(device):
-    """The weight is then a property, and to set it writes into the module's own parameter."""
+    """The weight becomes a property, and setting it would write into the module's own parameter."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).to(device)
     loss, params = psg.stateless(module, F.mse_loss)
 
@@ -509,7 +509,7 @@ def test_a_later_parametrization_is_an_error(device):
 
 @pytest.fixture
 def hasty_threads():
-    """Threads that give way after a few lines, so that what they have in common shows."""
+    """Threads switch after a few lines, so that races on shared state show."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -519,7 +519,7 @@ def hasty_threads():
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("scripted", [False, True])
 def test_threads_take_turns_in_a_module(scripted, hasty_threads, device):
-    """Each put its own parameters into the one module: silently wrong gradients, and dead tensors left behind."""
+    """Threads once put their parameters into one module at the same time: wrong gradients, silently, and dead tensors left behind."""
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)), nn.Linear(8, 3)).to(device)
     module = torch.jit.script(module) if scripted else module
     own = [parameter.data_ptr() for parameter in module.parameters()]
@@ -545,7 +545,7 @@ def test_threads_take_turns_in_a_module(scripted, hasty_threads, device):
 
 @pytest.mark.parametrize("hold", [lambda w: [w], lambda w: {"w": w}, lambda w: (w,)], ids=["list", "dict", "tuple"])
 def test_a_parameter_held_in_a_list_is_refused_where_it_is_used(hold, device):
-    """`functional_call` puts nothing there: its gradient would be dropped."""
+    """`functional_call` does not swap such a parameter: its gradient would be lost."""
 
     class Tied(nn.Module):
         def __init__(self, uses):
@@ -595,7 +595,7 @@ def test_each_kind_of_module_has_its_own_warning(device):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_part_of_a_recurrent_layer_s_parameters(kind, device):
-    """torch keeps them in a list too, and sets what is exchanged there."""
+    """torch also keeps these parameters in a list, and updates the list when they are swapped."""
     layer = kind(3, 4, batch_first=True).to(device)
     loss, params = psg.stateless(layer, lambda output, y: (output[0] * y).sum())
     part = {name: value for name, value in params.items() if "bias" in name}
@@ -613,7 +613,7 @@ def test_a_class_is_no_module():
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4, bias=False))])
 def test_a_criterion_that_reads_the_module_s_parameters(make, device):
-    """A penalty there is a part of the loss, as for `backward()`."""
+    """A penalty in the criterion is a part of the loss, as it is for `backward()`."""
     module, x, y = make().to(device), torch.randn(N, 3, device=device), torch.randint(4, (N,), device=device)
 
     def criterion(out, target):
@@ -695,7 +695,7 @@ def test_parameters_that_the_module_has_left_behind(change):
     change(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        norms(stepped, x)  # not what stateless gave: whoever steps by functions of their own needs no module
+        norms(stepped, x)  # not the tensors that stateless gave: a functional optimizer needs no module
         norms(dict(module.named_parameters()), x.to(module.weight.dtype))
     with pytest.warns(UserWarning, match=r"'weight' has been moved, cast or assigned anew.*Call stateless again"):
         norms(params, x)

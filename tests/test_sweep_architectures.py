@@ -1,4 +1,4 @@
-"""Models of `transformers`, unchanged, held to the loop; `python -m sweeps.architectures` prints a table of them."""
+"""Models of `transformers`, unchanged, compared with the loop; `python -m sweeps.architectures` prints a table of them."""
 
 import pytest
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ BELOW_CAPTURE = {
     **dict.fromkeys(("BLOOM", "RecurrentGemma"), "an autograd.Function of the old style"),
     "Switch": "a parameter's data is set",
 }
-"""All that only the loop can run, and why: a model that comes or goes here is to be noticed."""
+"""All models that only the loop can run, and why: the test notices any change of this list."""
 
 ROUTED = ["Mixtral", "Qwen2-MoE", "Qwen3-MoE", "OLMoE", "Jamba"]
-"""Experts that get a number of tokens that depends on the data: a loop, but for samples that agree on these numbers."""
+"""Models whose experts get a number of tokens that depends on the data: only samples that agree on these numbers need no loop."""
 
 EXPERTS = ["Mixtral", "Qwen2-MoE"]
 

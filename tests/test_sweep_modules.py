@@ -1,6 +1,6 @@
-"""Every module with parameters that PyTorch's own tests know, on every sample input, held to the loop.
+"""Every module with parameters that PyTorch's own tests know, on every sample input, compared with the loop.
 
-Where a module has more than `SAMPLES` inputs, those that a hash of their label picks, the same at every run; all of them with
+Of more than `SAMPLES` inputs of a module, a hash of their labels picks the same ones at every run. All of them run with
 --hypothesis-profile=thorough, and by `python -m sweeps.modules`, which prints a table.
 """
 
@@ -20,7 +20,7 @@ BELOW_CAPTURE = {
     ("nn.BatchNorm2d train", REFUSED): "it updates its running statistics",
     ("nn.BatchNorm3d train", REFUSED): "it updates its running statistics",
 }
-"""All that does not run on the first rung, and why: a module that comes or goes here is to be noticed."""
+"""All modules that do not run on the first rung, and why: the test notices any change of this list."""
 
 
 @cache

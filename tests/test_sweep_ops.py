@@ -1,6 +1,6 @@
-"""Every differentiable op that PyTorch's own tests know, in every role of its tensors, held to the loop.
+"""Every differentiable op that PyTorch's own tests know, in every role of its tensors, compared with the loop.
 
-A part of each op's problems, the same at every run, one of each kind; all of them with --hypothesis-profile=thorough, and by
+A few of each op's problems run, the same at every run, one of a kind. All of them run with --hypothesis-profile=thorough, and by
 `python -m sweeps.ops`, which prints a table.
 """
 
@@ -17,10 +17,10 @@ import psg
 from psg.factors import Dense
 
 PARTS = 16
-# torch's own words on ops that it has not finished or has left behind.
+# torch's warnings about unfinished and deprecated ops.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.qr is deprecated", "ignore:Sparse CSR tensor support is in beta state")
 
-KINDS = 4  # of an op's forms and roles, at most
+KINDS = 4  # the most kinds of problems (forms and roles) that run of an op
 
 UPDATING = {
     "native_batch_norm",
@@ -60,7 +60,7 @@ def _names() -> list[str]:
 
 
 def _trials(name: str, thorough: bool) -> list:
-    """All trials of an op, or one of each kind, and of those a few that a hash of their label picks."""
+    """All trials of an op; or at most KINDS of them, each of another kind, picked by a hash of their labels."""
     trials = list(ops.trials(name, torch.float64))
     if thorough:
         return trials
@@ -82,7 +82,7 @@ def test_ops(part, request):
     assert not {label: outcome for label, outcome in outcomes.items() if outcome.failed}
     assert {_op(label) for label, outcome in outcomes.items() if outcome.status == REFUSED} <= UPDATING
     assert not {label: outcome for label, outcome in outcomes.items() if outcome.status == TORCH}
-    assert sum(outcome.status == LEFT_OUT for outcome in outcomes.values()) < len(outcomes) / 10  # what the loop cannot run either
+    assert sum(outcome.status == LEFT_OUT for outcome in outcomes.values()) < len(outcomes) / 10  # the loop cannot run these either
 
 
 def _op(label: str) -> str:

@@ -1,4 +1,4 @@
-"""The oracle is held to hand-written gradients, and the comparison must fail where it should."""
+"""The oracle is compared with hand-written gradients, and the comparison must fail where it should."""
 
 import contextlib
 

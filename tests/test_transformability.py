@@ -16,7 +16,7 @@ import psg
 from psg.factors import Conv, Geometry, Outer, Rows, Sum
 from psg.testing import assert_trees_close, loop_grad
 
-# How parameters are used: name -> (function of one sample, shapes of the parameters, the way that `psg.explain` tells).
+# How parameters are used: name -> (function of one sample, shapes of the parameters, the use that `psg.explain` reports).
 KINDS = {
     "ruled": (
         lambda p, x: score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"])),
@@ -52,7 +52,7 @@ def arguments(kind, device="cpu"):
     return params, torch.randn(N, 2, device=device), rest
 
 
-# psg's functions, and the same written down with vmap(grad).
+# psg's functions, and the same functions written with vmap(grad).
 
 
 def gradients(fn, p, x):
@@ -146,7 +146,7 @@ FUNCTIONS = {
 }
 
 
-# Outer transforms: each from a function of (params, data, rest) to what is compared.
+# Outer transforms: each maps a function of (params, data, rest) to the function whose results are compared.
 
 
 def weigh(out):
@@ -274,7 +274,7 @@ OUTER = {
 }
 
 
-# It traces, which takes its time; inside a transform all kinds run the same way.
+# linearize traces, which is slow; inside a transform all kinds run the same way.
 KINDS_OF = {"linearize": ["ruled"]}
 TABLE = [(outer, name, kind) for outer in OUTER for name in FUNCTIONS for kind in KINDS_OF.get(outer, KINDS)]
 
@@ -328,7 +328,7 @@ def test_capture_cannot_be_pinned_inside_a_transform(device):
         grad(lambda p: psg.per_sample_norm(fn, method="capture")(p, x).sum())(params)
 
 
-# Factors whose tensors are differentiated, as a user makes them.
+# Factors that a user makes of tensors that are differentiated.
 
 FACTORS = {
     "outer": lambda: Outer(torch.randn(N, 3, 4), torch.randn(N, 3, 2)),
@@ -351,7 +351,7 @@ REDUCTIONS = {
     "gram": lambda g, w: psg.tree.gram(g),
     "cosine": lambda g, w: psg.tree.cosine(g),
     "moments": lambda g, w: psg.tree.moments(g).second,
-    "project": lambda g, w: psg.tree.project(g, 2),  # so few that all of a factor's ways are taken
+    "project": lambda g, w: psg.tree.project(g, 2),  # so few dimensions that every factor uses its own algorithm
 }
 
 

@@ -1,4 +1,4 @@
-"""What the transforms take and what comes back."""
+"""The arguments that the transforms accept, and their results."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_aux_that_does_not_depend_on_the_sample(method, device):
 
 
 class Unequal:
-    """Two of them differ, though they look the same."""
+    """Two instances are unequal, though they have the same repr."""
 
     def __repr__(self):
         return "Unequal"
@@ -72,7 +72,7 @@ AUX_OF_ONE_SHAPE_ONLY = {
 
 
 def np_array_of(value):
-    """So long that what is printed of it leaves the middle out."""
+    """An array so long that its repr leaves out the middle."""
     array = pytest.importorskip("numpy").zeros(5000)
     array[2500] = value
     return array
@@ -133,11 +133,11 @@ def test_gradients_have_no_history_and_leave_the_arguments_alone(device):
 @pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("inside", [True, False])
 def test_under_no_grad_and_inference_mode(switch, inside, method, device):
-    # Both switch autograd off for the caller's code; a gradient that is asked for is still the gradient.
+    # Both switch autograd off for the caller's code, but psg's gradients stay the same.
     args = linear_args(device)
     expected = loop_grad(linear_loss)(*args)
     with switch():
-        args = tree_map(torch.clone, args) if inside else args  # tensors made in inference mode are special themselves
+        args = tree_map(torch.clone, args) if inside else args  # tensors made in inference mode behave differently too
         assert_trees_close(psg.per_sample_grad(linear_loss, method=method)(*args), expected)
         assert_trees_close(psg.per_sample_norm(linear_loss, method=method)(*args), reference_norm(expected))
 

@@ -223,7 +223,7 @@ def test_unflatten_gives_every_leaf_its_dtype(device):
 
 
 def test_projections_keep_inner_products(device):
-    # Over seeds: their mean within five standard errors, and their variance below the stated bound.
+    # Over seeds, their mean is right within five standard errors, and their variance is below the stated bound.
     tree = factored_tree(4, device)
     gram, dim, seeds = psg.tree.gram(tree), 8, 400
     projected = torch.stack([psg.tree.project(tree, dim, seed=seed) for seed in range(seeds)])
@@ -244,7 +244,7 @@ def test_a_projection_depends_on_its_seed_alone(device):
     names = {"w": torch.randn(3, 5, device=device), "b": torch.randn(3, 2, device=device)}
     assert_trees_close(psg.tree.project(OrderedDict(names), 64), psg.tree.project(names, 64), per_sample=False)
     assert_trees_close(psg.tree.project(OrderedDict(reversed(names.items())), 64), psg.tree.project(names, 64), per_sample=False)
-    # Leaves of one shape go their own ways: otherwise equal and opposite leaves would vanish for every seed.
+    # Leaves of one shape have different projections: otherwise opposite leaves would cancel for every seed.
     leaf = torch.randn(3, 5, device=device)
     assert (psg.tree.project([leaf, -leaf], 64).abs().amax(1) > 0).all()
 
@@ -296,7 +296,7 @@ def test_the_norm_of_a_tree_of_sums_is_torch_s(device):
 
 
 def test_a_weight_of_zero_does_not_take_out_a_gradient_that_is_not_finite(device):
-    # As the docstring says, and what it names does.
+    # As the docstring says; the alternatives that it names do.
     grads = torch.tensor([[1.0, 2.0], [math.nan, 4.0]], device=device)
     assert psg.tree.weighted_sum(grads, torch.tensor([1.0, 0.0], device=device))[0].isnan()
     assert torch.equal(psg.tree.sum(psg.tree.take(grads, torch.tensor([True, False], device=device))), grads[0])
@@ -424,7 +424,7 @@ def test_noise_follows_its_generator_and_leaves_the_rest_alone(device):
         assert_trees_close(psg.tree.add_noise(sums, std, generator=generator_of(device)), noisy)
     assert not torch.equal(psg.tree.add_noise(sums, 0.5, generator=generator_of(device, seed=1))[1], noisy[1])
     assert_trees_close(psg.tree.add_noise(sums, 0), before)
-    assert len({leaf.untyped_storage().data_ptr() for leaf in (*noisy, *sums)}) == 4  # nobody shares memory
+    assert len({leaf.untyped_storage().data_ptr() for leaf in (*noisy, *sums)}) == 4  # no two tensors share memory
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128])

@@ -19,7 +19,7 @@ from psg.testing._loop import tree_map
 
 @dataclasses.dataclass
 class Plain:
-    """A dataclass that nobody has registered, with an __init__ that does more than assign."""
+    """An unregistered dataclass, with an __init__ that does more than assign."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -42,7 +42,7 @@ class Registered:
 
 
 class Known:
-    """Known to torch's pytree alone."""
+    """Registered only with torch's pytree."""
 
     def __init__(self, weight, bias):
         self.weight, self.bias = weight, bias
@@ -151,7 +151,7 @@ def test_a_tree_of_gradients_can_be_mapped(tensors, x):
 
 
 def test_threads_meet_a_container_at_once():
-    """optree takes a node once; whoever comes second finds it there."""
+    """optree registers a type only once: threads that come second must find it registered."""
     for _ in range(30):
         kind = dataclasses.make_dataclass("Fresh", ["x"])
         ready, failures = threading.Barrier(4), []

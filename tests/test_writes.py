@@ -1,4 +1,4 @@
-"""Ops that write one tensor into another, with the gradient on either side: on every rung the loop's number, or none."""
+"""Ops that write one tensor into another, with the gradient on either side: every rung gives the loop's result, or refuses."""
 
 import warnings
 
@@ -134,7 +134,7 @@ def doubled_then_filled(p, x):
 def doubled_then_derived(p, x):
     x.mul_(2)
     w = p["w"] * 1
-    w[0] = 0  # what is made of parameters alone is written into: once more too
+    w[0] = 0  # a write into a value of parameters alone: makes it start again once more too
     return (w * x).sum()
 
 
@@ -151,7 +151,7 @@ def test_a_pass_that_starts_again_starts_from_the_inputs(fn, n, device):
 
 
 def test_a_batch_that_starts_again_starts_from_the_inputs(device):
-    def fn(p, x):  # the rows of the table are first taken for the samples' own
+    def fn(p, x):  # at first psg takes the rows of the table for rows of the samples
         x.mul_(2)
         rows = torch.nn.functional.embedding(torch.arange(x.shape[1], device=x.device), p["table"])
         return (x + rows).square().flatten(1).sum(1)
@@ -235,7 +235,7 @@ THROUGH = {
 @pytest.mark.parametrize("through", THROUGH)
 @pytest.mark.parametrize("in_dims, lay", [((None, 1), lambda x: x), (None, lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0))])
 def test_samples_that_are_not_contiguous_in_their_batch(in_dims, lay, through, method, device):
-    """Each by itself is: where it is seen in another shape, a write reaches it."""
+    """Each sample alone is contiguous, so a write through a reshaped view of it must reach it."""
 
     def fn(w, x):
         y = w * x

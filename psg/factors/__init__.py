@@ -1,4 +1,4 @@
-"""Factors: per-sample gradients held as what they are made of, each kind with the same few operations."""
+"""Factors: per-sample gradients in factored form. Every kind of factor has the same few operations."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -42,8 +42,8 @@ __all__ = [
 def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
-    Dense terms are added, Outer terms are one Outer over all their positions, Rows terms one Rows, multiples of constants by the same
-    numbers one multiple, and views that share no entry of the parameter one Views; a Sum holds what is left.
+    Dense terms are added. Outer terms become one Outer over all their positions, Rows terms one Rows, Scaled terms of the same values one
+    Scaled, and Views of disjoint regions one Views. If several factors remain, a Sum holds them.
 
     Args:
         terms: At least one, of the same samples and shape.
@@ -82,12 +82,12 @@ def merge(terms: list[Factor]) -> Factor:
 
 
 def _along(sides: list[Tensor]) -> Tensor:
-    """One side of several terms, over all their positions."""
+    """One tensor of each of several terms, concatenated along the positions."""
     return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
 
 def concat(factors: Sequence[Factor]) -> Factor:
-    """The samples of several factors, one after the other; materialised where kinds or shapes differ.
+    """Concatenate the samples of several factors; the result is Dense if their kinds or the shapes of their tensors differ.
 
     Args:
         factors: At least one, of the same shape.
@@ -107,7 +107,7 @@ def concat(factors: Sequence[Factor]) -> Factor:
 
 
 def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
-    """One field of several factors; what is the same tensor for all samples stays one, expanded."""
+    """Concatenate one field of several factors. If all samples share one expanded tensor, so do those of the result."""
     filled = [field for field in fields if len(field)]
     if any(len(field) > 1 for field in filled) and all(field.stride(0) == 0 for field in filled if len(field) > 1):
         differ = (field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled)
@@ -116,5 +116,5 @@ def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(fields))
 
 
-# What `torch.save` has written of them, `torch.load` reads with its default `weights_only=True`.
+# So that `torch.load` reads saved factors with its default `weights_only=True`.
 torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views])

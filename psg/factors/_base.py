@@ -1,6 +1,6 @@
-"""What every kind of factor can do. A factor stands for a tensor [n, *shape] of per-sample gradients.
+"""The operations of every kind of factor. A factor stands for a tensor [n, *shape] of per-sample gradients.
 
-Index legend, here and in the other files of this room: n, m samples; t, s positions; a, b rows and columns of a matrix; d features;
+Index legend, here and in the other files of psg.factors: n, m samples; t, s positions; a, b rows and columns of a matrix; d features;
 i in, o out; g group; k kernel.
 """
 
@@ -31,18 +31,18 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-_LARGE = 1 << 14  # entries of a gradient from which on squaring and adding it in one pass pays, on a CPU
+_LARGE = 1 << 14  # on a CPU, gradients of at least this many entries are squared and added in one fused pass
 
-# Devices whose products of 16 bits can be had in float32, in which they are added up anyway.
+# Devices whose products of 16-bit matrices can return float32, the dtype in which they accumulate anyway.
 WIDENING = {"cuda", "xpu"}
 
 
 def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
-    """left[n] @ right[n] -> [n, a, b], added up and returned in the `wide` dtype."""
+    """left[n] @ right[n] -> [n, a, b], accumulated and returned in the `wide` dtype."""
     if left.dtype == wide(left.dtype):
         return torch.bmm(left, right)
     if left.device.type in WIDENING and not (_functorch.transform_active() or left.requires_grad or right.requires_grad):
-        return torch.bmm(left, right, out_dtype=torch.float32)  # which has no derivative
+        return torch.bmm(left, right, out_dtype=torch.float32)  # `out_dtype` has no derivative
     return torch.bmm(widen(left), widen(right))
 
 
@@ -90,12 +90,12 @@ def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:
 
 
 def root(squared: Tensor) -> Tensor:
-    """The square root, whose derivatives at zero are zero."""
+    """The square root, with derivatives of zero at zero."""
     zero = squared == 0
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
-# Below this part of what was added up, in units of its rounding, a squared norm has lost digits that a norm must have.
+# In units of eps * scale (see `Factor.recover`): squared norms below _LOST lack digits that a norm needs; rounding is at most _ROUNDING.
 _LOST = 1 << 17
 _ROUNDING = 1 << 8
 
@@ -108,7 +108,7 @@ def norm_of_norms(parts: list[Tensor]) -> Tensor:
 
 
 def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
-    """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k], zeros where it says n."""
+    """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k]; zeros where the table holds n."""
     order = table.reshape(-1)
     shape = table.shape[0], table.shape[1] * tensor.shape[1], *tensor.shape[2:]
     if order.shape[0] == tensor.shape[0] and torch.equal(order, torch.arange(len(order), device=order.device)):
@@ -120,7 +120,7 @@ def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
 
 
 def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
-    """The sum of every owner's rows, which come in a few parts, at least one: [rows, *] -> [n, *], in the `wide` dtype."""
+    """Sum the rows of each of n owners: rows [rows, *], split into one or more parts -> [n, *], in the `wide` dtype."""
     total, start = None, 0
     for part in map(widen, parts):
         total = part.new_zeros(n, *part.shape[1:]) if total is None else total
@@ -138,7 +138,7 @@ def square(values: Tensor) -> Tensor:
 
 def as_real(values: Tensor) -> Tensor:
     """The values; complex ones as pairs of real numbers, [*shape, 2]."""
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values  # a conjugate may be a mere mark on its memory
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values  # conj() may be lazy
 
 
 def _matrices(values: Tensor) -> Tensor:
@@ -149,20 +149,20 @@ def _matrices(values: Tensor) -> Tensor:
 
 
 def _but_indices(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function, which leaves integers as they are."""
+    """The function for floating and complex tensors; integer tensors (indices) stay as they are."""
     return lambda tensor: function(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def expect_real(factor: "Factor") -> None:
-    """Raise InputError for a factor made of complex tensors: sums of their products are not those of pairs of real numbers."""
+    """Raise InputError if the factor's tensors are complex: only Dense takes a complex entry for a pair of real numbers."""
     if factor.dtype.is_complex:
-        raise InputError(f"psg.factors.{type(factor).__name__}: of complex gradients only Dense is a factor: give them themselves.")
+        raise InputError(f"psg.factors.{type(factor).__name__}: only Dense takes complex gradients: pass them to psg.factors.Dense.")
 
 
 def _register(kind: "type[Factor]") -> None:
-    """Make a kind a node of trees: tree_map sees its tensors, and samples can be joined."""
+    """Register a kind as a pytree node, so that tree_map sees its tensors and `concat` can join its samples."""
 
-    # What it is held as are children; its constants (rows, geometry, shape) are the node's metadata.
+    # The fields are the node's children; the constants (rows, geometry, shape) are its metadata.
     def flatten(factor: Any) -> Any:
         return [getattr(factor, name) for name in kind.fields], tuple(getattr(factor, name) for name in kind.constants)
 
@@ -174,21 +174,21 @@ def _register(kind: "type[Factor]") -> None:
 
     # In optree's global namespace: a user's plain `optree.tree_map` sees the tensors too.
     everywhere = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    register: Any = optree.register_pytree_node  # typed for collections; a factor is a node of another kind
+    register: Any = optree.register_pytree_node  # its type hints allow collections alone
     register(kind, lambda factor: (*flatten(factor), kind.fields), unflatten, namespace=everywhere)
     torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
 
 
 class Factor(ABC):
-    """A per-sample gradient tensor [n, *shape], held as what it is made of.
+    """A per-sample gradient tensor [n, *shape] in factored form.
 
-    Every kind is a node of trees, to optree and to torch: tree_map sees the tensors. All have the same operations; none but `materialize`
-    holds the gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better.
+    Every kind is a pytree node, to optree and to torch: tree_map sees the tensors. All kinds have the same operations. No operation but
+    `materialize` forms the whole gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better.
 
     Attributes:
-        fields: The names of what it is held as: tensors with the samples in dim 0, factors, tuples of factors. A kind is made of these in
-            their order, and then of its constants.
-        constants: The names of what else it is made of, the same for all samples.
+        fields: Names of the attributes that hold the data: tensors with the samples in dim 0, factors, tuples of factors. The constructor
+            takes the fields in this order, then the constants.
+        constants: Names of the other constructor arguments, which are the same for all samples.
     """
 
     fields: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ class Factor(ABC):
     @property
     @abstractmethod
     def _lead(self) -> Tensor:
-        """One of the tensors that it is held as: with the samples in dim 0, and of the gradient's dtype and device."""
+        """A tensor with the samples in dim 0, and with the gradient's dtype and device."""
 
     @property
     def n(self) -> int:
@@ -225,12 +225,12 @@ class Factor(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that it is held as."""
+        """Bytes of the tensors that the factor holds."""
         return sum(held.nbytes for held in self._held())
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether a derivative of what is computed from it may be asked for."""
+        """Whether results computed from this factor may be differentiated."""
         if _functorch.transform_active():
             return True
         return any(held.requires_grad if isinstance(held, Tensor) else held.is_differentiated for held in self._held())
@@ -244,7 +244,7 @@ class Factor(ABC):
                 yield held
 
     def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
-        """The same kind, made of what two functions make of the tensors and the factors that it is held as."""
+        """The same kind, with `of_tensor` applied to the tensors that it holds and `of_factor` to the factors."""
 
         def one(held: Any) -> Any:
             return of_tensor(held) if isinstance(held, Tensor) else of_factor(held)
@@ -263,17 +263,17 @@ class Factor(ABC):
 
     @abstractmethod
     def scale(self) -> Tensor:
-        """sum over the terms that it is made of, of |term|^2 -> [n]: what sums of their inner products round in proportion to."""
+        """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
 
     def recover(self, squared: Tensor, scale: Tensor) -> Tensor:
-        """Squared norms [n] that were added up from inner products of terms, where these cancel.
+        """Correct squared norms [n] that were summed from inner products of terms, for samples whose terms nearly cancel.
 
-        Of terms that sum up to next to nothing rounding leaves some other number: too small a one, and clipping would let the sample
-        through. Those samples' norms come from their gradients themselves; where asking which they are would wait for a device, or
-        cannot be traced, from the most that rounding can have hidden.
+        There rounding errors dominate the sum, and a norm that comes out too small would let the sample escape clipping. The norms of
+        these samples are computed from their materialised gradients. Where finding these samples would wait for a device, or cannot be
+        traced, their norms are raised by the largest possible rounding error.
         """
         eps = torch.finfo(squared.dtype).eps
-        lost = ~(squared >= _LOST * eps * scale)  # NaN too: of infinite terms that cancel
+        lost = ~(squared >= _LOST * eps * scale)  # includes NaN, from infinite terms that cancel
         if not _functorch.may_ask(squared):
             return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * scale, squared)
         if not lost.any():
@@ -287,7 +287,7 @@ class Factor(ABC):
         return root(self.squared_norm()) if self.is_differentiated else self.squared_norm().sqrt()
 
     def partial_norms(self) -> list[Tensor]:
-        """Norms of parts of it, matrices [n, k]: their norm, `norm_of_norms`, is that of the whole."""
+        """Norms of parts of the gradient, as matrices [n, k]; `norm_of_norms` of them is the norm of the whole."""
         return [self.norm().unsqueeze(1)]
 
     @abstractmethod
@@ -295,7 +295,7 @@ class Factor(ABC):
         """sum_n weights[n] gradient[n] -> shape."""
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
-        """sum_n gradient[n] and, real, sum_n |gradient[n]|^2 of every entry, both -> shape, in at least float32."""
+        """sum_n gradient[n] and, real, sum_n |gradient[n]|^2, both entry by entry -> shape, in at least float32."""
         total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
         squares = torch.zeros(self.shape, dtype=total.dtype.to_real(), device=self.device)
         for part in map(widen, self.parts()):
@@ -307,17 +307,17 @@ class Factor(ABC):
         return total, squares
 
     def project(self, sketch: "Sketch") -> Tensor:
-        """What a sketch makes of each sample's gradient -> [n, dim], real, at least float32."""
+        """The sketch of each sample's gradient -> [n, dim], real, at least float32."""
         return torch.cat([sketch.matrices(_matrices(part)) for part in self.parts()])
 
     def parts(self) -> Iterator[Tensor]:
-        """The gradients of a few samples at a time, materialised: all samples in order, and at least one part."""
-        # Four times what fits a cache: on four cores products of single samples leave some of them idle.
+        """Yield the gradients materialised, a few samples at a time, in order; at least one part."""
+        # Four times the cache: with parts of single samples, products would leave some of four cores idle.
         size = max(1, 4 * _machine.chunk_bytes(self.device) // max(1, self.shape.numel() * self.dtype.itemsize))
         return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
-        """`weighted_sum`; of rows (embeddings) as a coalesced sparse tensor."""
+        """`weighted_sum`; for Rows (embeddings) as a coalesced sparse tensor."""
         return self.weighted_sum(weights)
 
     @abstractmethod
@@ -332,7 +332,7 @@ class Factor(ABC):
         """Sum the gradients of groups of samples.
 
         Args:
-            table: [m, k], the samples of each of m groups; an index of n, one past the last, stands for no sample.
+            table: [m, k], the samples of each of m groups; the index n, one past the last, stands for no sample.
 
         Returns:
             The factor of m samples.
@@ -356,7 +356,7 @@ class Factor(ABC):
         from psg.factors._dense import Dense
         from psg.factors._segments import Segments
 
-        if _functorch.is_traced():  # where a size cannot be asked for
+        if _functorch.is_traced():  # a trace cannot read the sizes of the segments
             return Dense(add_up(self.parts(), ids, count).to(self.dtype))
         order = ids.argsort(stable=True)
         in_order = _functorch.may_ask(ids) and torch.equal(order, torch.arange(len(order), device=order.device))
@@ -364,7 +364,7 @@ class Factor(ABC):
 
     def inner(self, other: "Factor") -> Tensor:
         """<gradient[n], other[n]> of the same sample -> [n]."""
-        from psg.factors import _products  # the table of pairs knows every kind, so it cannot be imported by one
+        from psg.factors import _products  # imported here, as _products itself imports every kind
 
         return _products.inner(self, other)
 
@@ -379,7 +379,7 @@ class Factor(ABC):
         return self._each(lambda tensor: tensor[index], lambda factor: factor.take(index))
 
     def zero(self, keep: Tensor) -> Self:
-        """The same with exactly zero for the samples where keep[n] is False, whatever they held, inf and NaN included."""
+        """The same, with exactly zero for the samples where keep[n] is False, even if they held inf or NaN."""
         return self._each(_but_indices(lambda tensor: zero_rows(tensor, keep)), lambda factor: factor.zero(keep))
 
     def to(self, dtype: torch.dtype) -> Self:
@@ -392,22 +392,22 @@ class Factor(ABC):
 
     @property
     def is_made_anew(self) -> bool:
-        """Whether it is materialised into memory that nobody else has."""
+        """Whether `materialize` writes into new memory, which nothing else refers to."""
         return False
 
     @property
     def is_best_formed(self) -> bool:
-        """Whether it is better materialised if each position is to meet a tensor of the parameter's shape, before and for the norm."""
+        """Whether materialising is cheapest if a carry and a norm each combine every position with a tensor of the parameter's shape."""
         return any(held.is_best_formed for held in self._held() if isinstance(held, Factor))
 
     @property
     def is_kept(self) -> bool:
-        """Whether a norm *and* a weighted sum come cheapest from the gradients themselves, materialised once and kept."""
+        """Whether a norm *and* a weighted sum are cheapest if the gradients are materialised once and kept."""
         return False
 
     def settle(self) -> "Factor":
-        """The form from which a norm and a weighted sum come cheapest: Dense if `is_kept`, else the same kind of settled factors."""
-        from psg.factors._dense import Dense  # which derives from this
+        """The cheapest form for a norm and a weighted sum: Dense if `is_kept`, else the same kind with the factors in it settled."""
+        from psg.factors._dense import Dense  # imported here, as Dense derives from Factor
 
         if self.is_kept:
             return Dense(self.materialize())
@@ -415,7 +415,7 @@ class Factor(ABC):
         return self._each(lambda tensor: tensor, lambda factor: factor.settle()) if parts else self
 
     def plan(self) -> str:
-        """How a norm and a weighted sum are computed from it, in a few words."""
+        """How a norm and a weighted sum are computed from this factor, in a few words."""
         return "dense"
 
     def __repr__(self) -> str:
@@ -424,8 +424,8 @@ class Factor(ABC):
 
 
 class Additive(Factor):
-    """A factor that adds up what it is held as: positions, in dim 1 of its tensors, or other factors."""
+    """A factor whose gradient is a sum, over the positions in dim 1 of its tensors or over other factors."""
 
     def regroup(self, table: Tensor) -> Factor:
-        # What the positions of a sample add up to, those of a group do.
+        # The gradient of a group is the sum over the positions of all its samples.
         return self._each(lambda tensor: gather_groups(tensor, table), lambda factor: factor.regroup(table))

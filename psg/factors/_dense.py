@@ -9,7 +9,7 @@ _BLOCK = 4096
 
 
 class Dense(Factor):
-    """The tensor itself: biases, normalisation layers, whatever has no rule.
+    """The per-sample gradient tensor itself: for biases, normalisation layers, and whatever has no rule.
 
     Args:
         values: The per-sample gradients, [n, *shape].
@@ -39,7 +39,7 @@ class Dense(Factor):
     def squared_norm(self) -> Tensor:
         if self.is_differentiated:
             return widen(real_rows(self.values)).square().sum(1)
-        return self.norm().square()  # reads once and writes nothing, but at zero it has no second derivative
+        return self.norm().square()  # one read and no temporary, but no second derivative at zero
 
     def scale(self) -> Tensor:
         return self.squared_norm()
@@ -89,9 +89,9 @@ class Dense(Factor):
 
 
 def _straight(values: Tensor) -> tuple[Tensor, list[int] | None]:
-    """The values with the dimensions after the first in the order of memory, and the order that undoes it (None for no change).
+    """The values with the dimensions after the first sorted into memory order, and the inverse permutation (None for no change).
 
-    In this order a reduction over them reads straight through and copies nothing.
+    In memory order a reduction reads sequentially and copies nothing.
     """
     if values.is_contiguous():
         return values, None

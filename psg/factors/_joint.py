@@ -1,7 +1,7 @@
 """Reductions of several factors at once.
 
-A gradient has many small parts (biases, normalisation layers), whose reductions cost what calling them costs. Those are laid side by side
-and reduced as one.
+A model has many small parameters (biases, normalisation layers). Reducing the gradient of one costs little more than the overhead of the
+call, so these gradients are concatenated and reduced together.
 """
 
 import functools
@@ -14,11 +14,11 @@ from torch import Tensor
 from psg.factors._base import Factor, norm_of_norms, root
 from psg.factors._dense import Dense, rows_of
 
-_FEW = 4  # below so many there is nothing to gain
+_FEW = 4  # joining fewer factors gains nothing
 
 
 class Joint:
-    """Some of the factors of a gradient, as one.
+    """Several factors of one gradient, reduced together.
 
     Args:
         factors: At least one, of the same samples.
@@ -39,7 +39,7 @@ class Joint:
 
     @cached_property
     def _parts(self) -> list[Factor]:
-        """The rest, and last the small ones as one."""
+        """The other factors, then the small ones concatenated into one."""
         rest = [self._factors[i] for i in self._rest]
         if not self._small:
             return rest
@@ -47,39 +47,39 @@ class Joint:
 
     @cached_property
     def squared_norm(self) -> Tensor:
-        """The squared norm over all of them, [n]."""
+        """The squared norm over all factors, [n]."""
         return functools.reduce(torch.add, (part.squared_norm() for part in self._parts))
 
     @cached_property
     def norm(self) -> Tensor:
-        """The norm over all of them, [n]."""
+        """The norm over all factors, [n]."""
         # A norm of norms has no second derivative where a part is zero; the root of a sum of squares has.
         if self.is_differentiated:
             return root(self.squared_norm)
         return norm_of_norms([norms for part in self._parts for norms in part.partial_norms()])
 
     def zero(self, keep: Tensor) -> "Joint":
-        """The same with exactly zero for the samples where keep[n] is False; see `Factor.zero`."""
+        """The same, with exactly zero for the samples where keep[n] is False; see `Factor.zero`."""
         other = Joint(self._factors)
         other._parts = [part.zero(keep) for part in self._parts]
         return other
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
-        """sum_n weights[n] gradient[n] of each of them."""
+        """sum_n weights[n] gradient[n] of each factor."""
         return self._apart([part.weighted_sum(weights) for part in self._parts])
 
     def moment_sums(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The sum over n of gradient[n], and of |gradient[n]|^2, of each of them; see `Factor.moment_sums`."""
+        """The sum over n of gradient[n], and of |gradient[n]|^2, of each factor; see `Factor.moment_sums`."""
         totals, squares = zip(*(part.moment_sums() for part in self._parts), strict=True)
         return self._apart(list(totals)), self._apart(list(squares))
 
     def _apart(self, sums: list[Tensor]) -> list[Tensor]:
-        """From the parts' sums to the factors' own."""
+        """From one sum per part to one sum per factor."""
         if not self._small:
             return sums
         shapes = [self._factors[i].shape for i in self._small]
         pieces = sums.pop().split([shape.numel() for shape in shapes])
-        # Multiplied by 1 into memory of their own: a copy that takes one kernel for all of them.
+        # Multiplying by 1 copies all pieces into separate memory in one kernel.
         copies = torch._foreach_mul(pieces, 1)  # pyright: ignore[reportPrivateImportUsage]
         sums += [copy.reshape(shape) for copy, shape in zip(copies, shapes, strict=True)]
         found = dict(zip([*self._rest, *self._small], sums, strict=True))
@@ -87,7 +87,7 @@ class Joint:
 
 
 def norm_of(joints: Sequence[Joint]) -> Tensor:
-    """The norm over all of them together, [n].
+    """The norm over all factors of all joints, [n].
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ def norm_of(joints: Sequence[Joint]) -> Tensor:
 
 
 def _worth_joining(factors: Sequence[Factor]) -> list[int]:
-    """The indices of several dense factors that are alike and so small that copying one takes no longer than calling an op on it."""
+    """Indices of Dense factors of one dtype and device that take no longer to copy than an op takes to call; none if there are too few."""
     held = [(i, factor.values) for i, factor in enumerate(factors) if isinstance(factor, Dense)]
     if len(held) < _FEW:
         return []

@@ -1,6 +1,6 @@
-"""Linear maps of gradients: what the transpose of an op that made a parameter's value makes of a factor of that value's gradient.
+"""Linear maps of gradients: if an op computes a weight from a parameter, its transpose (vjp) maps the weight's factor to the parameter's.
 
-Each gives None where the result is no factor that psg has: then the gradient has to be formed.
+Each function returns None where psg has no factor for the result: the gradient then has to be formed.
 """
 
 from functools import singledispatch
@@ -99,9 +99,9 @@ def _(factor: Sum, scale: Scale) -> Factor | None:
 
 @singledispatch
 def contracted(factor: Factor, weights: Tensor, shape: torch.Size) -> Tensor | None:
-    """weights * gradient[n], for weights of the parameter's shape, added up to a shape that broadcasts to it -> [n, *shape].
+    """weights * gradient[n], for weights of the parameter's shape, summed to a shape that broadcasts to it -> [n, *shape].
 
-    In at least float32: it may be no gradient, but an inner product.
+    In at least float32, because the result may be an inner product.
     """
     return factor.dot(weights).reshape(factor.n, *shape) if shape.numel() == 1 else None
 
@@ -181,7 +181,7 @@ def _(factor: Outer) -> Factor:
 
 @transposed.register
 def _(factor: Expanded) -> Factor:
-    values = factor.values if factor.small.numel() == 1 else factor.values.mT  # the same tensor, by which multiples are known
+    values = factor.values if factor.small.numel() == 1 else factor.values.mT  # keep the object: `merge_scaled` compares ids
     return Expanded(values, factor.shape[::-1])
 
 
@@ -209,7 +209,7 @@ def _(factor: Outer, matrix: Tensor) -> Factor:
 
 @singledispatch
 def narrowed(factor: Factor, dim: int, start: int, length: int) -> Factor | None:
-    """The entries from `start` on along a dimension, at least one of them."""
+    """The entries from `start` to `start + length` along a dimension; `length` is at least 1."""
     return None
 
 
@@ -285,7 +285,7 @@ def _(factor: Sum, shape: torch.Size) -> Factor:
 
 
 def _entries(scale: Scale, factor: Factor) -> Tensor | None:
-    """The scale with as many dimensions as the parameter; None for a number."""
+    """The scale, reshaped to as many dimensions as the parameter; None for a number."""
     if not isinstance(scale, Tensor) or scale.ndim == 0:
         return None
     return scale.reshape((1,) * (len(factor.shape) - scale.ndim) + scale.shape)
@@ -298,12 +298,12 @@ def _entry_by_entry(factor: Factor, entries: Tensor) -> Factor | None:
 
 
 def _shared_row(weights: Tensor) -> Tensor:
-    """One of the rows, if all are one tensor; else all of them."""
+    """The first row, if the rows are one row expanded; else all rows."""
     return weights[:1] if len(weights) > 1 and weights.stride(0) == 0 else weights
 
 
 def _small(shape: torch.Size, factor: Factor) -> torch.Size:
-    """The shape with as many dimensions as the parameter."""
+    """The shape, with leading ones up to the number of dimensions of the parameter."""
     return torch.Size((1,) * (len(factor.shape) - len(shape)) + tuple(shape))
 
 
@@ -312,5 +312,5 @@ def _regrouped(entries: Tensor, shape: torch.Size, other: torch.Size) -> Tensor:
     whole = entries.expand(shape).reshape(other)
     for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
         if stride == 0 and size > 1:
-            whole = whole.narrow(dim, 0, 1)  # one number for all
+            whole = whole.narrow(dim, 0, 1)  # one number, expanded over this dimension
     return whole

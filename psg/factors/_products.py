@@ -1,6 +1,6 @@
 """Inner products between factors: the same sample (`inner`) and every pair of samples (`gram`).
 
-One table of pairs; what is not in it is materialised. Each entry is bilinear in its two arguments.
+A table has one function for each pair of kinds, bilinear in its two arguments. Pairs that are not in the table are materialised.
 """
 
 import itertools
@@ -42,16 +42,16 @@ def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[
     terms, others = _terms(x), _terms(y)
     for i, j in itertools.product(range(len(terms)), range(len(others))):
         if x is y and j < i:
-            continue  # of a factor with itself each pair of terms once: the other way round it is the same numbers
+            continue  # for a factor with itself, compute each pair of terms once: the swapped pair has the same products
         product = _of_pair(table, terms[i], others[j], swap)
         if product is None:
-            # Materialising is cheaper for these shapes, and once one term is, adding the others to it is.
+            # No function for this pair, or materialising is cheaper. Once one term is materialised, adding the others to it is cheapest.
             formed = Dense(x.to(wide(x.dtype)).materialize())
             return dense(formed, formed if x is y else Dense(y.to(wide(y.dtype)).materialize()))
         if x is y and i != j:
             product = product + swap(product)
         total = product if total is None else total + product
-    if total is None:  # one of them is zero
+    if total is None:  # x or y is a Sum without terms: zero
         shape = (x.n,) if table is _inner else (x.n, y.n)
         return torch.zeros(shape, dtype=wide(x.dtype).to_real(), device=x.device)
     return total
@@ -130,11 +130,11 @@ def _(x: Outer, y: Outer) -> Tensor | None:
     return (left * right).reshape(n, t, m, s).sum((1, 3))
 
 
-_FEW = 16  # pairs of positions; more of them are products too small to be taken one by one
+_FEW = 16  # with more pairs of positions than this, products pair by pair are too small to be efficient
 
 
 def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
-    """Pair by pair of positions, for so many samples of x at a time that their products stay in cache."""
+    """One pair of positions at a time, for blocks of samples of x that are small enough for the products to stay in cache."""
     left, right = ([widen(side[:, s]).T for s in range(y.positions)] for side in (y.left, y.right))
     size = max(1, _machine.chunk_bytes(x.device) // max(1, y.n * wide(x.dtype).itemsize))
     blocks = []
@@ -147,7 +147,7 @@ def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
     return torch.cat(blocks)
 
 
-# Expanded, its entries scaled or not, x anything: <c E, Y> = <c, E Y added up>
+# Expanded, or Scaled of Expanded, x anything: <c E, Y> = <c, E Y summed to the shape of c>
 
 
 def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Dense, Dense], Tensor]) -> Tensor | None:
@@ -163,7 +163,7 @@ for _kind in (Expanded, Scaled):
     _gram[_kind, Factor] = partial(_with_expanded, product=_gram_dense_dense)
 
 
-# Segments x anything: those of about one size at a time, as what these samples add up to
+# Segments x anything: segments of similar size at a time, as one factor
 
 
 @_pair(_inner, Segments, Factor)
@@ -193,7 +193,7 @@ def _(x: Views, y: Views) -> Tensor | None:
 
 
 def _prefers_tables(x: Rows, other: int, samples: int, others: int) -> bool:
-    """Whether gradients that are materialised meet at less cost than their positions, t and `other`, of so many samples in every pair."""
+    """Whether products of materialised gradients cost less than those of positions (t and `other`), for all `samples` x `others` pairs."""
     (rows, d), t, size = x.shape, x.index.shape[1], x.cotangent.element_size()
     fresh, used = _machine.written(x.device, x.dtype), _machine.used(x.device, x.dtype)
     positions = samples * others * t * other * (2 * d + 3 * fresh * size)
@@ -222,7 +222,7 @@ def _(x: Rows, y: Rows) -> Tensor | None:
     return torch.stack(rows) if rows else other.new_zeros(0, y.n)
 
 
-# Rows x Outer, a tied embedding and head: sum_{t,s} left[s, index_t] <right_s, c_t>, without a matrix of the vocabulary's size
+# Rows x Outer, as for a tied embedding and head: sum_{t,s} left[s, index_t] <right_s, c_t>, with no gradient of the vocabulary's size
 
 
 @_pair(_inner, Rows, Outer)

@@ -1,4 +1,4 @@
-"""Rows: rows scattered by index, as every lookup leaves it."""
+"""Rows: cotangent rows scattered by index, the gradient of a table lookup."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ class Rows(Additive):
     Args:
         index: Integers in [0, num_rows), [n, t].
         cotangent: [n, t, d].
-        num_rows: The rows v of the parameter.
+        num_rows: The number of rows v of the parameter.
 
     Raises:
         InputError: The cotangent is complex.
@@ -57,8 +57,8 @@ class Rows(Additive):
             return Dense(self.cotangent).squared_norm()
         if _functorch.is_traced() and not self.is_differentiated:
             return _norm_op(self.index, self.cotangent, self.num_rows)
-        # Positions with the same index add up before they are squared. Sorting gives each distinct index of a sample a slot below t,
-        # so the work is that of t rows and never that of t x t pairs or of num_rows.
+        # Cotangents with the same index must be added before they are squared. Sorting gives each distinct index of a sample a slot
+        # below t, so the work is that of t rows, never that of t x t pairs or of num_rows.
         ordered, order = self.index.sort(dim=1)
         if self.device.type == "cpu" and not self.is_differentiated:
             repeated = torch.zeros_like(ordered, dtype=torch.bool)  # where a sample has an index twice
@@ -84,7 +84,7 @@ class Rows(Additive):
         return self.num_rows <= self.index.shape[1]  # a sample's whole table takes no more than its cotangent
 
     def _distinct(self, ordered: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of each sample, those with one index added up: index [n, t], values [n, t, d], zero where there are fewer than t."""
+        """The distinct rows of each sample, equal indices added up: index [n, t], values [n, t, d]; zero in the slots left over."""
         slot = torch.zeros_like(order)
         slot[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
         index = torch.zeros_like(order).scatter_(1, slot, ordered)
@@ -92,7 +92,7 @@ class Rows(Additive):
         return index, Rows(slots, widen(self.cotangent), order.shape[1]).materialize()
 
     def _norm_with_few_repeats(self, ordered: Tensor, order: Tensor, repeated: Tensor) -> Tensor:
-        # Only those are added up and so read twice; every other row is on its own.
+        # Only repeated rows are added up, and so read twice; each of the others is squared as it is.
         sample, place = repeated.nonzero().unbind(1)
         position, index = order[sample, place], ordered[sample, place]
         squares = Dense(widen(self.cotangent).flatten(0, 1)).squared_norm().reshape(order.shape)
@@ -117,7 +117,7 @@ class Rows(Additive):
         return torch.sparse_coo_tensor(self.index.reshape(1, -1), rows, self.shape, check_invariants=False).coalesce().to(self.dtype)
 
     def _scaled(self, weights: Tensor) -> Tensor:
-        """weights[n] cotangent[n], in the `wide` dtype: what adds rows up one by one would round as often."""
+        """weights[n] cotangent[n], in the `wide` dtype: a scatter adds rows one by one and would round each time."""
         return self.cotangent * weights.to(wide(self.dtype))[:, None, None]
 
     def dot(self, direction: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _norm(index: Tensor, cotangent: Tensor, num_rows: int) -> Tensor:
     return Rows(index, cotangent, num_rows).squared_norm()
 
 
-# For a tracer these are ops: compilers write a scatter as atomic additions, which threads wait for, and cannot follow values.
+# Custom ops, opaque to tracers: compilers turn a scatter into atomic additions, on which threads wait, and cannot branch on values.
 _scatter_op = torch.library.custom_op("psg::scatter_rows", _scatter, mutates_args=())
 _norm_op = torch.library.custom_op("psg::rows_squared_norm", _norm, mutates_args=())
 _scatter_op.register_fake(lambda index, rows, num_rows: rows.new_empty(num_rows, rows.shape[-1]))

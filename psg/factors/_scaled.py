@@ -1,4 +1,4 @@
-"""Expanded and Scaled: what reductions and entry-by-entry functions of a parameter leave of their results' gradients."""
+"""Expanded and Scaled: the gradients of parameters that enter through reductions and through entry-by-entry functions."""
 
 from typing import Self
 
@@ -60,7 +60,7 @@ class Expanded(Factor):
 
     @property
     def _times(self) -> float:
-        """How many entries of the gradient are one of the values."""
+        """How many entries of the gradient share one value."""
         return self.shape.numel() / max(1, self.small.numel())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ class Scaled(Factor):
 
     Args:
         factor: Of the parameter's shape.
-        entries: [n, *shape], or what broadcasts to it with as many dimensions. In most cases those of all samples are one tensor,
-            expanded; then no operation but `materialize` writes a gradient for every sample.
+        entries: [n, *shape], or a tensor of as many dimensions that broadcasts to it. Usually one tensor, expanded over the samples:
+            then weighted sums, moments and products with a direction are those of `factor`, scaled.
 
     Example:
         >>> import torch
@@ -118,7 +118,7 @@ class Scaled(Factor):
 
     @property
     def shared(self) -> Tensor | None:
-        """The entries of every sample, if they are one tensor: [*shape], or what broadcasts to it."""
+        """The entries, [*shape] or broadcasting to it, if all samples share one tensor; else None."""
         return self.entries[0] if self.n == 1 or (self.n > 1 and self.entries.stride(0) == 0) else None
 
     def materialize(self) -> Tensor:
@@ -135,7 +135,7 @@ class Scaled(Factor):
         return squared * unit.square()
 
     def _squared_in_units(self) -> tuple[Tensor, Tensor]:
-        """The squared norm, and the unit of the norm, [n]: the squares of its parts may not fit where the gradient is an ordinary one."""
+        """Squared norm / unit^2, and each sample's unit, both [n]: without units, squares of parts may overflow before the norm does."""
         if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
             return self._squares_of_terms(self.shared)
         whole = self.to(wide(self.dtype))
@@ -144,7 +144,7 @@ class Scaled(Factor):
         return squared, torch.ones_like(squared)
 
     def _squares_of_terms(self, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """sum over the terms that it is made of, of |term|^2, or what is no less, and the unit of |term|: no gradient is formed."""
+        """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; forms no gradient."""
         entries, size = (part[0] for part in _in_units(shared[None]))
         squares = entries.square().expand(self.shape)
         if isinstance(self.factor, Expanded):
@@ -188,7 +188,7 @@ class Scaled(Factor):
     def zero(self, keep: Tensor) -> Self:
         if self.shared is None:
             return type(self)(self.factor.zero(keep), zero_rows(self.entries, keep))
-        # What is not finite in the entries is so in every sample: those to keep say so themselves.
+        # Entries that are not finite affect every sample. Move them into the factor as NaN, so that dropped samples can be exactly zero.
         finite = self.shared.isfinite()
         factor = self.factor.map(lambda tensor: torch.where(finite.all(), tensor, torch.nan) if tensor.is_floating_point() else tensor)
         return type(self)(factor.zero(keep), torch.where(finite, self.shared, 0).expand(self.entries.shape))
@@ -202,7 +202,7 @@ class Scaled(Factor):
             return super().regroup(table)
         groups = Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
         used = (table < self.n).any(1)
-        return groups if _functorch.may_ask(used) and used.all() else groups.zero(used)  # whatever the entries are
+        return groups if _functorch.may_ask(used) and used.all() else groups.zero(used)  # even if entries are not finite
 
     @property
     def is_made_anew(self) -> bool:
@@ -217,7 +217,7 @@ class Scaled(Factor):
 
 
 def _in_units(side: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, *] -> each sample's in units of its largest entry, whose squares fit, and these, [n]."""
+    """[n, *] -> each sample divided by its largest absolute entry, so that its squares fit the dtype, and these entries, [n]."""
     side = widen(side)
     rows = side.detach().reshape(len(side), side.shape[1:].numel())
     size = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
@@ -226,7 +226,7 @@ def _in_units(side: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_scaled(terms: list[Scaled]) -> list[Factor]:
-    """As few as there can be: c E + c F = c (E + F), for constants E and F and the same numbers c."""
+    """Merge terms that scale the same tensor c: c E + c F = c (E + F), for entries E and F that all samples share."""
     merged: list[Factor] = []
     constants: dict[int, tuple[Expanded, Tensor]] = {}
     for term in terms:

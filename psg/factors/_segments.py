@@ -1,4 +1,4 @@
-"""Segments: sums of the gradients of segments of the samples, held as the samples."""
+"""Segments: sums of gradients over segments of the samples, held as a factor of the samples."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property, reduce
@@ -15,10 +15,10 @@ from psg.factors._sketch import Sketch
 
 
 class Segments(Factor):
-    """gradient[m] = sum of factor[n] over the samples n of segment m, which stand side by side.
+    """gradient[m] = sum of factor[n] over the samples n of segment m, which are adjacent.
 
-    What is linear in the gradients is computed from those of the samples. The rest is from segments of about one size at a time, joined by
-    `Factor.regroup`: each filled up to the size of the largest among them, which is less than twice its own.
+    Operations that are linear in the gradients work on the samples. The others take segments of similar size at a time and join them by
+    `Factor.regroup`, which pads each segment to the size of the largest among them, less than twice its own.
 
     Args:
         factor: Of the samples: those of the first segment, then those of the second, and so on.
@@ -48,18 +48,18 @@ class Segments(Factor):
 
     @property
     def ids(self) -> Tensor:
-        """To which segment each sample belongs."""
+        """The segment of each sample, [n]."""
         if self.sizes.is_floating_point():
-            raise InputError("psg.factors.Segments: the sizes of its segments have become floating numbers: convert it by its own `to`.")
+            raise InputError("psg.factors.Segments: `sizes` have been cast to floating point: convert the factor by its own method `to`.")
         return torch.repeat_interleave(self.sizes, output_size=self.factor.n)
 
-    # Of the samples as they are
+    # Computed from the samples
 
     def scale(self) -> Tensor:
         return add_up([self.factor.scale()], self.ids, self.n)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        # The gradients of a segment may cancel, and are not to be rounded one by one.
+        # The gradients of a segment may cancel, so they must not be rounded one by one.
         return self.factor.to(wide(self.dtype)).weighted_sum(weights[self.ids]).to(self.dtype)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
@@ -68,10 +68,10 @@ class Segments(Factor):
     def dot(self, direction: Tensor) -> Tensor:
         return add_up([self.factor.dot(direction)], self.ids, self.n)
 
-    # Of segments, joined
+    # Computed from joined segments
 
     def by_size(self, function: Callable[[Factor, Tensor], Tensor]) -> Tensor:
-        """What a function gives of segments of about one size, as a factor, and of their numbers [k]: [k, *] -> [m, *]."""
+        """Apply a function, (factor of k segments, their indices [k]) -> [k, *], to segments of similar size at a time -> [m, *]."""
         parts = self._joined()
         members, own = next(parts)
         found = function(own, members)
@@ -83,7 +83,7 @@ class Segments(Factor):
         return total
 
     def _joined(self) -> Iterator[tuple[Tensor, Factor]]:
-        """The numbers of segments of about one size, ascending, and these as a factor: at least once, and without those of no sample."""
+        """Yield groups of segments of similar size, at least one: ascending indices, and the factor. Empty segments may be left out."""
         if not self._may_ask:
             total = add_up(self.factor.parts(), self.ids, self.n).to(self.dtype)
             yield torch.arange(self.n, device=self.device), Dense(total)
@@ -94,8 +94,8 @@ class Segments(Factor):
 
     @cached_property
     def _tables(self) -> list[tuple[Tensor, Tensor]]:
-        """The segments of sizes up to each power of two and above its half, and their samples, as `regroup` takes them."""
-        sizes = self.sizes.cpu()  # the one time that a device is waited for
+        """For each power of two: the segments of at most that size and above half of it, and their samples, as `regroup` takes them."""
+        sizes = self.sizes.cpu()  # the only wait for a device
         starts = sizes.cumsum(0) - sizes
         powers = torch.where(sizes > 0, torch.frexp((sizes - 1).float()).exponent, -1)
         tables = []
@@ -109,11 +109,11 @@ class Segments(Factor):
 
     @property
     def _may_ask(self) -> bool:
-        """Whether the sizes can be asked for; on a device that waits."""
+        """Whether Python can read the sizes, waiting for the device if need be."""
         return not (_functorch.is_traced() or _functorch.is_wrapped(self.sizes))
 
     def materialize(self) -> Tensor:
-        whole = self.to(wide(self.dtype))  # of many samples a sum in half precision would stop growing
+        whole = self.to(wide(self.dtype))  # over many samples, a sum in half precision stops growing
         return whole.by_size(lambda own, _: own.materialize()).to(self.dtype)
 
     def squared_norm(self) -> Tensor:
@@ -128,7 +128,7 @@ class Segments(Factor):
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         return reduce(lambda x, y: (x[0] + y[0], x[1] + y[1]), (own.moment_sums() for _, own in self._joined()))
 
-    # Others of the kind
+    # Other selections and sums of the samples
 
     def regroup(self, table: Tensor) -> Factor:
         kept = table < self.n
@@ -149,7 +149,7 @@ class Segments(Factor):
     def zero(self, keep: Tensor) -> Self:
         return type(self)(self.factor.zero(keep[self.ids]), self.sizes)
 
-    # What it costs
+    # Plans
 
     @property
     def is_made_anew(self) -> bool:
@@ -159,7 +159,7 @@ class Segments(Factor):
     def is_kept(self) -> bool:
         if not plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize):
             return False
-        # One segment of a size says what all of it do.
+        # One segment of each group decides for the whole group.
         return not self._may_ask or all(self.factor.regroup(table[:1]).is_kept for _, table in self._tables)
 
     def settle(self) -> Factor:

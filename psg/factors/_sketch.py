@@ -1,8 +1,8 @@
-"""Random projections that know outer products: every entry of a gradient goes to one bucket, with a sign.
+"""Random projections that work on factors of outer products: every entry of a gradient is added to one bucket, with a random sign.
 
-Entry (a, b) of a matrix goes to bucket h(a) + k(b), modulo their number, with sign s(a) r(b). So the sketch of an outer product is the
-cyclic convolution of the sketches of its two sides, and the outer product need not be formed. The map depends on the parameter's shape
-alone: all kinds of factors of one gradient have one sketch.
+Entry (a, b) of a matrix goes to bucket h(a) + k(b), modulo the number of buckets, with sign s(a) r(b). So the sketch of an outer product
+is the cyclic convolution of the sketches of its two sides, and the outer product need not be formed. The map does not depend on the kind
+of factor: every factor of one gradient has the same sketch.
 """
 
 import random
@@ -17,7 +17,7 @@ _PRIME = (1 << 31) - 1
 
 
 class _Hash:
-    """Independent random buckets and signs for any four different integers below 2^31 - 1: polynomials of degree 3 modulo a prime.
+    """Random buckets and signs, independent for any four different integers below 2^31 - 1: polynomials of degree 3 modulo a prime.
 
     Source: Wegman & Carter, "New hash functions and their use in authentication and set equality", 1981.
     """
@@ -40,13 +40,13 @@ def _polynomial(coefficients: list[int], index: Tensor) -> Tensor:
 
 
 class Sketch:
-    """The map for one parameter: gradients of its shape, as matrices [shape[0], the rest], to `dim` numbers.
+    """The random projection for one parameter: gradients, as matrices [shape[0], the rest], to `dim` numbers.
 
     E[sketch(u) . sketch(v)] = u . v, with a variance of at most 11 / dim |u|^2 |v|^2.
 
     Args:
         dim: The number of buckets.
-        draw: What draws the two hashes.
+        draw: The random generator that draws the two hashes.
 
     Source: Pham & Pagh, "Fast and Scalable Polynomial Kernels via Explicit Feature Maps", 2013 (TensorSketch); Avron, Nguyen & Woodruff,
     "Subspace Embeddings for the Polynomial Kernel", 2014, Lemma 1 (the variance); Charikar, Chen & Farach-Colton, "Finding Frequent Items
@@ -69,7 +69,7 @@ class Sketch:
         return total
 
     def rows(self, index: Tensor, values: Tensor) -> Tensor:
-        """Rows values [n, t, b] of matrices whose row is index [n, t] -> [n, dim]."""
+        """Matrices given by rows: values [n, t, b] at the row index [n, t] -> [n, dim]."""
         bucket, sign = self._at(index[:, :, None], torch.arange(values.shape[2], device=values.device))
         return widen(values).new_zeros(len(values), self.dim).scatter_add(1, bucket.flatten(1), (widen(values) * sign).flatten(1))
 
@@ -77,7 +77,7 @@ class Sketch:
         """sum_t left[n, t, a] right[n, t, b] -> [n, dim], by the convolution theorem."""
         n, t = left.shape[:2]
         if n * t == 0:
-            return widen(left).new_zeros(n, self.dim)  # of nothing there is no Fourier transform
+            return widen(left).new_zeros(n, self.dim)  # torch has no Fourier transform of an empty tensor
         size = max(1, _machine.chunk_bytes(left.device) // (t * self.dim * widen(left).element_size()))
         chunks = zip(left.split(size), right.split(size), strict=True)
         return torch.cat([torch.fft.irfft((self._spectra(x, 0) * self._spectra(y, 1)).sum(1), n=self.dim) for x, y in chunks])

@@ -1,4 +1,4 @@
-"""Views: gradients of views of a parameter, which share no entry of it: slices, layers of a stack, another shape."""
+"""Views: gradients of disjoint views of a parameter: slices, layers of a stack, a reshape."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from psg.factors._base import Additive, Factor
 
 
 class Region(NamedTuple):
-    """Where a view's entries stand in its contiguous parameter; no two of them in one place.
+    """The size, strides and offset of a view of a contiguous parameter; no two entries of the view coincide.
 
     Example:
         >>> import torch
@@ -33,14 +33,14 @@ class Region(NamedTuple):
         return values.as_strided((n, *self.size), stride, values.storage_offset() + self.offset)
 
     def is_apart(self, other: "Region", shape: torch.Size) -> bool:
-        """Whether the two are known to share no entry."""
+        """Whether the two regions are known to share no entry."""
         own, others = self._box(shape), other._box(shape)
         if own is None or others is None:
             return False
         return any(stop <= begin or end <= start for (start, stop), (begin, end) in zip(own, others, strict=True))
 
     def _box(self, shape: torch.Size) -> list[tuple[int, int]] | None:
-        """For each dimension of the parameter from where to where; None for a view that joins dimensions."""
+        """The view's range (start, stop) in each dimension of the parameter; None for a view that merges dimensions."""
         if shape.numel() == 0:
             return None
         strides = [shape[k + 1 :].numel() for k in range(len(shape))]
@@ -62,11 +62,11 @@ class Region(NamedTuple):
 
 
 class Views(Additive):
-    """gradient[n] = 0, but in views of the parameter, no two of which share an entry: there it is that of each view's factor.
+    """gradient[n] is zero except in disjoint views of the parameter, where it is the gradient of each view's factor.
 
     Args:
-        factors: Of the same samples, at least one.
-        regions: For each factor where its entries stand.
+        factors: At least one, of the same samples.
+        regions: For each factor, the view of the parameter that it fills.
         shape: The parameter's shape.
 
     Example:
@@ -103,7 +103,7 @@ class Views(Additive):
         return values
 
     def _room(self, like: Tensor, *shape: int) -> Tensor:
-        """Room for all entries of the parameter, zero where no view is."""
+        """A tensor for all entries of the parameter: uninitialised if the views cover all of them, else zero."""
         covered = sum(torch.Size(region.size).numel() for region in self.regions) == self.shape.numel()
         return like.new_empty(shape) if covered else like.new_zeros(shape)
 
@@ -136,7 +136,7 @@ class Views(Additive):
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether it is one view, of all entries in their order."""
+        """Whether there is one view, a reshape of the whole parameter."""
         region, size = self.regions[0], torch.Size(self.regions[0].size)
         in_order = region.stride == tuple(size[k + 1 :].numel() for k in range(len(size)))
         return len(self.regions) == 1 and in_order and size.numel() == self.shape.numel()
@@ -146,7 +146,7 @@ class Views(Additive):
 
 
 def merge_views(views: Sequence[Views], merge: Callable[[list[Factor]], Factor]) -> list[Views]:
-    """As few as there can be: those of one region as one, and those of regions that share no entry side by side."""
+    """Merge the factors of equal regions, and put disjoint regions into one Views."""
     shape = views[0].shape
     held: dict[Region, list[Factor]] = {}
     for view in views:
