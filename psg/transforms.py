@@ -17,11 +17,13 @@ Arguments that all five share:
                 not the first; "capture", "vmap" or "loop" takes that one. All are right; `psg.explain` tells which runs and why.
                 "batch" is for another kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called once, without vmap.
                 Choose it where vmap cannot run fn and a loop is slow: data-dependent routing (mixtures of experts), `.item()`, kernels
-                without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that meets a
-                parameter needs a rule, or an error names the parameter, the op and the line; StateError if losses share rows of data,
-                as under batch normalisation, or change when other samples are exchanged. It takes two more backward passes and one more
-                forward pass (two where fn draws random numbers), which measure that, on the samples at hand. Only what the samples share
-                can be differentiated, and tensors of an aux have the samples in dim 0.
+                without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op in which a
+                parameter meets data needs a rule, or an error names the parameter, the op and the line; what is computed from parameters
+                and what is frozen (merged low ranks, masks, anchors of penalties) is computed once. StateError if losses share rows of
+                data, as under batch normalisation, or change when other samples are exchanged. It takes two more backward passes (in
+                bfloat16 three, of more than 32 samples five) and one more forward pass (two where fn draws random numbers), which measure
+                that, on the samples at hand. Only what the samples share can be differentiated, and tensors of an aux have the samples in
+                dim 0.
 
 Keyword arguments of a call go to fn as they are, the same for every sample, as in torch.func.vmap.
 
