@@ -8,14 +8,17 @@ and pulled back; any other op that meets a parameter is an error, for nobody cou
 
 Which sample a row belongs to is measured (psg/_owners.py). A call on which that fails is run again by groups of samples, or refused.
 
-An op on parameters and on integers that say where (an embedding), or that repeats a parameter, may make rows that are the samples' own
-(tokens, a class token for each image) or values for all of them together (a table of positions). Only the backward pass tells: the likelier
-is tried first, and what does not hold is run again the other way.
+An op on parameters and on what the samples share (a frozen weight to which they are added, a mask, positions in a table), or that repeats
+a parameter, may make values for all samples together, computed once too, or rows that are the samples' own (an initial state, a class token
+for each image). Only the backward pass tells: the likelier is tried first, and what does not hold is run again the other way. Either way
+gives the gradient of losses[i], or an error, whatever was taken for shared: a value computed once is a tensor that the losses depend on, as
+a parameter is, and what has a history, which would be lost there, is not taken.
 
 What fn holds requires grad, though no gradient should ever reach it: if one does, an op has met the parameter unseen, which is an error.
 Activation checkpointing computes again in the backward pass, which therefore runs under the same mode.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +38,7 @@ from psg._ops import (
     PREDICATES,
     Node,
     Place,
+    derives,
     leaves_of,
     name_of,
     places_of,
@@ -42,7 +46,8 @@ from psg._ops import (
     substitute,
     target_of,
 )
-from psg._owners import groups, loss_weights, owners
+from psg._owners import codes, decoded, groups, loss_weights, owners
+from psg._sampled import Sampled
 from psg._writes import written
 from psg.factors import Dense, Factor
 from psg.factors._base import as_real
@@ -57,6 +62,7 @@ from psg.rules.unlifted import ELEMENTWISE, EXPANSIONS, IN_PLACE, WRITTEN_OUT
 def capture_batch(
     function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]],
     tensors: Sequence[Tensor],
+    in_dims: Sequence[int | None],
     beside: Sequence[Tensor],
     params: dict[int, str],
     n: int,
@@ -68,6 +74,7 @@ def capture_batch(
         function: From the tensors of a batch, and whether to copy whatever else it is given, to a tuple of tensors, the first of which are
             the losses, [n].
         tensors: The function's arguments.
+        in_dims: For each of them the dimension of the samples, or None.
         beside: What else it is given.
         params: The positions among `tensors` of those to differentiate, and what messages call them.
         n: The number of samples, at least 1.
@@ -83,32 +90,35 @@ def capture_batch(
     """
     tensors = [tensor.detach() for tensor in tensors]
     choices, copied = _Choices({}, set()), False
+    failure: PsgError | None = None  # one like the first
     while True:
         try:
             # Copies of each pass's own: one that failed may have written into those it had.
             given = [_copies.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
             inputs = [] if copied else [*given, *beside]
-            return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, look, choices)  # noqa: B023
+            sampled = Sampled(tensor for tensor, dim in zip(given, in_dims, strict=True) if dim is not None)
+            return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, sampled, look, choices)  # noqa: B023
         except _WritesInput:
             # An activation in place on the batch itself, say: harmless to the caller on a copy.
             copied = True
         except _SharedRows as error:
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
-        except (InputError, StateError):
+        except (InputError, StateError) as error:
             if not choices.guessed:
-                raise
+                raise failure or error from None
+            failure = failure or type(error)(*error.args)
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
 
 
-_Choice = tuple[str, str, tuple[int, ...]]
-"""An op, a parameter, and the shape of what says where."""
+_Choice = tuple[str, str, tuple[tuple[int, ...], ...]]
+"""An op, a parameter, and the shapes of what it meets there, or of what comes out."""
 
 
 class _Choices(NamedTuple):
     """What is known of the ops that make either rows of the samples' own or values for all of them.
 
     Attributes:
-        known: Whether it is the latter.
+        known: Whether it is the latter. If so, the backward pass has shown it; if not, a pass that has taken it for that has failed.
         guessed: Those that a pass has taken for the latter without knowing.
     """
 
@@ -152,12 +162,13 @@ def _one_pass(
     params: dict[int, str],
     n: int,
     inputs: Sequence[Tensor],
+    sampled: Sampled,
     look: Callable[..., None],
     choices: _Choices,
 ) -> Captured:
     tensors = list(tensors)
     values = [Lifted.parameter(tensors[position], None, n, name) for position, name in params.items()]
-    mode = _BatchMode(n, values, inputs, look, choices)
+    mode = _BatchMode(n, values, inputs, sampled, look, choices)
     for position, value in zip(params, values, strict=True):
         tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
     called = _pass.Pass()
@@ -180,6 +191,9 @@ def _one_pass(
     return Captured(tuple(output.detach() for output in outputs), factors, uses)
 
 
+_Owners = Callable[[str, Tensor, list[Tensor], list[Tensor], float], Tensor]
+"""Whose each row is, as `owners` says it: from the op, the cotangent, those of weighted sums of the losses, the weights and eps."""
+
 _BACKWARD = {torch.autograd.grad, Tensor.backward}
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
@@ -187,26 +201,38 @@ _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 class _BatchMode(Watch):
     """Watches the calls of the function and routes those that meet a parameter."""
 
-    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor], look: Callable[..., None], choices: _Choices) -> None:
+    def __init__(
+        self,
+        n: int,
+        params: Sequence[Lifted],
+        inputs: Sequence[Tensor],
+        sampled: Sampled,
+        look: Callable[..., None],
+        choices: _Choices,
+    ) -> None:
         super().__init__(n, params, inputs)
+        self.sampled = sampled
         self.look = look
         self.choices = choices
+        self.derived: set[Any] = set()  # the memory of derived values
         self.level = _functorch.current_level()
         self.failure: PsgError | None = None  # one like it: the error itself holds all frames, and so what they hold
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
         try:
-            return self._route(func, args, kwargs or {})
+            output = self._route(func, args, kwargs, leaves, target)
         except PsgError as error:
             self.failure = type(error)(*error.args)
             raise
+        self.sampled.follow(func, leaves, output, target)
+        return output
 
-    def _route(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in METADATA:
-            return func(*args, **kwargs)
-        leaves = leaves_of(args, kwargs)
+    def _route(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Any) -> Any:
         self.look(func, leaves, self.by_handle.keys())
-        target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(func, target)
         refuse_updates(func, args, kwargs)
@@ -225,7 +251,14 @@ class _BatchMode(Watch):
             names = ", ".join(value.name for value in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
-        computes = func != Tensor.register_hook  # a hook would be called for what is pulled back, and for no rule's gradient
+        if (body := _registry.body_of(func)) is not None:
+            output = self._run_rule(func, args, kwargs, None)
+            if output is not NotImplemented:
+                return output
+            with self:  # which sees what it closes over
+                return body(*args, **kwargs)
+        # A hook would be called for what is pulled back, which is under vmap, and for no rule's gradient.
+        computes = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
         if func in EXPANSIONS and len(met) == 1 and not others:
             output = self._expand(func, met[0], args, kwargs)
             if output is not NotImplemented:
@@ -237,9 +270,17 @@ class _BatchMode(Watch):
                 output = LOOKUPS[func](*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        positions = others[0] if others and not any(map(_differentiable, others)) else None
-        choice = None if positions is None else (name_of(func), met[0].name, tuple(positions.shape))
-        if choice is not None and _computable_once(func, args, kwargs) and self._is_for_all(choice):
+        says_where = not any(map(_differentiable, others))
+        # What has a history would lose it.
+        constant = not any(leaf.requires_grad or leaf in self.sampled for leaf in others)
+        leaks = _registry.find_leak(func, args, kwargs, "capture", "vmap") is not None
+        choice = None
+        if not leaks and (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
+            choice = name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)
+        # With as many rows as there are samples these may be theirs; one number chooses an expert, say.
+        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape == met[0].leaf.shape[1:] for leaf in others)
+        likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
+        if choice is not None and self._is_for_all(choice, likely):
             return self._derive(func, met, args, kwargs)
         if func in IN_PLACE and args[0] is not met[0].handle:
             with self:  # of a copy, which rules may still read when the data is gone
@@ -255,7 +296,7 @@ class _BatchMode(Watch):
                 return output
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if computes and not any(map(_differentiable, others)) and not _leaks(func, args, kwargs):
+        if (computes and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
         raise InputError(
@@ -275,23 +316,26 @@ class _BatchMode(Watch):
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
+        if self.derived.intersection(map(_functorch.storage_of, written(target))):
+            raise InputError(
+                f'method="batch": {name_of(func)} at {user_line()} writes into what was computed from parameters, which would be another '
+                "value for what has read it before. Use the op that gives a new tensor."
+            )
         if memories & self.given:
             raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """An op on parameters alone, or with integers that say where, is computed once; what comes out is known by its history."""
+        """An op on parameters alone, or with what the samples share, is computed once; what comes out is known by its history."""
         args, kwargs = substitute((args, kwargs), self.history)
-        output = func(*args, **kwargs)
-        return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
+        output, values, _ = self.lift(func, met, args, kwargs, func(*args, **kwargs), lambda _, part: part.detach().requires_grad_())
+        self.derived.update(_functorch.storage_of(value.leaf) for value in values)
+        return output
 
-    def _is_for_all(self, choice: _Choice) -> bool:
-        """Whether what the op makes is for all samples; else its rows are their own."""
-        if choice in self.choices.known:
-            return self.choices.known[choice]
-        if self.n > 1 and choice[2][:1] in ((), (1,)):
+    def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
+        """Whether what the op makes is for all samples; else its rows are their own. Where nothing is known it is what is likely."""
+        if likely and choice not in self.choices.known:
             self.choices.guessed.add(choice)
-            return True
-        return False
+        return self.choices.known.get(choice, likely)
 
     def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
         """A parameter repeated along dim 0, where each repetition may be a sample's own; NotImplemented if it is for all of them."""
@@ -301,9 +345,9 @@ class _BatchMode(Watch):
         output, shape = func(*args, **kwargs), value.value.shape
         inner = shape[1:] if len(shape) == output.ndim else shape
         along = zip(inner, output.shape[output.ndim - len(inner) :], strict=True)
-        repeated = (len(shape) < output.ndim or shape[0] == 1) and all(size in (1, full) for size, full in along)
-        choice = name_of(func), value.name, tuple(output.shape)
-        if not repeated or not torch.is_grad_enabled() or self._is_for_all(choice):
+        repeated = (len(shape) < output.ndim or shape[:1] == (1,)) and all(size in (1, full) for size, full in along)
+        choice = name_of(func), value.name, (tuple(output.shape),)
+        if not repeated or not torch.is_grad_enabled() or self._is_for_all(choice, _is_one(self.n, output.shape)):
             return NotImplemented
 
         def build(cotangent: Tensor) -> Factor:
@@ -342,7 +386,7 @@ class _BatchMode(Watch):
         return NotImplemented if ran is None else split.join(*ran[0])
 
     def backward(self, losses: Tensor) -> None:
-        """Three backward passes: the cotangents, and which sample each row of them belongs to."""
+        """Three backward passes, in bfloat16 some more: the cotangents, and which sample each row of them belongs to."""
         if losses.shape != (self.n,) or not losses.requires_grad:
             return
         # What is computed again for the backward pass is lifted and tapped anew, to no purpose.
@@ -362,25 +406,28 @@ class _BatchMode(Watch):
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
                 f"say), or as it is. {_FOR_ONE_SAMPLE}"
             )
-        weights = [loss_weights(losses, seed) for seed in (0, 1)]
-        weighted = [first, first]
+        # Functions of double precision are often rounded to single somewhere, and under autocast to less; cancellation amplifies it.
+        dtypes = [torch.float32, *(own.dtype for own in first if own is not None)]
+        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+        if coarsest > torch.finfo(torch.float16).eps:  # float16 has not the exponents
+            weights, find = codes(losses), decoded
+        else:
+            weights, find = [loss_weights(losses, seed) for seed in (0, 1)], functools.partial(owners, rounding=coarsest**0.5)
+        weighted = [first] * len(weights)
         if self.n > 1 and targets:
             with self:
                 weighted = [
                     torch.autograd.grad(output, inputs[: len(targets)], [own], allow_unused=True, retain_graph=True) for own in weights
                 ]
         sides = zip(first, *weighted, strict=True)
-        # Functions of double precision are often rounded to single somewhere, and under autocast to less; cancellation amplifies it.
-        dtypes = [torch.float32, *(own.dtype for own in first if own is not None)]
-        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
         shared: set[_Choice] = set()
         mixed: StateError | None = None
         with torch.no_grad():
             for tap in taps:
                 try:
-                    self._collect(tap, [next(sides) for _ in tap.edges], weights, losses, coarsest**0.5)
+                    self._collect(tap, [next(sides) for _ in tap.edges], weights, losses, find)
                 except StateError as error:
-                    if tap.guess is None or tap.guess in self.choices.known:
+                    if tap.guess is None or self.choices.known.get(tap.guess):
                         mixed = mixed or error
                     else:
                         shared.add(tap.guess)
@@ -389,7 +436,7 @@ class _BatchMode(Watch):
         if mixed is not None:
             raise mixed
 
-    def _collect(self, tap: Tap, arrived: list[tuple[Any, ...]], weights: list[Tensor], losses: Tensor, rounding: float) -> None:
+    def _collect(self, tap: Tap, arrived: list[tuple[Any, ...]], weights: list[Tensor], losses: Tensor, find: _Owners) -> None:
         present = [sides for sides in arrived if sides[0] is not None and sides[0].numel()]
         if not present:
             return
@@ -402,20 +449,21 @@ class _BatchMode(Watch):
         if self.n > 1 and not all(side.isfinite().all() for side in (flat, *weighted)):
             raise NotFinite(losses)
         eps = max(torch.finfo(own.dtype).eps for own, *_ in present)
-        table = groups(owners(tap.op, flat, weighted, [own.double() for own in weights], eps, rounding), self.n)
+        table = groups(find(tap.op, flat, weighted, [own.double() for own in weights], eps), self.n)
         for value, factor in tap.factors([own for own, *_ in arrived], rows):
             value.terms.append(factor.regroup(table))
 
 
+def _is_one(n: int, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape can hardly have a row for each sample."""
+    return n > 1 and tuple(shape[:1]) in ((), (1,))
+
+
 def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op that has a rule for rows can also be left to torch: it writes into nothing, and its gradient is dense."""
+    """Whether an op that has a rule for rows can also be left to torch: its gradient is dense."""
     rule = _registry.find_rule(func)
     bound = None if rule is None else rule.bind(args, kwargs)
-    return bound is not None and not bound.get("sparse") and not _leaks(func, args, kwargs)
-
-
-def _leaks(func: Any, args: Any, kwargs: Any) -> bool:
-    return _registry.find_leak(func, args, kwargs, "capture") is not None
+    return bound is not None and not bound.get("sparse")
 
 
 def _differentiable(tensor: Tensor) -> bool:

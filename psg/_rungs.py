@@ -272,7 +272,7 @@ def _batch_together(call: Call) -> Result:
         return values
 
     params = {i: call.paths[position] for i, position in zip(call.tensor_params, call.params, strict=True)}
-    captured = capture_batch(function, call.tensors, call.keyword_tensors, params, call.n, call.outside.look)
+    captured = capture_batch(function, call.tensors, call.tensor_dims, call.keyword_tensors, params, call.n, call.outside.look)
     values, *extra = captured.outputs
     if call.n > 1 and not _functorch.is_traced():
         _exchange.refuse_meeting(call, values, *states)

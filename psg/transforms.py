@@ -19,10 +19,12 @@ Arguments that all five share:
                 "batch" is for a different kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called without vmap.
                 Choose it where vmap cannot run fn and a loop is slow: data-dependent routing (mixtures of experts), `.item()`, kernels
                 without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that combines a
-                parameter with data needs a rule; otherwise InputError names the parameter, the op and the line. StateError if several
-                losses depend on one row of data, as under batch normalisation, or if a loss changes when other samples are exchanged.
-                These checks hold for the samples at hand, and cost two more backward passes and one more forward pass (two where fn
-                draws random numbers). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0.
+                parameter with data needs a rule; otherwise InputError names the parameter, the op and the line. Values computed from
+                parameters and frozen tensors alone (merged low-rank updates, masks, penalties against an anchor) need none.
+                StateError if several losses depend on one row of data, as under batch normalisation, or if a loss changes when other
+                samples are exchanged. These checks hold for the samples at hand, and cost two more backward passes (in bfloat16 three,
+                for more than 32 samples five) and one more forward pass (two where fn draws random numbers). Only shared arguments can
+                be differentiated, and tensors in aux must have the samples in dim 0.
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 

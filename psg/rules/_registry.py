@@ -237,6 +237,11 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
     return op
 
 
+def body_of(op: Any) -> Callable[..., Any] | None:
+    """The function that `primitive` has made this op; None for other ops."""
+    return op.__wrapped__ if hasattr(op, "_psg_primitive") else None
+
+
 def decomposition(*ops: Any, differentiated: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function, which rewrites a call with other ops that rules or vmap can run; NotImplemented declines the call.
 

@@ -25,11 +25,10 @@ _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     input, weight = arguments["input"], arguments["weight"]
     shape = _row_shape(weight)
-    if not isinstance(input, Tensor) or input.ndim < weight.ndim or weight.is_complex():
+    if not isinstance(input, Tensor) or weight.is_complex():
         return None
-    if any(size not in (1, full) for size, full in zip(shape, input.shape[input.ndim - len(shape) :], strict=True)):
-        return None
-    return positions(arguments, len(shape), "input")
+    full = torch.broadcast_shapes(input.shape, weight.shape)
+    return positions({"input": input.expand(full)}, len(shape), "input")
 
 
 def _row_shape(weight: Tensor) -> torch.Size:
