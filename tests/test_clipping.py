@@ -442,6 +442,7 @@ def test_adapt_does_not_count_masked_samples(device):
     mask = torch.tensor([True, True, False, False], device=device)
     assert_trees_close(psg.clipping.adapt(1.0, norms, 2, mask=mask), psg.clipping.adapt(1.0, norms[:2], 2))
     assert psg.clipping.adapt(1.0, norms[:0], 2, quantile=0.5).item() == 1.0
+    assert_trees_close(psg.clipping.adapt(1.0, norms, 4), psg.clipping.adapt(1.0, norms, 4, quantile=0.5, rate=0.2, std=0.0))
 
 
 def test_adapt_draws_noise_of_the_stated_size(device):
