@@ -109,7 +109,7 @@ def carry_of(step: Step) -> Carry | None:
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
         if step.name in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
-            return None if factor.is_best_formed else _over_steps(step, factor)
+            return None if factor.is_best_materialized else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
         return carried if len(carried) == len(found) else None
@@ -210,7 +210,7 @@ def _may_be_multiplied(tensor: Tensor) -> bool:
 
     On an accelerator or in a trace the values cannot be read, and the answer is yes: an entry that is not finite may then give NaN.
     """
-    if not _functorch.may_ask(tensor) or not tensor.is_floating_point():
+    if not _functorch.can_read_now(tensor) or not tensor.is_floating_point():
         return True
     shared = len(tensor.shape) > 0 and len(tensor) > 0 and tensor.stride(0) == 0
     return bool((tensor[0] if shared else tensor).sum().isfinite())
