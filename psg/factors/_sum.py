@@ -96,8 +96,8 @@ class Sum(Additive):
     @property
     def is_mixed(self) -> bool:
         """Whether the inner product of some two terms takes their materialised gradients."""
-        met = [term for term in self.terms if not _is_spread(term)]
-        return len(met) > 1 and any(isinstance(term, Scaled) for term in met)
+        materialized = [term for term in self.terms if not _is_spread(term)]
+        return len(materialized) > 1 and any(isinstance(term, Scaled) for term in materialized)
 
     @property
     def is_kept(self) -> bool:
