@@ -157,8 +157,8 @@ def recomputed(layer: nn.LSTM, x: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
     output, _ = layer(x)
     w_ih, w_hh, b_ih, b_hh = layer.parameters()
     run, first = Lstm(x, Weights(w_ih, w_hh, b_ih, b_hh, None), False), x.new_zeros(len(x), 1, HIDDEN)
-    states, cells = torch.cat([first, output], 1), run.room(first[:, 0])
-    before, after_c = run.split(states)[0], run.split(cells)[1]
+    states, cells = torch.cat([first, output], 1), run.state_buffer(first[:, 0])
+    before, after_c = run.read_write_views(states)[0], run.read_write_views(cells)[1]
     z = F.linear(x, w_ih, b_ih + b_hh).flatten(0, 1).addmm_(before.flatten(0, 1), w_hh.T).unflatten(0, x.shape[:2])
     i, f, g, o = z.chunk(4, 2)
     z[..., : 2 * HIDDEN].sigmoid_()

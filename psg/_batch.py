@@ -241,7 +241,7 @@ class _BatchMode(Watch):
                 f'method="batch": {name_of(func)} at {user_line()} makes derivatives that are differentiated in turn; rules give no such '
                 f"derivatives. {_FOR_ONE_SAMPLE}"
             )
-        met = self.met(leaves)
+        met = self.lifted_among(leaves)
         if func in PREDICATES:
             answer = met[0].ask(func) if met else func(*args, **kwargs)
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
@@ -326,7 +326,7 @@ class _BatchMode(Watch):
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """An op on parameters alone, or with what the samples share, is computed once; what comes out is known by its history."""
-        args, kwargs = substitute((args, kwargs), self.history)
+        args, kwargs = substitute((args, kwargs), self.attached)
         output, values, _ = self.lift(func, met, args, kwargs, func(*args, **kwargs), lambda _, part: part.detach().requires_grad_())
         self.derived.update(_functorch.storage_of(value.leaf) for value in values)
         return output

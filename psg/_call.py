@@ -106,7 +106,7 @@ class Call:
         """Whether the result of this call must be differentiable, for a torch.func transform or for plain autograd."""
         if _functorch.transform_active() or self.has_tangent:
             return True
-        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.met))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.found))
 
     @property
     def has_tangent(self) -> bool:
@@ -170,7 +170,7 @@ class Call:
 
         return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
 
-    def single(self) -> "Call":
+    def with_sample_fn(self) -> "Call":
         """For fn a function of a batch: the same call with a function of one sample, which calls fn on a batch of one."""
 
         def fn(*sample: Any, **kwargs: Any) -> Any:

@@ -43,14 +43,14 @@ class Captured(NamedTuple):
     nbytes: int = 0
 
 
-class Task(NamedTuple):
+class CaptureTask(NamedTuple):
     """The input of a pass.
 
     Attributes:
-        function: Maps the tensors of one sample, and whether to copy the tensors in `beside`, to a tuple of tensors, the first of which
+        function: Maps the tensors of one sample, and whether to copy those in `keyword_tensors`, to a tuple of tensors, the first of which
             is the loss.
         tensors: The function's arguments.
-        beside: Other tensors that the function is given, the same for all samples.
+        keyword_tensors: Other tensors that the function is given, the same for all samples.
         in_dims: For each tensor the dimension of the samples, or None.
         params: The positions among `tensors` of those to differentiate.
         n: The number of samples, at least 1.
@@ -62,7 +62,7 @@ class Task(NamedTuple):
 
     function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
     tensors: Sequence[Tensor]
-    beside: Sequence[Tensor]
+    keyword_tensors: Sequence[Tensor]
     in_dims: Sequence[int | None]
     params: Sequence[int]
     n: int
@@ -72,7 +72,7 @@ class Task(NamedTuple):
     owner: Any
 
 
-def capture(task: Task) -> Captured:
+def capture(task: CaptureTask) -> Captured:
     """Run the pass described at the top of this file.
 
     Args:
@@ -112,11 +112,11 @@ def capture(task: Task) -> Captured:
         _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
-def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
+def _one_pass(task: CaptureTask, habits: Habits) -> tuple[Captured, bool]:
     """Run one pass; returns its result, and whether the function called autograd."""
     tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
     data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in task.params]
-    inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.beside]
+    inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.keyword_tensors]
     noncontiguous = not habits.copied and any(dim is not None and not tensor.movedim(dim, 0).is_contiguous() for tensor, dim in data)
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
     for position, value in zip(task.params, lifted, strict=True):
@@ -145,7 +145,7 @@ def _one_pass(task: Task, habits: Habits) -> tuple[Captured, bool]:
     try:
         pull_back(mode.values, lifted, n)
     except RuntimeError as error:
-        if not any(value.is_a_function_s_own for value in mode.values):
+        if not any(value.is_from_autograd_function for value in mode.values):
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]

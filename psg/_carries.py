@@ -51,7 +51,7 @@ class Step:
         """Whether this side is the op's first argument."""
         return len(self.args) > 0 and self.args[0] is side
 
-    def again(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
+    def rerun(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
         """Call `run` on the op's arguments without their history; `leaves` holds replacements for some, by id()."""
 
         def given(leaf: Any) -> Any:
@@ -61,10 +61,10 @@ class Step:
             args, kwargs = substitute((self.args, self.kwargs), given)
             return run(*args, **kwargs)
 
-    def pulled(self, side: Tensor, cotangent: Tensor) -> Tensor:
+    def vjp(self, side: Tensor, cotangent: Tensor) -> Tensor:
         """The vector-Jacobian product of this op alone with one cotangent, for one argument; the arguments' history is ignored."""
         leaf = side.detach().requires_grad_()
-        output = self.again({id(side): leaf}, self.run)
+        output = self.rerun({id(side): leaf}, self.run)
         if not output.requires_grad:
             return torch.zeros_like(side)  # this one of several outputs does not depend on this side
         return torch.autograd.grad(output, leaf, cotangent.to(output.dtype))[0]
@@ -73,8 +73,8 @@ class Step:
 Carry = Callable[[Factor], list[list[Factor]] | None]
 """Maps a factor of the output's gradient to factors for each side, which add up; None if the gradient must be materialised."""
 
-_OverTo = Callable[[Factor], Factor | None]  # the same for one side
-_Carried = list[tuple[Any, _OverTo]]
+_CarryToSide = Callable[[Factor], Factor | None]  # the same for one side
+_SideCarries = list[tuple[Any, _CarryToSide]]
 
 
 def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor]:
@@ -109,7 +109,7 @@ def carry_of(step: Step) -> Carry | None:
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
         if step.name in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
-            return None if factor.is_best_formed else _over_steps(step, factor)
+            return None if factor.is_best_materialized else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
         return carried if len(carried) == len(found) else None
@@ -140,7 +140,7 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
     """Carry a factor over an op that is a composite of others, step by step as if these had run."""
     leaves = {id(side): side.detach().requires_grad_() for side in whole.sides}
     with _Steps() as steps:
-        output = whole.again(leaves, _COMPOSITES[whole.name])
+        output = whole.rerun(leaves, _COMPOSITES[whole.name])
     if output is NotImplemented or output.dtype != whole.output.dtype:
         return None
     terms: dict[int, list[Factor]] = {id(output): [factor]}
@@ -158,7 +158,8 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
     return [terms.get(id(leaf), []) for leaf in leaves.values()]
 
 
-_MOST = 4
+_MAX_TERMS = 4
+_MAX_SIZE = 4  # of the terms together, in units of the gradient's own
 
 
 def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
@@ -171,9 +172,9 @@ def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
     if len(terms) > 1 and any(isinstance(term, Dense) for term in terms):
         return (Dense(merged.materialize()),)
     formed = merged.n * merged.shape.numel() * merged.dtype.itemsize
-    if len(found) > 1 and merged.nbytes > _MOST * formed or isinstance(merged, Sum) and merged.is_mixed:
+    if len(found) > 1 and merged.nbytes > _MAX_SIZE * formed or isinstance(merged, Sum) and merged.is_mixed:
         return None
-    return terms if len(terms) <= _MOST else None
+    return terms if len(terms) <= _MAX_TERMS else None
 
 
 def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
@@ -184,7 +185,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         if side.shape != constant.shape:
             return None
     elif isinstance(factor, Dense):
-        small = (1,) * side.ndim if constant.numel() == 1 else _kept(step, side)
+        small = (1,) * side.ndim if constant.numel() == 1 else _keepdim_shape(step, side)
         if small is None:
             return None
         numbers = factor.values.reshape(factor.n, *small)
@@ -199,7 +200,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
     else:
         return None
-    entries = step.pulled(side, constant)
+    entries = step.vjp(side, constant)
     if not (_may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))):
         return None
     return scaled(factor, entries) if numbers is None else _multiple(numbers, entries)
@@ -210,7 +211,7 @@ def _may_be_multiplied(tensor: Tensor) -> bool:
 
     On an accelerator or in a trace the values cannot be read, and the answer is yes: an entry that is not finite may then give NaN.
     """
-    if not _functorch.may_ask(tensor) or not tensor.is_floating_point():
+    if not _functorch.can_read_now(tensor) or not tensor.is_floating_point():
         return True
     shared = len(tensor.shape) > 0 and len(tensor) > 0 and tensor.stride(0) == 0
     return bool((tensor[0] if shared else tensor).sum().isfinite())
@@ -223,7 +224,7 @@ def _multiple(numbers: Tensor, constant: Tensor) -> Factor:
     return Scaled(Expanded(numbers, constant.shape), constant.to(numbers.dtype).expand(len(numbers), *constant.shape))
 
 
-def _kept(step: Step, side: Tensor) -> tuple[int, ...] | None:
+def _keepdim_shape(step: Step, side: Tensor) -> tuple[int, ...] | None:
     """For a reduction, the shape of its output with the reduced dimensions kept as 1; None if it is not clear which were reduced."""
     position = _REDUCING.get(step.name)
     if position is None or not step.is_first(side):
@@ -245,11 +246,11 @@ def _kept(step: Step, side: Tensor) -> tuple[int, ...] | None:
 # Elementwise ops: the scale for the gradient of each argument, which may have been broadcast
 
 
-def _entrywise(output: Tensor, sides: Iterable[tuple[Any, Scale]]) -> _Carried:
+def _entrywise(output: Tensor, sides: Iterable[tuple[Any, Scale]]) -> _SideCarries:
     return [(side, _entry(output, side.shape, scale)) for side, scale in sides if isinstance(side, Tensor)]
 
 
-def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> _OverTo:
+def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> _CarryToSide:
     if shape == output.shape:
         return (lambda factor: factor) if isinstance(scale, (int, float)) and scale == 1 else lambda factor: scaled(factor, scale)
     weights = scale if isinstance(scale, Tensor) else output.new_full((), scale)
@@ -265,46 +266,46 @@ def _value(argument: Any) -> Scale:
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
-def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _Carried:
+def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _SideCarries:
     return _entrywise(output, [(input, 1), (other, alpha)])
 
 
-def _sub(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _Carried:
+def _sub(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _SideCarries:
     return _entrywise(output, [(input, 1), (other, -alpha)])
 
 
-def _swapped(carry: Callable[..., _Carried]) -> Callable[..., _Carried]:
+def _swapped(carry: Callable[..., _SideCarries]) -> Callable[..., _SideCarries]:
     """The same with the op's two arguments swapped."""
     return lambda output, input, other: carry(output, other, input)
 
 
-def _neg(output: Tensor, input: Any) -> _Carried:
+def _neg(output: Tensor, input: Any) -> _SideCarries:
     return _entrywise(output, [(input, -1)])
 
 
-def _mul(output: Tensor, input: Any, other: Any) -> _Carried:
+def _mul(output: Tensor, input: Any, other: Any) -> _SideCarries:
     return _entrywise(output, [(input, _value(other)), (other, _value(input))])
 
 
-def _div(output: Tensor, input: Any, other: Any) -> _Carried:
+def _div(output: Tensor, input: Any, other: Any) -> _SideCarries:
     divisor = _value(other)
     return _entrywise(output, [(input, output.new_ones(()) / divisor), (other, -output / divisor)])
 
 
-def _expand(output: Tensor, input: Any, *_: Any) -> _Carried:
+def _expand(output: Tensor, input: Any, *_: Any) -> _SideCarries:
     return _entrywise(output, [(input, 1)])
 
 
 # Softmax, from the output of torch's own kernel: computed from exponentials here, it would be rounded as those of large logits are
 
 
-def _softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _Carried:
+def _softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _SideCarries:
     # y (G - sum_k y_k G_k)
     y, small = output.detach(), _small_along(output, input, dim)
     return [] if small is None else [(input, lambda factor: scaled(factor, y)), (input, _less(y, y, small))]
 
 
-def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _Carried:
+def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _SideCarries:
     # G - softmax(x) sum_k G_k
     small = _small_along(output, input, dim)
     return [] if small is None else [(input, lambda factor: factor), (input, _less(output.new_ones(()), output.detach().exp(), small))]
@@ -317,7 +318,7 @@ def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | No
     return torch.Size(1 if d == dim % output.ndim else size for d, size in enumerate(output.shape))
 
 
-def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _OverTo:
+def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _CarryToSide:
     """For a gradient G: -constant * sum(weights * G), summed to the shape `small`."""
 
     def carry(factor: Factor) -> Factor | None:
@@ -330,7 +331,7 @@ def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _OverTo:
 # Products
 
 
-def _matmul(output: Tensor, input: Any, other: Any) -> _Carried:
+def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
     x, y = input.detach(), other.detach()
     if (x.ndim, y.ndim) == (2, 2):
         return [(input, lambda factor: _postmultiplied(factor, y.T)), (other, lambda factor: premultiplied(factor, x.T))]
@@ -347,7 +348,7 @@ def _matmul(output: Tensor, input: Any, other: Any) -> _Carried:
     return []
 
 
-def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _Carried:
+def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _SideCarries:
     if (input.ndim, weight.ndim) != (2, 2):
         return []
     x, w = input.detach(), weight.detach()
@@ -355,12 +356,12 @@ def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _Carri
     return products + _entrywise(output, [(bias, 1)])
 
 
-def _addmm(output: Tensor, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> _Carried:
+def _addmm(output: Tensor, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> _SideCarries:
     product = [(side, lambda factor, carry=carry: carry(scaled(factor, alpha))) for side, carry in _matmul(output, mat1, mat2)]
     return _entrywise(output, [(input, beta)]) + product
 
 
-def _outer(output: Tensor, input: Any, vec2: Any) -> _Carried:
+def _outer(output: Tensor, input: Any, vec2: Any) -> _SideCarries:
     rows, columns = (input.shape[0], 1), (1, vec2.shape[0])
     left, right = (vector.detach().reshape(shape).expand(output.shape) for vector, shape in ((input, rows), (vec2, columns)))
 
@@ -387,26 +388,26 @@ def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | Non
 # Layouts and dtypes
 
 
-def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
+def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     shape = input.shape
     if input.dtype != output.dtype:
         return []  # view(dtype): the same bytes, read as another dtype
     return [(input, lambda factor: reshaped(factor, shape))]
 
 
-def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _Carried:
+def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _SideCarries:
     dim %= output.ndim
     sizes = [tensor.shape[dim] if tensor.ndim == output.ndim else 0 for tensor in tensors]  # cat ignores tensors of shape [0]
     if 0 in sizes:
         return []
 
-    def piece(k: int) -> _OverTo:
+    def piece(k: int) -> _CarryToSide:
         return lambda factor: narrowed(factor, dim, sum(sizes[:k]), sizes[k])
 
     return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
 
 
-def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
+def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     """Views of some of the entries, or of all of them in another order."""
     of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input.detach())
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
@@ -415,7 +416,7 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     return [(input, lambda factor: None if isinstance(factor, Dense) else Views([factor], [region], input.shape))]
 
 
-def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
+def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     if input.ndim != 2:
         return _part(output, input)
     turned = input.detach().mT
@@ -426,11 +427,11 @@ def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
     return [(input, transposed)]
 
 
-def _cast(output: Tensor, input: Any, *_: Any, **__: Any) -> _Carried:
+def _cast(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     return [(input, lambda factor: factor)] if (output.shape, output.device) == (input.shape, input.device) else []
 
 
-_CARRIES: dict[str, Callable[..., _Carried]] = {
+_CARRIES: dict[str, Callable[..., _SideCarries]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),
     **dict.fromkeys(("sub", "__sub__"), _sub),
     **dict.fromkeys(("rsub", "__rsub__"), _swapped(_sub)),

@@ -17,7 +17,7 @@ def run(call: Call, method: str, sizes: "Sizes", collect: Callable[[int, Result]
     """Run a call chunk by chunk: `collect` gets each result and the position of its first sample, or one empty result if n is 0."""
     # Not a generator: that would turn a StopIteration that fn raises into another error.
     if call.n == 0:
-        collect(0, _rungs.empty(call.single() if method == "batch" else call))
+        collect(0, _rungs.empty(call.with_sample_fn() if method == "batch" else call))
         return
     state, start = call.shared_draws(), 0
     while start < call.n:
@@ -66,7 +66,10 @@ class Sizes:
         return tuple((tensor.dtype, tuple(size for d, size in enumerate(tensor.shape) if d != dim)) for tensor, dim in tensors)
 
 
-class Rows:
+# Collectors: each joins one kind of what transforms keep of a chunk.
+
+
+class RowCollector:
     """Joins chunks of tensors with the samples in dim 0: writes each into its place at once, unless they have a history."""
 
     def __init__(self, n: int) -> None:
@@ -96,7 +99,7 @@ class Rows:
         return self.whole or [torch.cat(column) for column in zip(*self.parts, strict=True)]
 
 
-class Factors:
+class FactorCollector:
     """Joins the factors of the chunks."""
 
     def __init__(self, n: int) -> None:
@@ -109,8 +112,8 @@ class Factors:
         return self.parts[0] if len(self.parts) == 1 else concat(self.parts)
 
 
-class Clipped(NamedTuple):
-    """What clipped_grad keeps of a chunk: the losses, then the fields of `clipping.ClippedSums`."""
+class ClippedBatch(NamedTuple):
+    """What clipped_grad keeps of a chunk, or of the whole batch: the losses, then the fields of `clipping.ClippedSums`."""
 
     values: Tensor
     sums: list[Tensor]
@@ -120,15 +123,15 @@ class Clipped(NamedTuple):
     nonfinite: Tensor
 
 
-class ClippedSums:
-    """Joins the chunks of clipped_grad: adds up clipped sums in at least float32, and joins the rest as `Rows`."""
+class ClippedCollector:
+    """Joins the chunks of clipped_grad: adds up clipped sums in at least float32, and joins the rest by a `RowCollector`."""
 
     def __init__(self, n: int) -> None:
-        self.rows = Rows(n)
+        self.rows = RowCollector(n)
         self.sums: list[Tensor] = []
         self.dtypes: list[torch.dtype] = []
 
-    def add(self, start: int, part: Clipped) -> None:
+    def add(self, start: int, part: ClippedBatch) -> None:
         self.rows.add(start, [part.norms, part.values, *part.coefs, *part.group_norms])
         sums = [*part.sums, part.nonfinite]
         if not self.sums:
@@ -140,11 +143,11 @@ class ClippedSums:
         else:
             torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
 
-    def result(self) -> Clipped:
+    def result(self) -> ClippedBatch:
         norms, values, *groups = self.rows.result()
         *sums, nonfinite = [total.to(dtype) for total, dtype in zip(self.sums, self.dtypes, strict=True)]
         half = len(groups) // 2
-        return Clipped(values, sums, norms, groups[:half], groups[half:], nonfinite)
+        return ClippedBatch(values, sums, norms, groups[:half], groups[half:], nonfinite)
 
 
 def _has_history(tensor: Tensor) -> bool:

@@ -43,27 +43,27 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     before = _random.get_state(call.tensors)
     with torch.no_grad():
         result = compute(replace(call, outside=outside), method)
-    if not needed and not outside.met:
+    if not needed and not outside.found:
         return result
     if not attach:
         warn_once(
             (code_of(call.fn), "outside"),
-            f"{call.name}: fn closes over a tensor of shape {tuple(outside.met[0].shape)} that requires grad, so the gradients come from "
+            f"{call.name}: fn closes over a tensor of shape {tuple(outside.found[0].shape)} that requires grad, so the gradients come from "
             "vmap(grad) and are dense, with a history. To get factors, detach that tensor (module.requires_grad_(False)) or call under "
             "torch.no_grad().",
         )
     if not attach or not _random.same_state(before, _random.get_state(call.tensors)):
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
         _random.set_state(before)
-        return compute(replace(call, outside=Replaced(outside.met, outside.met)), reference)
+        return compute(replace(call, outside=Replaced(outside.found, outside.found)), reference)
 
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
         own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
-        renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.met, others))
+        renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.found, others))
         return _tensors(_trees.flatten(compute(renewed, reference))[0])
 
     leaves, spec = _trees.flatten(result)
-    attached = _Primitive.apply(again, _tensors(leaves), *call.tensors, *outside.met)
+    attached = _Primitive.apply(again, _tensors(leaves), *call.tensors, *outside.found)
     return _trees.unflatten(spec, _trees.fill(leaves, attached))
 
 

@@ -41,9 +41,14 @@ def is_traced() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def may_ask(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read cheaply: reading waits for an accelerator, and is impossible under wrappers and in a trace."""
-    return tensor.is_cpu and not is_wrapped(tensor) and not is_traced()
+def can_read(tensor: Tensor) -> bool:
+    """Whether Python can read a tensor's values, waiting for an accelerator if need be: not under wrappers, nor in a trace."""
+    return not (is_wrapped(tensor) or is_traced())
+
+
+def can_read_now(tensor: Tensor) -> bool:
+    """The same without waiting for an accelerator."""
+    return tensor.is_cpu and can_read(tensor)
 
 
 def attempt() -> Callable[[], None]:

@@ -79,42 +79,42 @@ class LoopGuard(TorchFunctionMode):
         own: The leaves that fn is given.
 
     Attributes:
-        met: The ids of all arguments of ops.
-        recorded: The ids of the arguments of ops that autograd records.
+        used_ids: The ids of all arguments of ops.
+        recorded_ids: The ids of the arguments of ops that autograd records.
     """
 
     def __init__(self, call: Call, own: Sequence[Any] = ()) -> None:
         super().__init__()
         self.outside = call.outside
         self.own = frozenset(map(id, own))
-        self.met: set[int] = set()
-        self.recorded: set[int] = set()
+        self.used_ids: set[int] = set()
+        self.recorded_ids: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = leaves_of(args, kwargs)
         ids = set(map(id, leaves))
-        self.met |= ids
+        self.used_ids |= ids
         if torch.is_grad_enabled():
-            self.recorded |= ids
+            self.recorded_ids |= ids
         self.outside.look(func, leaves, self.own)
         args, kwargs = self.outside.replace((args, kwargs))
         refuse_updates(func, args, kwargs)
         return _kernels.run(func, args, kwargs)
 
 
-class Again(TorchFunctionMode):
+class RerunGuard(TorchFunctionMode):
     """Watches ops that a backward pass runs again, as a checkpointed layer's does: they must use the parameters of the forward pass."""
 
-    def __init__(self, call: Call, met: set[int], called: _pass.Pass) -> None:
+    def __init__(self, call: Call, used_ids: set[int], called: _pass.Pass) -> None:
         super().__init__()
-        self.call, self.met, self.called = call, met, called
+        self.call, self.used_ids, self.called = call, used_ids, called
         self.shapes = {call.leaves[position].shape for position in call.params}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for leaf in leaves_of(args, kwargs):
-            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.met and leaf.shape in self.shapes:
+            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.used_ids and leaf.shape in self.shapes:
                 raise StateError(
                     f"{self.call.name}: the backward pass runs a part of fn again, as checkpointed, reversible and adjoint layers do, with "
                     f"a module's own parameter (of shape {tuple(leaf.shape)}) in the place of the one that fn was given: functional_call "

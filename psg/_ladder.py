@@ -33,7 +33,7 @@ def run(call: Call, method: str) -> Result:
     """
     pinned = method != "auto"
     if method == "batch" and call.needs_derivative:
-        call, method = call.single(), "auto"
+        call, method = call.with_sample_fn(), "auto"
     if method != "auto":
         rungs = [method]
     else:

@@ -50,16 +50,16 @@ class Lifted:
         return cls(value.expand(n, *value.shape).requires_grad_(), value, name)
 
     @classmethod
-    def derivation(cls, step: Step, met: "list[Lifted]", n: int) -> "Lifted":
+    def derivation(cls, step: Step, parents: "list[Lifted]", n: int) -> "Lifted":
         """Lift a value that an op has computed from lifted ones."""
         value = step.output.detach()
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{step.name} of {met[0].name}")
-        lifted.derived, lifted.uses = step.output, met[0].uses
-        lifted.made_by = step, met
+        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{step.name} of {parents[0].name}")
+        lifted.derived, lifted.uses = step.output, parents[0].uses
+        lifted.made_by = step, parents
         return lifted
 
     @property
-    def is_a_function_s_own(self) -> bool:
+    def is_from_autograd_function(self) -> bool:
         """Whether an autograd.Function of the user's has computed this value."""
         return self.made_by is not None and self.made_by[0].name == "custom_function_call"
 
@@ -67,10 +67,10 @@ class Lifted:
         """The map that carries factors over to the sides of this value's step, or None if they must be materialised; and the sides."""
         if self.made_by is None:
             return None, []
-        step, met = self.made_by
-        by_history = {id(value.history): value for value in met}
-        sides = [by_history.get(id(side)) for side in step.sides]
-        all_in = set(map(id, met)) <= set(map(id, sides))  # every lifted argument is a side
+        step, parents = self.made_by
+        by_attached = {id(value.attached): value for value in parents}
+        sides = [by_attached.get(id(side)) for side in step.sides]
+        all_in = set(map(id, parents)) <= set(map(id, sides))  # every lifted argument is a side
         return carry_of(step) if all_in else None, sides
 
     @cached_property
@@ -79,7 +79,7 @@ class Lifted:
         return None if self.value is None or self.derived is not None else self.value.detach().requires_grad_()
 
     @property
-    def history(self) -> Tensor | None:
+    def attached(self) -> Tensor | None:
         """The value with its history up to the roots."""
         return self.root if self.derived is None else self.derived
 
@@ -124,11 +124,11 @@ class Lifted:
         if all(isinstance(tensor, Tensor) and tensor.dtype == dtype and not tensor.requires_grad for tensor in held):
             return factor
 
-        def settled(tensor: Tensor) -> Tensor:
+        def cast(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             return tensor if tensor.dtype == dtype or not (tensor.is_floating_point() or tensor.is_complex()) else tensor.to(dtype)
 
-        return factor.map(settled)
+        return factor.map(cast)
 
     def factor(self, n: int) -> Factor:
         """The terms as one factor of the parameter's dtype."""
@@ -201,17 +201,17 @@ class Watch(TorchFunctionMode):
         """The storage addresses of the inputs that the function must not write into."""
         return {_functorch.memory_of(tensor) for tensor in self._inputs if tensor.numel()}
 
-    def met(self, leaves: Sequence[Any]) -> list[Lifted]:
+    def lifted_among(self, leaves: Sequence[Any]) -> list[Lifted]:
         """The lifted values among the arguments of a call."""
         return [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
 
-    def history(self, leaf: Any) -> Any:
-        """For a lifted value its version with a history up to the roots; any other argument as it is."""
+    def attached(self, leaf: Any) -> Any:
+        """For a lifted value its attached value, with a history up to the roots; any other argument as it is."""
         value = self.by_handle.get(id(leaf))
-        return leaf if value is None else value.history
+        return leaf if value is None else value.attached
 
     def lift(
-        self, func: Any, met: list[Lifted], args: Any, kwargs: Any, output: Any, wrap: Callable[[Lifted, Tensor], Tensor]
+        self, func: Any, parents: list[Lifted], args: Any, kwargs: Any, output: Any, wrap: Callable[[Lifted, Tensor], Tensor]
     ) -> tuple[Any, list[Lifted], list[Tensor]]:
         """Lift an op's output; returns what the function gets, the derived values in it, and the tensors in it without a history."""
         several = isinstance(output, (tuple, list))
@@ -221,12 +221,12 @@ class Watch(TorchFunctionMode):
         for i, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad:
                 step = Step(part_of(func, i if several else None), args, kwargs, part, name_of(func))
-                values.append(Lifted.derivation(step, met, self.n))
+                values.append(Lifted.derivation(step, parents, self.n))
                 parts[i] = self.hold(values[-1], wrap(values[-1], part))
             elif isinstance(part, Tensor):
                 constants.append(part)
         self.values += values
-        for value in met:
+        for value in parents:
             value.uses.append(f"{name_of(func)}: derived")
         if several:
             named = hasattr(output, "_fields") and not hasattr(output, "n_fields")
@@ -281,15 +281,15 @@ def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:
     return output, get_gradient_edge(output)
 
 
-_MANY = 16
-_LITTLE = 1 << 17  # bytes, of all samples
+_MANY_STEPS = 16
+_FEW_BYTES = 1 << 17  # of all samples
 
 
 def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
     """Turn the terms of derived values into terms of the parameters they were computed from."""
     derived = [value for value in values if value.derived is not None]
     # Many steps on small tensors: autograd pulls all of them back in less time than it takes to carry factors over each step.
-    little = len(derived) >= _MANY and max(value.leaf.nbytes for value in (*derived, *params)) <= _LITTLE
+    little = len(derived) >= _MANY_STEPS and max(value.leaf.nbytes for value in (*derived, *params)) <= _FEW_BYTES
     for value in () if little else reversed(derived):  # parents come before the values derived from them
         value.carry_terms()
     derived = [value for value in derived if value.terms]

@@ -12,7 +12,7 @@ from psg.memory import pages_are_kept
 # Costs of a byte, and of calling an op, in arithmetic operations.
 
 
-def used(device: torch.device, dtype: torch.dtype) -> int:
+def reused_byte(device: torch.device, dtype: torch.dtype) -> int:
     """A byte read from memory, or written into memory that this process already uses."""
     if device.type == "cpu":
         return 13  # measured: benchmarks/micro.py
@@ -22,22 +22,22 @@ def used(device: torch.device, dtype: torch.dtype) -> int:
     return 148 if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else 20
 
 
-def written(device: torch.device, dtype: torch.dtype) -> int:
+def fresh_byte(device: torch.device, dtype: torch.dtype) -> int:
     """A byte written into newly allocated memory: on a CPU the kernel must first clear its page, unless `psg.keep_pages` is in effect."""
-    return 60 if device.type == "cpu" and not pages_are_kept() else used(device, dtype)
+    return 60 if device.type == "cpu" and not pages_are_kept() else reused_byte(device, dtype)
 
 
-def kept(device: torch.device, dtype: torch.dtype) -> int:
+def kept_byte(device: torch.device, dtype: torch.dtype) -> int:
     """A byte of a materialised gradient that is kept: written into new memory, and read again after the norm, for the weighted sum."""
-    return written(device, dtype) + used(device, dtype)
+    return fresh_byte(device, dtype) + reused_byte(device, dtype)
 
 
-def taken_out(device: torch.device, dtype: torch.dtype) -> int:
+def masked_byte(device: torch.device, dtype: torch.dtype) -> int:
     """A byte of a tensor from which excluded samples are zeroed before a sum. Free on a CPU, where we first ask if there are any."""
-    return 0 if device.type == "cpu" else 2 * used(device, dtype)
+    return 0 if device.type == "cpu" else 2 * reused_byte(device, dtype)
 
 
-def dispatched(device: torch.device) -> int:
+def op_call(device: torch.device) -> int:
     """The call of an op on few numbers: Python's and torch's overhead, of which a traced program has almost none."""
     if _functorch.is_traced():
         return 0

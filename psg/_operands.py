@@ -53,7 +53,7 @@ class Operands(NamedTuple):
                 if value is None and not _functorch.is_wrapped(argument):
                     shared[place] = argument
                     continue
-                if not rule.mixed:
+                if not rule.takes_shared:
                     return None  # every sample has a weight of its own
             data[place] = argument  # also a lifted value in the place of data: its leaf has the samples in dim 0
             varied |= value is None or value.shared

@@ -25,11 +25,11 @@ class Outside:
     """Ignores outside tensors.
 
     Attributes:
-        met: The outside tensors that ops have used, each once.
+        found: The outside tensors that ops have used, each once.
     """
 
     def __init__(self) -> None:
-        self.met: list[Tensor] = []
+        self.found: list[Tensor] = []
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
         """Look for outside tensors among the leaves of an op's arguments; leaves whose ids are in `own` do not count."""
@@ -62,12 +62,12 @@ class Recorded(Outside):
             return
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):
-                if not any(leaf is other for other in self.met):
-                    self.met.append(leaf)
+                if not any(leaf is other for other in self.found):
+                    self.found.append(leaf)
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
-        known = seen | {tensor.grad_fn for tensor in self.met} | {id(tensor._base) for tensor in self.met if tensor._is_view()}
+        known = seen | {tensor.grad_fn for tensor in self.found} | {id(tensor._base) for tensor in self.found if tensor._is_view()}
         for node in filter(self._is_new, nodes):
             for before, _ in node.next_functions:
                 what = id(before.variable) if hasattr(before, "variable") else before
@@ -101,11 +101,11 @@ class Recorded(Outside):
 
 
 class Replaced(Outside):
-    """Replaces the outside tensors in `met` by others."""
+    """Replaces the outside tensors in `found` by others."""
 
-    def __init__(self, met: list[Tensor], others: list[Tensor]) -> None:
-        self.met = met
-        self._others = {id(tensor): other for tensor, other in zip(met, others, strict=True)}
+    def __init__(self, found: list[Tensor], others: list[Tensor]) -> None:
+        self.found = found
+        self._others = {id(tensor): other for tensor, other in zip(found, others, strict=True)}
 
     def replace(self, arguments: Any) -> Any:
         """The same arguments, with the outside tensors replaced."""

@@ -121,8 +121,8 @@ class Router(Watch):
         output = run_agreed(self, func, args, kwargs, tensors, constants=not self.habits.fills)
         if output is not NotImplemented:
             return output
-        met = self.met(tensors)
-        return self._run_lifted(func, met, args, kwargs) if met else self._run_unmet(func, args, kwargs)
+        lifted = self.lifted_among(tensors)
+        return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
 
     # The function's own calls of autograd
 
@@ -167,7 +167,7 @@ class Router(Watch):
         if not self.habits.recorded:
             # Run again with rules whose outputs have derivatives of every order.
             raise Retry("fn calls torch.autograd.grad", recorded=True)
-        if self.habits.ruled and self.met(operands_of((inputs,), {})[0]):
+        if self.habits.ruled and self.lifted_among(operands_of((inputs,), {})[0]):
             # Only lifting gives gradients for parameters: a derived value's leaf is detached from its parameter, and a rule's output can
             # be differentiated for the data alone.
             raise Retry("fn calls torch.autograd.grad for parameters", ruled=False, derives=False)
@@ -263,13 +263,13 @@ class Router(Watch):
         batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
         return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
 
-    def _run_lifted(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+    def _run_lifted(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Run an op on lifted values that has no rule: once if on parameters alone, else under vmap as it is."""
-        output = self._derive(func, met, args, kwargs)
+        output = self._derive(func, lifted, args, kwargs)
         if output is not NotImplemented:
             return output
         self._avoid_leak(func, args, kwargs)
-        for value in met:
+        for value in lifted:
             value.uses.append(f"{name_of(func)}: lifted")
         return self._run(func, args, kwargs)
 
@@ -277,8 +277,8 @@ class Router(Watch):
         """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
         if self._may_derive(func):
             held, options = substitute((args, kwargs), self._held)
-            met = self.met(operands_of(held, options)[0])
-            output = self._derive(func, met, held, options) if met else NotImplemented
+            lifted = self.lifted_among(operands_of(held, options)[0])
+            output = self._derive(func, lifted, held, options) if lifted else NotImplemented
             if output is not NotImplemented:
                 return output
         for tensor in operands_of(args, kwargs)[0]:
@@ -289,7 +289,7 @@ class Router(Watch):
             return _differentiate_elsewhere(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _run_unmet(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_unlifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that uses no lifted value; if it makes a tensor that the function may write into, make one for every sample."""
         self._avoid_leak(func, args, kwargs)
         output = self._run(func, args, kwargs)
@@ -334,7 +334,7 @@ class Router(Watch):
         """The tensors of a call that are no lifted values."""
         return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
 
-    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+    def _derive(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants."""
         if not self._may_derive(func):
             return NotImplemented
@@ -347,19 +347,21 @@ class Router(Watch):
             return NotImplemented
         # Inside a differentiating transform fn may run again: reuse the output. (Not if there are other tensors: they may have changed.)
         given, records = call_key(args, kwargs), _functorch.records_below(self.level)
-        key = None if others or given is None else (func, given, records, _functorch.autocast_dtype(met[0].leaf))
+        key = None if others or given is None else (func, given, records, _functorch.autocast_dtype(lifted[0].leaf))
         if key in self.derivations:
             return self.derivations[key][0]
         given = args, kwargs
         with _functorch.below(self.level):
-            args, kwargs = substitute((args, kwargs), self.history)
+            args, kwargs = substitute((args, kwargs), self.attached)
             with torch.set_grad_enabled(records):
                 output = self._compute(func, args, kwargs)
             parts = output if isinstance(output, (tuple, list)) else (output,)
             if not all(isinstance(part, Tensor) for part in parts):
                 return NotImplemented
-            output, values, constants = self.lift(func, met, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level))
-        shared = any(value.shared for value in met) or any(leaf.is_floating_point() for leaf in others)
+            output, values, constants = self.lift(
+                func, lifted, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level)
+            )
+        shared = any(value.shared for value in lifted) or any(leaf.is_floating_point() for leaf in others)
         for value in values:
             value.shared = shared
         self.constants += constants
@@ -396,10 +398,10 @@ class Router(Watch):
         places = {place: self.by_handle[id(argument)] for place, argument in places_of(arguments) if id(argument) in self.by_handle}
         if not places or any(place[0] not in rule.params or value.value is None for place, value in places.items()):
             return NotImplemented
-        write = _registry.find_standard(func)
-        if write is not None:
+        rewrite = _registry.find_transposable_form(func)
+        if rewrite is not None:
             with self:
-                output = write(**arguments, shared=set(map(place_name, places)))
+                output = rewrite(**arguments, shared=set(map(place_name, places)))
             if output is not NotImplemented:
                 return output
         transpose = _registry.find_transpose(func)

@@ -11,9 +11,9 @@ from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _ran
 from psg._agreed import Diverged
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
-from psg._capture import Task, capture
+from psg._capture import CaptureTask, capture
 from psg._errors import InputError, PsgError, Stale
-from psg._guards import Again, LoopGuard, VmapGuard
+from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg.factors import Dense, Factor, concat
 
 
@@ -135,12 +135,12 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
 
 def _capture_together(call: Call) -> Result:
     outputs = _Outputs(call)
-    task = Task(
+    task = CaptureTask(
         function=lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies),
         tensors=call.tensors,
         in_dims=call.tensor_dims,
         params=call.tensor_params,
-        beside=call.keyword_tensors,
+        keyword_tensors=call.keyword_tensors,
         n=call.n,
         randomness=call.randomness,
         look=call.outside.look,
@@ -211,10 +211,10 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tupl
     with torch.enable_grad():
         with _pass.opened(called), LoopGuard(call, leaves) as guard:
             values = outputs.of(leaves)
-        loss, again = values[0], Again(call, guard.met, called)
+        loss, again = values[0], RerunGuard(call, guard.used_ids, called)
         with called.again():
             if not history:
-                gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded))
+                gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids))
             else:
                 with again:
                     found = _autograd.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)

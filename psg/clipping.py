@@ -324,7 +324,7 @@ def check_clip_norm(clip_norm: Any) -> None:
     if isinstance(clip_norm, Tensor):
         if clip_norm.ndim != 0:
             raise InputError(f"clip_norm: expected a number or a scalar tensor, got a tensor of shape {tuple(clip_norm.shape)}.")
-        if not _functorch.may_ask(clip_norm):
+        if not _functorch.can_read_now(clip_norm):
             return  # reading its value would wait for the device; a trace has no value
         clip_norm = clip_norm.item()
     if not isinstance(clip_norm, numbers.Real) or isinstance(clip_norm, bool):
@@ -337,7 +337,7 @@ def expect_finite(groups: list[Group], policy: Policy) -> None:
     """Raise InputError for a clip norm of inf under a policy that scales gradients by it: every bounded one but "clip"."""
     if policy is clip or not _is_bounded(policy):
         return
-    asked = (group.clip_norm for group in groups if not isinstance(group.clip_norm, Tensor) or _functorch.may_ask(group.clip_norm))
+    asked = (group.clip_norm for group in groups if not isinstance(group.clip_norm, Tensor) or _functorch.can_read_now(group.clip_norm))
     if any(clip_norm == math.inf for clip_norm in asked):
         raise InputError('clip_norm=inf: this policy needs a finite clip norm. policy="clip" takes inf, and leaves gradients as they are.')
 
@@ -433,7 +433,7 @@ def clipped_sums(
 
 def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
     """Whether every sample counts: none masked, all norms finite. False where that is unknown: on other devices and in a trace."""
-    if not _functorch.may_ask(norms):
+    if not _functorch.can_read_now(norms):
         return False
     # Norms are not negative: their sum is finite only if each of them is.
     return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))

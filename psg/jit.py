@@ -25,7 +25,7 @@ from psg._errors import FallbackWarning, InputError, StateError, user_line
 from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
-from psg.stateless import state_of, watching
+from psg.stateless import collecting_cache_keys, state_of
 from psg.testing import Mismatch, assert_trees_close
 from psg.transforms import Batching, label_of, mark
 
@@ -140,7 +140,7 @@ class Jitted:
             mark(self, label)
         self._cache: dict[Hashable, _Entry] = {}
         # By signature: the `cache_key` of every function of `stateless` that its traces have called.
-        self._watched: dict[Hashable, tuple[Callable[[], Hashable], ...]] = {}
+        self._cache_keys: dict[Hashable, tuple[Callable[[], Hashable], ...]] = {}
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class Jitted:
         """Forget what has been compiled."""
         with self._lock:
             self._cache.clear()
-            self._watched.clear()
+            self._cache_keys.clear()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec, orders = _flatten((args, kwargs))
@@ -189,10 +189,10 @@ class Jitted:
             with self._lock:
                 entry = self._entry(signature)
                 if entry is None:
-                    entry, watched = self._build(leaves, spec)
+                    entry, cache_keys = self._build(leaves, spec)
                     # If the function itself raises, it does so here, before anything is cached.
                     result = None if entry.info.error is None else self._fn(*args, **kwargs)
-                    self._watched[signature] = tuple(dict.fromkeys((*self._watched.get(signature, ()), *watched)))
+                    self._cache_keys[signature] = tuple(dict.fromkeys((*self._cache_keys.get(signature, ()), *cache_keys)))
                     self._cache[self._state(signature)] = entry
                     if entry.info.error is not None:
                         what = f"Calls of this signature run eagerly: {entry.info.signature}."
@@ -204,7 +204,7 @@ class Jitted:
 
     def _state(self, signature: Hashable) -> Hashable:
         """The cache's key: the signature, and the state of the modules whose `stateless` functions its traces have called."""
-        return signature, tuple(watched() for watched in self._watched.get(signature, ()))
+        return signature, tuple(cache_key() for cache_key in self._cache_keys.get(signature, ()))
 
     def _entry(self, signature: Hashable) -> "_Entry | None":
         entry = self._cache.get(self._state(signature))
@@ -217,7 +217,7 @@ class Jitted:
         name = self._name
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
-        found, program, error, watched = None, None, None, []
+        found, program, error, cache_keys = None, None, None, []
         generators: Generators = {}
 
         def rewind() -> None:
@@ -226,7 +226,7 @@ class Jitted:
                 generator.set_state(before)
 
         try:
-            with _tracing, watching() as watched:
+            with _tracing, collecting_cache_keys() as cache_keys:
                 found = trace(self._fn, leaves, spec, tensors, name, generators)
             program = _Program(found, tensors, self._compile)
             if self._check:
@@ -258,7 +258,7 @@ class Jitted:
         seconds = time.perf_counter() - start
         if error is None:
             _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
-        return _Entry(program, Compiled(signature, seconds, error)), [key for key in watched if key is not self._key]
+        return _Entry(program, Compiled(signature, seconds, error)), [key for key in cache_keys if key is not self._key]
 
 
 class _Entry(NamedTuple):

@@ -19,22 +19,22 @@ from psg._ops import LIKE_ANOTHER, LIKENESSES, leaves_of, name_of
 from psg._outside import UNDIFFERENTIATED
 
 # A lock for each module: while a call runs, the module holds that call's parameters. Reentrant: a module may call psg on itself.
-_turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-# Within `watching`, the `cache_key` of every function of `stateless` that has been called: what a trace depends on.
-_met: ContextVar[list[Callable[[], Hashable]] | None] = ContextVar("_met", default=None)
+# Within `collecting_cache_keys`, the `cache_key` of every function of `stateless` that has been called: what a trace depends on.
+_called_cache_keys: ContextVar[list[Callable[[], Hashable]] | None] = ContextVar("_called_cache_keys", default=None)
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[list[Callable[[], Hashable]]]:
+def collecting_cache_keys() -> Iterator[list[Callable[[], Hashable]]]:
     """A context that collects the `cache_key` of every function of `stateless` that is called in it."""
-    met: list[Callable[[], Hashable]] = []
-    token = _met.set(met)
+    called: list[Callable[[], Hashable]] = []
+    token = _called_cache_keys.set(called)
     try:
-        yield met
+        yield called
     finally:
-        _met.reset(token)
+        _called_cache_keys.reset(token)
 
 
 def state_of(module: nn.Module) -> Hashable:
@@ -111,9 +111,9 @@ def stateless(
         )
     if batch_dim is not None and (isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0):
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
-    turn = _turns.setdefault(module, threading.RLock())
-    with turn:
-        strays = _strays(module)
+    lock = _locks.setdefault(module, threading.RLock())
+    with lock:
+        unregistered = _unregistered_parameters(module)
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
         hooked = [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter._backward_hooks]
         memory = {name: parameter.data_ptr() for name, parameter in params.items()}
@@ -128,9 +128,9 @@ def stateless(
     takes_target = criterion is not None and _takes_two(criterion)
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
-        met = _met.get()
-        if met is not None and cache_key not in met:
-            met.append(cache_key)
+        called = _called_cache_keys.get()
+        if called is not None and cache_key not in called:
+            called.append(cache_key)
         if not isinstance(params, Mapping):
             raise InputError(
                 f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "
@@ -147,12 +147,12 @@ def stateless(
             output = module(*positional, **{**keyword, **shared})
             if criterion is None:
                 return _loss_of(output)
-            with _Strays(own, _KEPT_BY_CRITERION):  # the call's parameters are in place: the criterion may penalise them
+            with _OwnParameterGuard(own, _KEPT_BY_CRITERION):  # the call's parameters are in place: the criterion may penalise them
                 return criterion(output, *target)
 
         try:
-            with turn, _ambient.uncached():
-                return _call(module, params, run, turn, strays, memory)
+            with lock, _ambient.uncached():
+                return _call(module, params, run, lock, unregistered, memory)
         except TypeError as error:
             last = ", the last of them for criterion(output, target)" if takes_target else ""
             named = f", and by keyword, for the module, {', '.join(shared)}" if shared else ""
@@ -161,7 +161,7 @@ def stateless(
 
     def cache_key() -> Hashable:
         """For `psg.jit`: what the loss depends on, except its arguments and the values of the module's and the criterion's tensors."""
-        with turn:
+        with lock:
             return state_of(module), state_of(criterion) if isinstance(criterion, nn.Module) else None
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
@@ -187,8 +187,8 @@ def _call(
     module: nn.Module,
     params: dict[str, Tensor],
     run: Callable[[dict[int, str]], Any],
-    turn: Any,
-    strays: dict[int, str],
+    lock: Any,
+    unregistered: dict[int, str],
     memory: dict[str, int],
 ) -> Any:
     """Put `params` into the module, call `run` with the names of the module's own parameters by id; raise if that changes a buffer."""
@@ -197,7 +197,7 @@ def _call(
     _refuse_batch_norms(children)
     slots, buffer_slots = _slots(children, "_parameters"), _slots(children, "_buffers")
     own = _held(slots)
-    _warn_of_those_left_behind(module, params, own, memory)
+    _warn_of_stale_params(module, params, own, memory)
     params = _under_all_names(module, params, own)
     # Parameters that are not in `params` are constants, like frozen ones: detached, or the result would require grad for them.
     constants: dict[int, Tensor] = {}  # by id, so that a tied parameter has one for all its names
@@ -210,14 +210,14 @@ def _call(
 
     @contextlib.contextmanager
     def holding() -> Iterator[None]:
-        with turn, _ambient.uncached():
+        with lock, _ambient.uncached():
             with _holding(slots, {**params, **rest, **buffers}) if scripted is None else _scripted_holding(scripted, params | rest):
                 yield
 
-    met = {key: name for key, name in strays.items() if name in params}
+    guarded = {key: name for key, name in unregistered.items() if name in params}
     refuse = _refuses_writes(children, buffers)
     with holding(), _writes.refusing(refuse) if buffers else contextlib.nullcontext():
-        with _Strays(met, _KEPT_BY_MODULE) if met else contextlib.nullcontext():
+        with _OwnParameterGuard(guarded, _KEPT_BY_MODULE) if guarded else contextlib.nullcontext():
             output = run({id(parameter): name for name, parameter in own.items() if name in params})
         now = buffers if scripted is not None else _held(buffer_slots)
     # Layers that run again in the backward pass (checkpoints) must find the same parameters.
@@ -229,7 +229,7 @@ def _call(
     return output
 
 
-def _warn_of_those_left_behind(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor], memory: dict[str, int]) -> None:
+def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor], memory: dict[str, int]) -> None:
     """Warn if `params` are still those that stateless returned, at the addresses in `memory`, but the module's have moved."""
     with torch._C.DisableTorchFunction():
         moved = [name for name in params if name in memory and name in own and own[name].data_ptr() != memory[name]]
@@ -347,7 +347,7 @@ def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
     )
 
 
-def _strays(module: nn.Module) -> dict[int, str]:
+def _unregistered_parameters(module: nn.Module) -> dict[int, str]:
     """The parameters that the module also holds in unregistered places, in a list say: their names, by id."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
     held: list[Any] = []
@@ -374,12 +374,12 @@ _KEPT_BY_CRITERION = (
 )
 
 
-class _Strays(TorchFunctionMode):
+class _OwnParameterGuard(TorchFunctionMode):
     """Refuses ops on these parameters: they are the module's own, not those that the call was given."""
 
-    def __init__(self, strays: dict[int, str], message: str) -> None:
+    def __init__(self, names: dict[int, str], message: str) -> None:
         super().__init__()
-        self._names = strays
+        self._names = names
         self._message = message
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

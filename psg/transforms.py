@@ -149,7 +149,7 @@ def per_sample_grad(
                 [4., 4.]])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform("per_sample_grad", fn, options, _chunks.Rows, _materialize, _gradients, materializes=True)
+    return _transform("per_sample_grad", fn, options, _chunks.RowCollector, _materialize, _gradients, materializes=True)
 
 
 @_ambient.untraced
@@ -192,7 +192,9 @@ def per_sample_value_and_grad(
                 [4., 4.]]))
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform("per_sample_value_and_grad", fn, options, _chunks.Rows, _materialize, _values_and_gradients, materializes=True)
+    return _transform(
+        "per_sample_value_and_grad", fn, options, _chunks.RowCollector, _materialize, _values_and_gradients, materializes=True
+    )
 
 
 @_ambient.untraced
@@ -235,7 +237,7 @@ def per_sample_norm(
         tensor([5., 0.])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform("per_sample_norm", fn, options, _chunks.Rows, _norm, _norms, settles=True)
+    return _transform("per_sample_norm", fn, options, _chunks.RowCollector, _norm, _norms, settles=True)
 
 
 @_ambient.untraced
@@ -288,7 +290,7 @@ def factored_grad(
         torch.Size([5, 5])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform("factored_grad", fn, options, _chunks.Factors, _factors, _gradients, factored=True)
+    return _transform("factored_grad", fn, options, _chunks.FactorCollector, _factors, _gradients, factored=True)
 
 
 @_ambient.untraced
@@ -353,13 +355,13 @@ def clipped_grad(
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("clipped_grad", fn, options, _chunks.ClippedSums, settles=True)
+    run = _over_batches("clipped_grad", fn, options, _chunks.ClippedCollector, settles=True)
 
     def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
         mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
         groups: list[clipping.Group] = []
 
-        def reduce(call: Call, result: Result, start: int) -> _chunks.Clipped:
+        def reduce(call: Call, result: Result, start: int) -> _chunks.ClippedBatch:
             return _clip(call, result, groups, chosen, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
@@ -416,7 +418,7 @@ def _over_batches(
     label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, materializes)
 
     def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
-        reduced, values, aux = collector(call.n), _chunks.Rows(call.n), _chunks.Rows(call.n)
+        reduced, values, aux = collector(call.n), _chunks.RowCollector(call.n), _chunks.RowCollector(call.n)
         first: Any = None
 
         def collect(start: int, result: Result) -> None:
@@ -563,11 +565,11 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
     return [Joint(result.factors).norm]
 
 
-def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _chunks.Clipped:
+def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _chunks.ClippedBatch:
     # A policy may close over a tensor that the caller differentiates.
     coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, policy))
     values = result.values if mask is None else torch.where(mask, result.values, 0)
-    return _chunks.Clipped(values, *clipping.clipped_sums(result.factors, groups, coefficients, mask))
+    return _chunks.ClippedBatch(values, *clipping.clipped_sums(result.factors, groups, coefficients, mask))
 
 
 # How a transform makes its result from the whole batch

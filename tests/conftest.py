@@ -80,4 +80,4 @@ def _size(request, monkeypatch):
 
 
 def as_large(monkeypatch):
-    monkeypatch.setattr(_machine, "dispatched", lambda device: 0)
+    monkeypatch.setattr(_machine, "op_call", lambda device: 0)

@@ -492,7 +492,7 @@ LONG = {
 def little(request, monkeypatch):
     """Autograd differentiates many steps on small tensors at once; factors are carried over steps on larger ones one by one."""
     if not request.param:
-        monkeypatch.setattr(_lifted, "_LITTLE", -1)
+        monkeypatch.setattr(_lifted, "_FEW_BYTES", -1)
 
 
 @pytest.mark.usefixtures("little")

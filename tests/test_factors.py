@@ -520,7 +520,7 @@ class Diagonal(Factor):
     def squared_norm(self):
         return self.values.square().sum(1)
 
-    scale = squared_norm
+    squared_terms = squared_norm
 
     def weighted_sum(self, weights):
         return torch.diag(self.values.T @ weights)
@@ -920,13 +920,13 @@ def test_norms_of_what_nearly_cancels(make, gram, device):
     with psg.plans.using(norm="gram", gram=gram):
         assert_trees_close(factor.norm(), exact, rtol=1e-3)
         traced = make_fx(lambda factor: factor.norm())(factor)(factor)  # a trace cannot read values: an upper bound
-    assert ((traced >= exact * (1 - 1e-3)) & (traced <= exact + 0.01 * factor.scale().sqrt())).all()
+    assert ((traced >= exact * (1 - 1e-3)) & (traced <= exact + 0.01 * factor.squared_terms().sqrt())).all()
 
 
 def test_norms_of_what_nearly_cancels_have_derivatives(device):
     x, c = (torch.randn(3, 5, device=device) for _ in range(2))
     factor = Outer(torch.stack([c, -c], 1), torch.stack([x, x + 1e-7 * c], 1).requires_grad_())
-    assert (factor.squared_norm() < 1e-11 * factor.scale()).all()
+    assert (factor.squared_norm() < 1e-11 * factor.squared_terms()).all()
     with psg.plans.using(norm="gram"):
         found = torch.autograd.grad(factor.squared_norm().sum(), factor.right)
     assert_trees_close(found, torch.autograd.grad(factor.materialize().square().sum(), factor.right))

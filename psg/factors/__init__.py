@@ -111,7 +111,7 @@ def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
     filled = [field for field in fields if len(field)]
     if any(len(field) > 1 for field in filled) and all(field.stride(0) == 0 for field in filled if len(field) > 1):
         differ = (field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled)
-        if all(map(_functorch.may_ask, filled)) and not any(differ):
+        if all(map(_functorch.can_read_now, filled)) and not any(differ):
             return filled[0][:1].expand(sum(map(len, filled)), *filled[0].shape[1:])
     return torch.cat(list(fields))
 

@@ -95,7 +95,8 @@ def root(squared: Tensor) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
-# In units of eps * scale (see `Factor.recover`): squared norms below _LOST lack digits that a norm needs; rounding is at most _ROUNDING.
+# In units of eps * squared_terms (see `Factor.recover`): squared norms below _LOST lack digits that a norm needs; rounding is at most
+# _ROUNDING.
 _LOST = 1 << 17
 _ROUNDING = 1 << 8
 
@@ -148,7 +149,7 @@ def _matrices(values: Tensor) -> Tensor:
     return values.reshape(len(values), rows, values.shape[2:].numel())
 
 
-def _but_indices(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _floating_only(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The function for floating and complex tensors; integer tensors (indices) stay as they are."""
     return lambda tensor: function(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
@@ -262,10 +263,10 @@ class Factor(ABC):
         """sum over all entries of |gradient|^2 -> [n], real, at least float32, never negative."""
 
     @abstractmethod
-    def scale(self) -> Tensor:
+    def squared_terms(self) -> Tensor:
         """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
 
-    def recover(self, squared: Tensor, scale: Tensor) -> Tensor:
+    def recover(self, squared: Tensor, squared_terms: Tensor) -> Tensor:
         """Correct squared norms [n] that were summed from inner products of terms, for samples whose terms nearly cancel.
 
         There rounding errors dominate the sum, and a norm that comes out too small would let the sample escape clipping. The norms of
@@ -273,9 +274,9 @@ class Factor(ABC):
         traced, their norms are raised by the largest possible rounding error.
         """
         eps = torch.finfo(squared.dtype).eps
-        lost = ~(squared >= _LOST * eps * scale)  # includes NaN, from infinite terms that cancel
-        if not _functorch.may_ask(squared):
-            return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * scale, squared)
+        lost = ~(squared >= _LOST * eps * squared_terms)  # includes NaN, from infinite terms that cancel
+        if not _functorch.can_read_now(squared):
+            return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * squared_terms, squared)
         if not lost.any():
             return squared
         formed = map(as_real, self.take(lost).to(wide(self.dtype)).parts())
@@ -359,7 +360,7 @@ class Factor(ABC):
         if _functorch.is_traced():  # a trace cannot read the sizes of the segments
             return Dense(add_up(self.parts(), ids, count).to(self.dtype))
         order = ids.argsort(stable=True)
-        in_order = _functorch.may_ask(ids) and torch.equal(order, torch.arange(len(order), device=order.device))
+        in_order = _functorch.can_read_now(ids) and torch.equal(order, torch.arange(len(order), device=order.device))
         return Segments(self if in_order else self.take(order), torch.bincount(ids, minlength=count))
 
     def inner(self, other: "Factor") -> Tensor:
@@ -380,11 +381,11 @@ class Factor(ABC):
 
     def zero(self, keep: Tensor) -> Self:
         """The same, with exactly zero for the samples where keep[n] is False, even if they held inf or NaN."""
-        return self._each(_but_indices(lambda tensor: zero_rows(tensor, keep)), lambda factor: factor.zero(keep))
+        return self._each(_floating_only(lambda tensor: zero_rows(tensor, keep)), lambda factor: factor.zero(keep))
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same in another floating dtype."""
-        return self._each(_but_indices(lambda tensor: tensor.to(dtype)), lambda factor: factor.to(dtype))
+        return self._each(_floating_only(lambda tensor: tensor.to(dtype)), lambda factor: factor.to(dtype))
 
     def detach(self) -> Self:
         """The same without autograd history."""
@@ -396,9 +397,9 @@ class Factor(ABC):
         return False
 
     @property
-    def is_best_formed(self) -> bool:
+    def is_best_materialized(self) -> bool:
         """Whether materialising is cheapest if a carry and a norm each combine every position with a tensor of the parameter's shape."""
-        return any(held.is_best_formed for held in self._held() if isinstance(held, Factor))
+        return any(held.is_best_materialized for held in self._held() if isinstance(held, Factor))
 
     @property
     def is_kept(self) -> bool:

@@ -228,8 +228,8 @@ class Conv(Planned):
     def _patch_gram_norm(self) -> Tensor:
         return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
 
-    def scale(self) -> Tensor:
-        return self._by_group().scale().reshape(self.n, self.geometry.groups).sum(1)
+    def squared_terms(self) -> Tensor:
+        return self._by_group().squared_terms().reshape(self.n, self.geometry.groups).sum(1)
 
     def _pixel_gram_norm(self) -> Tensor:
         # Patches overlap, so their inner products are sums of inner products of pixels: <patch_t, patch_s> = sum_k <x[t + k], x[s + k]>
@@ -241,8 +241,8 @@ class Conv(Planned):
         for i, options in enumerate(zip(self.cotangent.shape[3:], kernel, stride, padding, dilation, strict=True)):
             patches = _sum_diagonals(patches, 2 + i, 3 + len(size) + i, *options)
         product = patches.reshape(cotangents.shape) * cotangents
-        squared, scale = product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1)
-        return self.recover(*(value.reshape(self.n, groups).sum(1) for value in (squared, scale)))
+        squared, squared_terms = product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1)
+        return self.recover(*(value.reshape(self.n, groups).sum(1) for value in (squared, squared_terms)))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._is_correlated:
@@ -291,13 +291,13 @@ class Conv(Planned):
 
     @remembered
     def _norm_costs(self) -> Costs:
-        byte = _machine.used(self.device, self.dtype)
+        byte = _machine.reused_byte(self.device, self.dtype)
         return {"gram": min(self._gram_costs().values()), "chunks": self._chunks_cost(byte)}
 
     @remembered
     def _gram_costs(self) -> Costs:
         t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
-        byte, out, patch = _machine.used(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
+        byte, out, patch = _machine.reused_byte(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
         # The sum over the taps of a dimension clears its result; each tap reads the result and a summand, and writes the result.
         passes = 4 + sum(1 + 3 * taps for taps in self.geometry.kernel)
         return {
@@ -314,7 +314,7 @@ class Conv(Planned):
             # Convolutions of many groups are slow on GPUs; the threshold is that of torch.nn.utils._expanded_weights.
             return {"patches": 0 if is_flat or self.shape[1] < 4 else 32, "convolution": self.n}
         # Measured: benchmarks/micro.py, conv.
-        byte, t, entries = _machine.used(self.device, self.dtype), self.positions, self.shape.numel()
+        byte, t, entries = _machine.reused_byte(self.device, self.dtype), self.positions, self.shape.numel()
         products, written = 2 * t * entries, byte * self._bytes()
         left, right = byte * t * self.shape[0] * self.dtype.itemsize, byte * self._pixels() * self.input.shape[2] * self.dtype.itemsize
         patches = 0 if is_flat else byte * self._patch_bytes()
@@ -322,12 +322,12 @@ class Conv(Planned):
         columns = 1.4 * products + 1.3 * byte * self._patch_bytes() + left + 30_000 * groups
         native, many = self._native_costs(products, left + right, columns)
         # The result of a grouped convolution is laid out anew: beyond the cache size, from newly allocated memory.
-        again = written if entries < 100_000 else _machine.kept(self.device, self.dtype) * self._bytes()
+        again = written if entries < 100_000 else _machine.kept_byte(self.device, self.dtype) * self._bytes()
         # Patches are copied in runs: of channels, of positions or, where there is one position, of a row of the kernel.
         run = self.shape[1] if self._has_many_channels else self.cotangent.shape[-1] if t > 1 else self.geometry.kernel[-1]
         costs = {"patches": products + patches * (1 + 8 / run) + left + written, "convolution": many + again}
         if groups == 1 and not _functorch.is_traced():  # a traced graph would grow with the number of samples
-            costs["samples"] = native + _CALL * torch.get_num_threads() + 2 * written
+            costs["samples"] = native + _NATIVE_CALL * torch.get_num_threads() + 2 * written
         if self._is_depthwise:
             costs["correlation"] = 3.5 * products + left + right + written + (350_000 * groups if t == 1 else 0)
         return costs
@@ -370,14 +370,14 @@ class Conv(Planned):
         return self._is_depthwise and slow and self.positions > 1
 
     def _materialize_cost(self) -> float:
-        return 2 * self.positions * self.shape.numel() + 2 * _machine.used(self.device, self.dtype) * self._patch_bytes()
+        return 2 * self.positions * self.shape.numel() + 2 * _machine.reused_byte(self.device, self.dtype) * self._patch_bytes()
 
     def _sum_cost(self) -> float:
         if self._is_correlated:
             return 8 * self.positions * self.shape.numel()  # at a quarter of the pace of products
         # The native kernels reorder their inputs first.
         read = (self.positions * self.shape[0] + self._pixels() * self.input.shape[2]) * self.dtype.itemsize
-        return 2 * self.positions * self.shape.numel() + 2 * _machine.used(self.device, self.dtype) * read
+        return 2 * self.positions * self.shape.numel() + 2 * _machine.reused_byte(self.device, self.dtype) * read
 
     def _patch_bytes(self) -> int:
         return self.positions * self.geometry.groups * self.shape[1:].numel() * self.cotangent.element_size()
@@ -390,7 +390,7 @@ class Conv(Planned):
 _NATIVE = (torch.float32, torch.bfloat16)
 
 # The cost of calling a native kernel, in operations for each thread.
-_CALL = 2_500_000
+_NATIVE_CALL = 2_500_000
 
 
 def _gram_of(tensor: Tensor, groups: int) -> Tensor:

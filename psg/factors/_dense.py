@@ -41,7 +41,7 @@ class Dense(Factor):
             return widen(real_rows(self.values)).square().sum(1)
         return self.norm().square()  # one read and no temporary, but no second derivative at zero
 
-    def scale(self) -> Tensor:
+    def squared_terms(self) -> Tensor:
         return self.squared_norm()
 
     def norm(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from psg.factors._base import Factor, norm_of_norms, root
 from psg.factors._dense import Dense, rows_of
 
-_FEW = 4  # joining fewer factors gains nothing
+_MIN_JOINED = 4  # joining fewer factors gains nothing
 
 
 class Joint:
@@ -104,9 +104,9 @@ def norm_of(joints: Sequence[Joint]) -> Tensor:
 def _worth_joining(factors: Sequence[Factor]) -> list[int]:
     """Indices of Dense factors of one dtype and device that take no longer to copy than an op takes to call; none if there are too few."""
     held = [(i, factor.values) for i, factor in enumerate(factors) if isinstance(factor, Dense)]
-    if len(held) < _FEW:
+    if len(held) < _MIN_JOINED:
         return []
     first = held[0][1]
     limit = (1 << (16 if first.device.type == "cpu" else 20)) // first.element_size()
     small = [i for i, values in held if values.numel() <= limit and values.dtype == first.dtype and values.device == first.device]
-    return small if len(small) >= _FEW and not first.is_complex() else []
+    return small if len(small) >= _MIN_JOINED and not first.is_complex() else []

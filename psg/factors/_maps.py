@@ -117,7 +117,7 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Tensor | None:
     left, right = widen(factor.left), widen(factor.right)
     weights = weights.to(left.dtype)
     rows, columns = _small(shape, factor)
-    if min(rows, columns) != 1 or factor.is_best_formed:
+    if min(rows, columns) != 1 or factor.is_best_materialized:
         return None
     if columns != 1:
         total = ((left @ weights) * right).sum(1)
@@ -130,7 +130,7 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Tensor | None:
 @contracted.register
 def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Tensor | None:
     small = _small(shape, factor)
-    if small[1:].numel() != 1 or factor.is_best_formed:
+    if small[1:].numel() != 1 or factor.is_best_materialized:
         return None
     products = factor.products(_shared_row(weights) if factor.geometry.groups == 1 else weights)
     total = products.sum((1, *range(3, 3 + len(factor.geometry.kernel)))).sum_to_size(factor.n, small[0])
@@ -292,7 +292,7 @@ def _entries(scale: Scale, factor: Factor) -> Tensor | None:
 
 
 def _entry_by_entry(factor: Factor, entries: Tensor) -> Factor | None:
-    if factor.is_best_formed:
+    if factor.is_best_materialized:
         return None
     return Scaled(factor, entries.to(factor.dtype).expand(factor.n, *entries.shape))
 

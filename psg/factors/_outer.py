@@ -84,7 +84,7 @@ class Outer(Planned):
         product = left * right
         return self.recover(product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1))
 
-    def scale(self) -> Tensor:
+    def squared_terms(self) -> Tensor:
         # vector_norm reads once and writes nothing.
         left, right = (torch.linalg.vector_norm(side, dim=2, dtype=wide(self.dtype)) for side in (self.left, self.right))
         return (left * right).square().sum(1)
@@ -146,7 +146,7 @@ class Outer(Planned):
 
     @remembered
     def _norm_costs(self) -> Costs:
-        t, byte = self.positions, _machine.used(self.device, self.dtype)
+        t, byte = self.positions, _machine.reused_byte(self.device, self.dtype)
         return {
             "gram": t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size()),
             "chunks": self._chunks_cost(byte),
@@ -167,7 +167,7 @@ def _are_safe(left: Tensor, right: Tensor) -> bool:
     """Whether no square underflowed or overflowed in these norms, [n]. False where asking would wait for a device or break a trace."""
     if left.dtype == torch.float64 or left.numel() == 0:
         return True
-    if not (_functorch.may_ask(left) and _functorch.may_ask(right)):
+    if not (_functorch.can_read_now(left) and _functorch.can_read_now(right)):
         return False
     least, most = torch.cat((left, right)).aminmax()
     return least.item() > _LEAST and most.item() < math.inf

@@ -12,7 +12,7 @@ from psg import _functorch, _machine, plans
 from psg.factors._base import Additive
 from psg.factors._dense import Dense
 
-_CARRIED = 25
+_OPS_PER_CARRY = 25
 """How many more ops it takes to carry a factor over a derivation and norm it, than to do the same with its materialised gradient."""
 
 
@@ -85,10 +85,10 @@ class Planned(Additive):
     @remembered
     def _joint_costs(self) -> Costs:
         """The costs of a norm and a weighted sum together."""
-        byte = _machine.taken_out(self.device, self.dtype)
+        byte = _machine.masked_byte(self.device, self.dtype)
         weighted = self._sum_cost() + byte * (self.nbytes // max(1, self.n))
         costs = {plan: cost + weighted for plan, cost in self._norm_costs().items()}
-        return costs | {"keep": self._materialize_cost() + (_machine.kept(self.device, self.dtype) + byte) * self._bytes()}
+        return costs | {"keep": self._materialize_cost() + (_machine.kept_byte(self.device, self.dtype) + byte) * self._bytes()}
 
     def _plan(self, more: float = 0) -> str:
         """The plan for norm and sum together; `more` is added to the cost of every plan but "keep"."""
@@ -109,8 +109,8 @@ class Planned(Additive):
         return True
 
     @property
-    def is_best_formed(self) -> bool:
-        return self._plan(2 * self._materialize_cost() + _CARRIED * _machine.dispatched(self.device) / max(1, self.n)) == "keep"
+    def is_best_materialized(self) -> bool:
+        return self._plan(2 * self._materialize_cost() + _OPS_PER_CARRY * _machine.op_call(self.device) / max(1, self.n)) == "keep"
 
     @property
     def is_kept(self) -> bool:

@@ -117,10 +117,10 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 @_pair(_gram, Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
     (n, t, _), (m, s, _) = x.left.shape, y.left.shape
-    fresh, used = _machine.written(x.device, x.dtype), _machine.used(x.device, x.dtype)
-    in_blocks = t * s <= _FEW and 3 * n * m * t * s * wide(x.dtype).itemsize > _machine.chunk_bytes(x.device)
-    factored = n * m * t * s * (2 * sum(x.shape) + 3 * (used if in_blocks else fresh) * x.left.element_size())
-    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + used) * x.left.element_size())
+    fresh, reused = _machine.fresh_byte(x.device, x.dtype), _machine.reused_byte(x.device, x.dtype)
+    in_blocks = t * s <= _MAX_POSITION_PAIRS and 3 * n * m * t * s * wide(x.dtype).itemsize > _machine.chunk_bytes(x.device)
+    factored = n * m * t * s * (2 * sum(x.shape) + 3 * (reused if in_blocks else fresh) * x.left.element_size())
+    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + reused) * x.left.element_size())
     if factored > dense or n * m * t * s > 1 << 28:
         return None
     if in_blocks:
@@ -130,7 +130,7 @@ def _(x: Outer, y: Outer) -> Tensor | None:
     return (left * right).reshape(n, t, m, s).sum((1, 3))
 
 
-_FEW = 16  # with more pairs of positions than this, products pair by pair are too small to be efficient
+_MAX_POSITION_PAIRS = 16  # with more pairs of positions than this, products pair by pair are too small to be efficient
 
 
 def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
@@ -195,9 +195,9 @@ def _(x: Views, y: Views) -> Tensor | None:
 def _prefers_tables(x: Rows, other: int, samples: int, others: int) -> bool:
     """Whether products of materialised gradients cost less than those of positions (t and `other`), for all `samples` x `others` pairs."""
     (rows, d), t, size = x.shape, x.index.shape[1], x.cotangent.element_size()
-    fresh, used = _machine.written(x.device, x.dtype), _machine.used(x.device, x.dtype)
+    fresh, reused = _machine.fresh_byte(x.device, x.dtype), _machine.reused_byte(x.device, x.dtype)
     positions = samples * others * t * other * (2 * d + 3 * fresh * size)
-    return positions > rows * d * (2 * samples * others + (samples + others) * (fresh + used) * size)
+    return positions > rows * d * (2 * samples * others + (samples + others) * (fresh + reused) * size)
 
 
 @_pair(_inner, Rows, Rows)

@@ -72,7 +72,7 @@ class Rows(Additive):
                 return self._norm_with_few_repeats(ordered, order, repeated)
         return Dense(self._distinct(ordered, order)[1]).squared_norm()
 
-    def scale(self) -> Tensor:
+    def squared_terms(self) -> Tensor:
         return square(self.cotangent).sum((1, 2))
 
     @property

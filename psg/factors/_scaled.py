@@ -55,7 +55,7 @@ class Expanded(Factor):
     def squared_norm(self) -> Tensor:
         return Dense(widen(self.values) * self._times**0.5).squared_norm()
 
-    def scale(self) -> Tensor:
+    def squared_terms(self) -> Tensor:
         return self.squared_norm()
 
     @property
@@ -137,13 +137,13 @@ class Scaled(Factor):
     def _squared_in_units(self) -> tuple[Tensor, Tensor]:
         """Squared norm / unit^2, and each sample's unit, both [n]: without units, squares of parts may overflow before the norm does."""
         if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
-            return self._squares_of_terms(self.shared)
+            return self._squared_terms_in_units(self.shared)
         whole = self.to(wide(self.dtype))
         parts = (whole.materialize(),) if isinstance(self.factor, Dense) else whole.parts()
         squared = torch.cat([Dense(part).squared_norm() for part in parts])
         return squared, torch.ones_like(squared)
 
-    def _squares_of_terms(self, shared: Tensor) -> tuple[Tensor, Tensor]:
+    def _squared_terms_in_units(self, shared: Tensor) -> tuple[Tensor, Tensor]:
         """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; forms no gradient."""
         entries, size = (part[0] for part in _in_units(shared[None]))
         squares = entries.square().expand(self.shape)
@@ -154,12 +154,12 @@ class Scaled(Factor):
         if isinstance(self.factor, Outer):
             (left, unit), (right, other) = _in_units(self.factor.left), _in_units(self.factor.right)
             return ((left.square() @ squares) * right.square()).sum((1, 2)), unit * other * size
-        return self.factor.scale(), size.expand(self.n)
+        return self.factor.squared_terms(), size.expand(self.n)
 
-    def scale(self) -> Tensor:
+    def squared_terms(self) -> Tensor:
         if self.shared is None:
             return self.squared_norm()
-        squared, unit = self._squares_of_terms(self.shared)
+        squared, unit = self._squared_terms_in_units(self.shared)
         return squared * unit.square()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class Scaled(Factor):
             return super().regroup(table)
         groups = Scaled(self.factor.regroup(table), self.shared.expand(table.shape[0], *self.shared.shape))
         used = (table < self.n).any(1)
-        return groups if _functorch.may_ask(used) and used.all() else groups.zero(used)  # even if entries are not finite
+        return groups if _functorch.can_read_now(used) and used.all() else groups.zero(used)  # even if entries are not finite
 
     @property
     def is_made_anew(self) -> bool:

@@ -55,8 +55,8 @@ class Segments(Factor):
 
     # Computed from the samples
 
-    def scale(self) -> Tensor:
-        return add_up([self.factor.scale()], self.ids, self.n)
+    def squared_terms(self) -> Tensor:
+        return add_up([self.factor.squared_terms()], self.ids, self.n)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         # The gradients of a segment may cancel, so they must not be rounded one by one.
@@ -84,7 +84,7 @@ class Segments(Factor):
 
     def _joined(self) -> Iterator[tuple[Tensor, Factor]]:
         """Yield groups of segments of similar size, at least one: ascending indices, and the factor. Empty segments may be left out."""
-        if not self._may_ask:
+        if not _functorch.can_read(self.sizes):
             total = add_up(self.factor.parts(), self.ids, self.n).to(self.dtype)
             yield torch.arange(self.n, device=self.device), Dense(total)
         elif self._tables:
@@ -106,11 +106,6 @@ class Segments(Factor):
             table = torch.where(places < counts, starts[members, None] + places, self.factor.n)
             tables.append((members.to(self.device), table.to(self.device)))
         return tables
-
-    @property
-    def _may_ask(self) -> bool:
-        """Whether Python can read the sizes, waiting for the device if need be."""
-        return not (_functorch.is_traced() or _functorch.is_wrapped(self.sizes))
 
     def materialize(self) -> Tensor:
         whole = self.to(wide(self.dtype))  # over many samples, a sum in half precision stops growing
@@ -138,7 +133,7 @@ class Segments(Factor):
         return self.factor.segment_sum(ids[self.ids], count)
 
     def take(self, index: Tensor | slice) -> Self:
-        if not self._may_ask:
+        if not _functorch.can_read(self.sizes):
             values = self.materialize()[index]
             return type(self)(Dense(values), self.sizes.new_ones(len(values)))
         sizes, starts = self.sizes[index], (self.sizes.cumsum(0) - self.sizes)[index]
@@ -160,7 +155,7 @@ class Segments(Factor):
         if not plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize):
             return False
         # One segment of each group decides for the whole group.
-        return not self._may_ask or all(self.factor.regroup(table[:1]).is_kept for _, table in self._tables)
+        return not _functorch.can_read(self.sizes) or all(self.factor.regroup(table[:1]).is_kept for _, table in self._tables)
 
     def settle(self) -> Factor:
         return Dense(self.materialize()) if self.is_kept else self

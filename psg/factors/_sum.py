@@ -14,8 +14,8 @@ from psg.factors._planned import Planned
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
-_OPS = 40
-"""How many ops one term more takes: its inner products with the others, and their `scale`."""
+_OPS_PER_TERM = 40
+"""How many ops one term more takes: its inner products with the others, and their `squared_terms`."""
 
 
 class Sum(Additive):
@@ -71,17 +71,18 @@ class Sum(Additive):
         if plan == "chunks":
             return torch.cat([Dense(part).squared_norm() for part in self.parts()])
         # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
-        total = scale = self._zeros(self.n)
+        total = squared_terms = self._zeros(self.n)
         for i, term in enumerate(self.terms):
             squared = term.squared_norm()
             total = total + squared
-            scale = scale + squared + term.scale()  # terms may cancel each other, and so may the positions within a term
+            # Terms may cancel each other, and so may the positions within a term.
+            squared_terms = squared_terms + squared + term.squared_terms()
             for earlier in self.terms[:i]:
                 total = total + 2 * earlier.inner(term)
-        return self.recover(total, scale) if len(self.terms) > 1 else total
+        return self.recover(total, squared_terms) if len(self.terms) > 1 else total
 
-    def scale(self) -> Tensor:
-        return self._reduce(lambda term: term.scale(), self._zeros(self.n))
+    def squared_terms(self) -> Tensor:
+        return self._reduce(lambda term: term.squared_terms(), self._zeros(self.n))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._reduce(lambda term: term.weighted_sum(weights), self._zeros(*self.shape)).to(self.dtype)
@@ -95,8 +96,8 @@ class Sum(Additive):
     @property
     def is_mixed(self) -> bool:
         """Whether the inner product of some two terms takes their materialised gradients."""
-        met = [term for term in self.terms if not _is_spread(term)]
-        return len(met) > 1 and any(isinstance(term, Scaled) for term in met)
+        materialized = [term for term in self.terms if not _is_spread(term)]
+        return len(materialized) > 1 and any(isinstance(term, Scaled) for term in materialized)
 
     @property
     def is_kept(self) -> bool:
@@ -120,7 +121,7 @@ class Sum(Additive):
         spread = [term for term in self.terms if _is_spread(term)]
         if not planned or len(self.terms) == 1 or len(planned) + len(spread) < len(self.terms):
             return "gram"
-        byte = _machine.used(self.device, self.dtype)
+        byte = _machine.reused_byte(self.device, self.dtype)
         formed = [term._chunks_cost(byte) for term in planned]
         costs = [term._norm_costs() for term in planned]
         # An inner product with an Expanded term takes every entry at every position, as materialising does.
@@ -128,7 +129,7 @@ class Sum(Additive):
         for i, j in itertools.combinations(range(len(planned)), 2):
             # Every position of one term with every position of the other: the geometric mean of each term's own Gram cost.
             apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
-        apart += _OPS * (len(self.terms) - 1) * _machine.dispatched(self.device) / max(1, self.n)
+        apart += _OPS_PER_TERM * (len(self.terms) - 1) * _machine.op_call(self.device) / max(1, self.n)
         together = sum(formed) + len(spread) * byte * planned[0]._bytes()
         return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 

@@ -34,12 +34,12 @@ class Region(NamedTuple):
 
     def is_apart(self, other: "Region", shape: torch.Size) -> bool:
         """Whether the two regions are known to share no entry."""
-        own, others = self._box(shape), other._box(shape)
+        own, others = self._bounding_box(shape), other._bounding_box(shape)
         if own is None or others is None:
             return False
         return any(stop <= begin or end <= start for (start, stop), (begin, end) in zip(own, others, strict=True))
 
-    def _box(self, shape: torch.Size) -> list[tuple[int, int]] | None:
+    def _bounding_box(self, shape: torch.Size) -> list[tuple[int, int]] | None:
         """The view's range (start, stop) in each dimension of the parameter; None for a view that merges dimensions."""
         if shape.numel() == 0:
             return None
@@ -97,12 +97,12 @@ class Views(Additive):
         part = self.factors[0].materialize()
         if self.is_reshaped:
             return part.reshape(self.n, *self.shape)
-        values = self._room(part, self.n, *self.shape)
+        values = self._empty_or_zeros(part, self.n, *self.shape)
         for k, region in enumerate(self.regions):
             region.of_each(values).copy_(self.factors[k].materialize() if k else part)
         return values
 
-    def _room(self, like: Tensor, *shape: int) -> Tensor:
+    def _empty_or_zeros(self, like: Tensor, *shape: int) -> Tensor:
         """A tensor for all entries of the parameter: uninitialised if the views cover all of them, else zero."""
         covered = sum(torch.Size(region.size).numel() for region in self.regions) == self.shape.numel()
         return like.new_empty(shape) if covered else like.new_zeros(shape)
@@ -113,8 +113,8 @@ class Views(Additive):
     def partial_norms(self) -> list[Tensor]:
         return [norms for factor in self.factors for norms in factor.partial_norms()]
 
-    def scale(self) -> Tensor:
-        return torch.stack([factor.scale() for factor in self.factors]).sum(0)
+    def squared_terms(self) -> Tensor:
+        return torch.stack([factor.squared_terms() for factor in self.factors]).sum(0)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._placed([factor.weighted_sum(weights) for factor in self.factors])
@@ -124,7 +124,7 @@ class Views(Additive):
         return self._placed(totals), self._placed(squares)
 
     def _placed(self, sums: Sequence[Tensor]) -> Tensor:
-        total = self._room(sums[0], *self.shape)
+        total = self._empty_or_zeros(sums[0], *self.shape)
         for region, part in zip(self.regions, sums, strict=True):
             region.of(total).copy_(part)
         return total

@@ -45,7 +45,7 @@ class Weights(NamedTuple):
         w_ih, w_hh, *rest = self
         return Weights(w_ih.to(dtype), w_hh.to(dtype), *(None if weight is None else weight.to(dtype) for weight in rest))
 
-    def present(self) -> list[str]:
+    def names(self) -> list[str]:
         """The names of the weights that are not None, in torch's order."""
         return [name for name, weight in self._asdict().items() if weight is not None]
 
@@ -113,15 +113,15 @@ class Recurrence(ABC):
 
     @property
     def before(self) -> Tensor:
-        return self.split(self.saved[0])[0]
+        return self.read_write_views(self.saved[0])[0]
 
     @property
     def after(self) -> Tensor:
-        return self.split(self.saved[0])[1]
+        return self.read_write_views(self.saved[0])[1]
 
     @property
     def final(self) -> list[Tensor]:
-        return [self.split(room)[1][:, self.steps[-1]] for room in self.saved[: self.states]]
+        return [self.read_write_views(buffer)[1][:, self.steps[-1]] for buffer in self.saved[: self.states]]
 
     @property
     def c_input(self) -> Tensor:
@@ -144,15 +144,15 @@ class Recurrence(ABC):
             "b_hh": (self.c_hidden,),
         }
 
-    def room(self, first: Tensor) -> Tensor:
+    def state_buffer(self, first: Tensor) -> Tensor:
         """A buffer for the states before and after all steps, [m, t + 1, *], in which the initial state `first` is filled in."""
-        room = self.input.new_empty(len(first), len(self.steps) + 1, first.shape[1])
-        self.split(room)[0][:, self.steps[0]] = first
-        return room
+        buffer = self.input.new_empty(len(first), len(self.steps) + 1, first.shape[1])
+        self.read_write_views(buffer)[0][:, self.steps[0]] = first
+        return buffer
 
-    def split(self, room: Tensor) -> tuple[Tensor, Tensor]:
-        """Two views of a buffer from `room`: the states that the steps read, and those that they write."""
-        early, late = room[:, :-1], room[:, 1:]
+    def read_write_views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Two views of a buffer from `state_buffer`: the states that the steps read, and those that they write."""
+        early, late = buffer[:, :-1], buffer[:, 1:]
         return (late, early) if self.reverse else (early, late)
 
     def project(self, bias: Tensor | None) -> Tensor:
@@ -196,11 +196,11 @@ class Elman(Recurrence):
         return [torch.tanh(z + F.linear(state[0], weights.w_hh, weights.b_hh))]
 
     def record(self, state: Sequence[Tensor]) -> list[Tensor]:
-        z, room, w_hh = self.project(_add(self.weights.b_ih, self.weights.b_hh)).unbind(1), self.room(state[0]), self.columns()
-        before, after = (part.unbind(1) for part in self.split(room))
+        z, buffer, w_hh = self.project(_add(self.weights.b_ih, self.weights.b_hh)).unbind(1), self.state_buffer(state[0]), self.columns()
+        before, after = (part.unbind(1) for part in self.read_write_views(buffer))
         for t in self.steps:
             self.activate(torch.addmm(z[t], before[t], w_hh, out=after[t]))
-        return [room]
+        return [buffer]
 
     def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
         c_h, gates = _copy(final[0], self.final[0]), self.slope()
@@ -252,11 +252,11 @@ class Lstm(Recurrence):
     def record(self, state: Sequence[Tensor]) -> list[Tensor]:
         w_hh, w_hr, width = self.columns(), self.weights.w_hr, state[1].shape[1]
         gates = self.project(_add(self.weights.b_ih, self.weights.b_hh))
-        rooms = [self.room(own) for own in state]
-        saved = [*rooms, gates, gates.new_empty(*gates.shape[:2], width)]  # tanh(c) last
+        buffers = [self.state_buffer(own) for own in state]
+        saved = [*buffers, gates, gates.new_empty(*gates.shape[:2], width)]  # tanh(c) last
         if w_hr is not None:
             saved.append(torch.empty_like(saved[-1]))  # o tanh(c), which is h where there is no projection
-        (before, after), (cells, after_c) = ([part.unbind(1) for part in self.split(room)] for room in rooms)
+        (before, after), (cells, after_c) = ([part.unbind(1) for part in self.read_write_views(buffer)] for buffer in buffers)
         z, squashed, hidden = gates.unbind(1), saved[3].unbind(1), after if w_hr is None else saved[4].unbind(1)
         i, f, g, o = (gate.unbind(1) for gate in gates.split(width, 2))
         advance = self.kernel(_advance_lstm)
@@ -274,7 +274,7 @@ class Lstm(Recurrence):
         i, f, g, o = z.chunk(4, 2)
         gates, through = torch.empty_like(z), torch.empty_like(squashed)
         slopes = gates.chunk(4, 2)
-        self.kernel(_lstm_slopes)(i, f, g, o, self.split(cells)[0], squashed, *slopes, through)
+        self.kernel(_lstm_slopes)(i, f, g, o, self.read_write_views(cells)[0], squashed, *slopes, through)
         c_i, c_f, c_g, c_o, through, f, rows = (part.unbind(1) for part in (*slopes, through, f, gates))
         projected = None if w_hr is None else z.new_empty(self.after.shape)
         retreat = self.kernel(_retreat_lstm)
@@ -361,11 +361,11 @@ class Gru(Recurrence):
         if b_ih is not None and b_hh is not None:
             b_n = b_hh[2 * width :]
             b_ih = torch.cat([b_ih[: 2 * width] + b_hh[: 2 * width], b_ih[2 * width :]])
-        z, room = self.project(b_ih), self.room(state[0])
-        saved = [room, z, z.new_empty(*z.shape[:2], width)]  # W_hn h + b_hn last
+        z, buffer = self.project(b_ih), self.state_buffer(state[0])
+        saved = [buffer, z, z.new_empty(*z.shape[:2], width)]  # W_hn h + b_hn last
         r_u = z[..., : 2 * width].unbind(1)
         r, u, n = (gate.unbind(1) for gate in z.split(width, 2))
-        hidden_n, before, after = (part.unbind(1) for part in (saved[2], *self.split(room)))
+        hidden_n, before, after = (part.unbind(1) for part in (saved[2], *self.read_write_views(buffer)))
         w_ru, w_n = self.columns().split((2 * width, width), 1)
         advance = self.kernel(_advance_gru)
         for t in self.steps:

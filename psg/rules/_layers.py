@@ -44,7 +44,7 @@ class Layer:
         self.runs: list[Recurrence] = []
         self.inputs: tuple[Tensor, ...] = ()
         self.batch = torch.Size()  # n, b
-        self.asked: tuple[Tensor | None, ...] | None = None
+        self.solved_for: tuple[Tensor | None, ...] | None = None
 
     def forward(self, input: Tensor, *states: Tensor) -> list[Tensor]:
         """The concatenated outputs of the directions, and the final states; none is a view of a tensor that backward reads."""
@@ -60,11 +60,11 @@ class Layer:
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> None:
         """Compute the cotangents of the gates from those of the outputs (None is zero), unless the last call did so for the same."""
-        if self.asked is not None and all(own is None or own is c for own, c in zip(self.asked, cotangents, strict=True)):
+        if self.solved_for is not None and all(own is None or own is c for own, c in zip(self.solved_for, cotangents, strict=True)):
             return  # a cotangent that is None in the graph reaches a builder as zeros
         if self._versions() != self.versions:
             raise PsgError("a weight of a recurrent layer or cell was changed in place between forward and backward; change a clone of it")
-        self.asked = tuple(cotangents)
+        self.solved_for = tuple(cotangents)
         self._solve(cotangents)
 
     def _solve(self, cotangents: Sequence[Tensor | None]) -> None:

@@ -30,7 +30,7 @@ class Rule(NamedTuple):
         accepted: The arguments that may be given by name.
         required: The arguments without a default.
         frozen: Whether the rule also runs where none of `params` is differentiated.
-        mixed: Whether `run` takes the keyword `shared`; then arguments in `params` may also be data.
+        takes_shared: Whether `run` takes the keyword `shared`; then arguments in `params` may also be data.
     """
 
     run: Callable[..., Any]
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     accepted: frozenset[str]
     required: frozenset[str]
     frozen: bool
-    mixed: bool
+    takes_shared: bool
 
     @classmethod
     def of(cls, run: Callable[..., Any], params: tuple[str, ...], frozen: bool = False) -> "Rule":
@@ -55,7 +55,7 @@ class Rule(NamedTuple):
         by_position = [a for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
         star = next((a.name for a in arguments if a.kind is a.VAR_POSITIONAL), None)
         by_name = [a for a in arguments if a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)]
-        mixed = any(a.name == "shared" for a in by_name)
+        takes_shared = any(a.name == "shared" for a in by_name)
         return cls(
             run,
             params,
@@ -65,7 +65,7 @@ class Rule(NamedTuple):
             accepted=frozenset(a.name for a in by_name) - {"shared"},
             required=frozenset(a.name for a in by_position + by_name if a.default is a.empty),
             frozen=frozen,
-            mixed=mixed,
+            takes_shared=takes_shared,
         )
 
     def bind(self, args: Any, kwargs: Any) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ class Rule(NamedTuple):
 
     def call(self, arguments: dict[str, Any], shared: Iterable[str]) -> Any:
         """Run on arguments given by name; `shared` names those that are parameters."""
-        if self.mixed:
+        if self.takes_shared:
             arguments = {**arguments, "shared": set(shared)}
         if self.star is None:
             return self.run(**arguments)
@@ -117,9 +117,9 @@ def _is_number(annotation: Any) -> bool:
 
 _rules: dict[Any, Rule] = {}
 _decompositions: dict[Any, Callable[..., Any]] = {}
-_derivable: dict[Any, Callable[..., Any]] = {}
+_differentiated_decompositions: dict[Any, Callable[..., Any]] = {}
 _transposes: "dict[Any, Transpose]" = {}
-_standard: dict[Any, Callable[..., Any]] = {}
+_transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
@@ -250,7 +250,7 @@ def decomposition(*ops: Any, differentiated: bool = False) -> Callable[[Callable
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        (_derivable if differentiated else _decompositions).update(dict.fromkeys(ops, function))
+        (_differentiated_decompositions if differentiated else _decompositions).update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -285,14 +285,14 @@ def transpose(
     return register
 
 
-def standard(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def transposable_form(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register how to rewrite a call of an op that has a rule with ops that have a transpose; NotImplemented declines the call.
 
     The function takes the op's arguments by name, and in `shared` the names of those that are parameters.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _standard.update(dict.fromkeys(ops, function))
+        _transposable_forms.update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -340,14 +340,14 @@ def find_transpose(op: Any) -> Transpose | None:
     return _transposes.get(op)
 
 
-def find_standard(op: Any) -> Callable[..., Any] | None:
+def find_transposable_form(op: Any) -> Callable[..., Any] | None:
     """How to rewrite a call of an op with ops that have a transpose, if that is registered."""
-    return _standard.get(op)
+    return _transposable_forms.get(op)
 
 
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:
     """The decomposition of an op, if there is one; with `differentiated`, one registered for such passes comes first."""
-    return (_derivable.get(op) if differentiated else None) or _decompositions.get(op)
+    return (_differentiated_decompositions.get(op) if differentiated else None) or _decompositions.get(op)
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:

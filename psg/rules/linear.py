@@ -14,14 +14,14 @@ from psg.factors import Dense, Outer
 from psg.rules._registry import reshape, rule, transpose
 
 
-def positions(tensor: Tensor) -> Tensor:
+def flatten_positions(tensor: Tensor) -> Tensor:
     """[n, *positions, d] -> [n, t, d]."""
     return tensor if tensor.ndim == 3 else tensor.reshape(tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
 def sum_positions(cotangent: Tensor) -> Dense:
     """[n, *positions, d] -> the Dense gradient [n, d] of a parameter that is added at every position."""
-    flat = positions(cotangent)
+    flat = flatten_positions(cotangent)
     return Dense(flat[:, 0] if flat.shape[1] == 1 else flat.sum(1))
 
 
@@ -43,7 +43,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         output = F.linear(rows, weight, bias) if blocks == 1 else _in_blocks(rows.unflatten(0, (blocks, -1)), weight, bias)
         output = reshape(output, shape)
     return output, {
-        "weight": lambda cotangent: Outer(positions(cotangent), positions(input)),
+        "weight": lambda cotangent: Outer(flatten_positions(cotangent), flatten_positions(input)),
         "bias": sum_positions,
     }
 

@@ -124,7 +124,7 @@ def ctc_loss(
     inputs, goals = _lengths(input_lengths, n, b, single), _lengths(target_lengths, n, b, single)
     if inputs is None or goals is None or log_probs.numel() == 0 or targets.numel() == 0:
         return NotImplemented
-    if single and _functorch.may_ask(goals) and (goals != targets.shape[2]).any():
+    if single and _functorch.can_read_now(goals) and (goals != targets.shape[2]).any():
         return NotImplemented  # without b, target_lengths has to be the length of targets: torch raises its own error
     flat = log_probs.movedim(1, 0).reshape(t, n * b, classes)
     losses = F.ctc_loss(flat, targets.flatten(0, 1), inputs.flatten(), goals.flatten(), blank, "none", zero_infinity).reshape(n, b)

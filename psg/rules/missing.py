@@ -43,7 +43,7 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
     if [*source.shape[1 : 1 + dim], *source.shape[2 + dim :]] != shape[:dim] + shape[dim + 1 :] or source.shape[1 + dim] != edges[0]:
         return NotImplemented  # torch raises its own error
     # An index out of range for its sample would address a row of another sample.
-    if not _functorch.may_ask(index) or input.numel() == 0 or ((index < 0) | (index >= shape[dim])).any():
+    if not _functorch.can_read_now(index) or input.numel() == 0 or ((index < 0) | (index >= shape[dim])).any():
         return NotImplemented
     rows = index + shape[dim] * torch.arange(n, device=index.device)[:, None]
     table, added = input.movedim(1 + dim, 1).flatten(0, 1), source.movedim(1 + dim, 1).flatten(0, 1)

@@ -99,7 +99,7 @@ class _Norm:
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> None:
         self.weight, self.bias, self.groups, self.eps = weight, bias, groups, eps
-        self.asked: Tensor | None = None
+        self.solved_for: Tensor | None = None
         self.c_input: Tensor | None = None
         self.own: list[Tensor] = []
 
@@ -107,19 +107,19 @@ class _Norm:
         """[n,images,c,*] -> the same."""
         self.shape = input.shape
         # If the parameters are asked for first, also compute the data's cotangent, if the data has a history.
-        self.leads_on = input.grad_fn is not None
+        self.input_has_history = input.grad_fn is not None
         self.images = input.detach().flatten(0, 1).contiguous()
         output, *self.moments = _native(self.images, self.weight, self.bias, self.groups, self.eps)
         return reshape(output, self.shape)
 
     def backward(self, cotangent: Tensor) -> Tensor:
         """The cotangent of the input. It is not stored any longer."""
-        served = self.asked is cotangent
+        served = self.solved_for is cotangent
         if not served or self.c_input is None:
             self._solve(cotangent, True)
         found, self.c_input = self.c_input, None
         if served:
-            self.asked = None  # the parameters' gradients are known: free the cotangent's memory
+            self.solved_for = None  # the parameters' gradients are known: free the cotangent's memory
         assert found is not None
         return found.reshape(self.shape)
 
@@ -127,8 +127,8 @@ class _Norm:
         """The functions that build the factors of the parameters, [n,c], from the cotangent."""
 
         def own(cotangent: Tensor, k: int) -> Dense:
-            if self.asked is not cotangent:
-                self._solve(cotangent, self.leads_on)
+            if self.solved_for is not cotangent:
+                self._solve(cotangent, self.input_has_history)
             return Dense(self.own[k])
 
         return {"weight": lambda cotangent: own(cotangent, 0), "bias": lambda cotangent: own(cotangent, 1)}
@@ -142,7 +142,7 @@ class _Norm:
         weight = (cotangent.new_ones(c) if self.weight is None else self.weight).repeat(n * b)
         options = 1, n * b * c, size, n * b * self.groups, [data, True, True]
         found, *own = torch.ops.aten.native_group_norm_backward(*one, weight, *options)
-        self.asked, self.c_input = cotangent, found if data else None
+        self.solved_for, self.c_input = cotangent, found if data else None
         self.own = [gradient.reshape(n, b, c).sum(1) for gradient in own]
 
 

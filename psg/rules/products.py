@@ -18,8 +18,8 @@ from torch import Tensor
 
 from psg import _functorch
 from psg.factors import Dense, Factor, Outer, Region, Views
-from psg.rules._registry import decomposition, reshape, rule, standard, transpose
-from psg.rules.linear import positions
+from psg.rules._registry import decomposition, reshape, rule, transposable_form, transpose
+from psg.rules.linear import flatten_positions
 
 
 def contract(
@@ -92,7 +92,7 @@ def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, s
     found = dict(zip(contracted + produced, (*x.shape[len(along) :], *c.shape[len(along) :]), strict=True))
     if tuple(found[name] for name in labels) != tuple(shape):
         return None
-    x, c = (positions(side.flatten(len(along))) for side in (x, c))
+    x, c = (flatten_positions(side.flatten(len(along))) for side in (x, c))
     first = contracted if labels.startswith(contracted) else produced
     factor = Outer(x, c) if first is contracted else Outer(c, x)
     if len(labels) == 2:
@@ -167,12 +167,14 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
     if input.is_complex() or other.is_complex():
         return NotImplemented
     if "input" not in shared and other.ndim == 2 and input.ndim > 1:
-        return input @ other, {"other": lambda cotangent: Outer(positions(input), positions(cotangent))}
+        return input @ other, {"other": lambda cotangent: Outer(flatten_positions(input), flatten_positions(cotangent))}
     if "other" not in shared and input.ndim == 2 and other.ndim > 1:
         if other.ndim == 2:  # a vector
             return other @ input.T, {"input": lambda cotangent: Outer(cotangent[:, None], other[:, None])}
         output = input @ other
-        return reshape(output, output.shape), {"input": lambda cotangent: Outer(positions(cotangent.mT), positions(other.mT))}
+        return reshape(output, output.shape), {
+            "input": lambda cotangent: Outer(flatten_positions(cotangent.mT), flatten_positions(other.mT))
+        }
     dims = [tensor.ndim - (name not in shared) for name, tensor in (("input", input), ("other", other))]
     if 0 in dims:
         return NotImplemented
@@ -460,32 +462,32 @@ def _by_rows(left: Tensor, right: Tensor, left_is_shared: bool) -> Any:
     return F.linear(right, left) if right.ndim == 1 else F.linear(right.mT, left).mT
 
 
-@standard(torch.matmul)
-def standard_product(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
+@transposable_form(torch.matmul)
+def transposable_product(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
     """W x."""
     return _by_rows(input, other, True) if set(shared) == {"input"} else NotImplemented
 
 
-@standard(torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
-def standard_matmul(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
+@transposable_form(torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
+def transposable_matmul(input: Tensor, other: Tensor, shared: Collection[str]) -> Any:
     """x W or W x."""
     return _by_rows(input, other, "input" in shared) if len(shared) == 1 else NotImplemented
 
 
-@standard(torch.mm, Tensor.mm)
-def standard_mm(input: Tensor, mat2: Tensor, shared: Collection[str]) -> Any:
+@transposable_form(torch.mm, Tensor.mm)
+def transposable_mm(input: Tensor, mat2: Tensor, shared: Collection[str]) -> Any:
     """([t,i], [i,o]) -> [t,o]."""
     return _by_rows(input, mat2, "input" in shared) if len(shared) == 1 and input.ndim == mat2.ndim == 2 else NotImplemented
 
 
-@standard(torch.mv, Tensor.mv)
-def standard_mv(input: Tensor, vec: Tensor, shared: Collection[str]) -> Any:
+@transposable_form(torch.mv, Tensor.mv)
+def transposable_mv(input: Tensor, vec: Tensor, shared: Collection[str]) -> Any:
     """([t,i], [i]) -> [t]."""
     return F.linear(vec, input) if set(shared) == {"input"} and input.ndim == 2 and vec.ndim == 1 else NotImplemented
 
 
-@standard(torch.einsum)
-def standard_einsum(equation: Any, operands: Sequence[Tensor], shared: Collection[str]) -> Any:
+@transposable_form(torch.einsum)
+def transposable_einsum(equation: Any, operands: Sequence[Tensor], shared: Collection[str]) -> Any:
     """An einsum of data and one matrix that maps one label of the data to one of the output."""
     if len(shared) != 1 or len(operands) != 2:
         return NotImplemented

@@ -54,7 +54,7 @@ def _layer(op: Any, kind: Kind) -> None:
                 first = _as_hx(kind, [state[0] for state in states])
                 dtypes = [output.dtype for output in op(step, first, params, has_biases, 1, 0.0, False, bidirectional, batch_first)]
         run = Layer(kind, weights, compute, dtypes, time_first=not batch_first)
-        builders = [run.builder(d, name) for d, own in enumerate(weights) for name in own.present()]
+        builders = [run.builder(d, name) for d, own in enumerate(weights) for name in own.names()]
         return run_layer(run, input, *states), {"params": builders}
 
     @decomposition(op, overloads.input, overloads.data)
@@ -68,12 +68,12 @@ def _layer(op: Any, kind: Kind) -> None:
             if min(sizes) == max(sizes):
                 output, *final = op(data.unflatten(0, (len(sizes), sizes[0])), hx, *options, False)
                 return output.flatten(0, 1), *final
-            return tuple(opened(data, sizes, states_of(kind, hx), *options))
+            return tuple(layer_by_layer(data, sizes, states_of(kind, hx), *options))
         input, hx, *options, batch_first = args
-        output, *final = opened(input.transpose(0, 1) if batch_first else input, None, states_of(kind, hx), *options)
+        output, *final = layer_by_layer(input.transpose(0, 1) if batch_first else input, None, states_of(kind, hx), *options)
         return output.transpose(0, 1) if batch_first else output, *final
 
-    def opened(
+    def layer_by_layer(
         input: Tensor,
         sizes: list[int] | None,
         states: list[Tensor],
@@ -95,7 +95,7 @@ def _layer(op: Any, kind: Kind) -> None:
             if sizes is None:
                 input, *last = op(input, _as_hx(kind, first), own, has_biases, 1, 0.0, train, bidirectional, False)
             else:
-                input, *last = opened(input, sizes, first, own, has_biases, 1, 0.0, train, bidirectional)
+                input, *last = layer_by_layer(input, sizes, first, own, has_biases, 1, 0.0, train, bidirectional)
             final.append(last)
         return [input, *(torch.cat(parts) for parts in zip(*final, strict=True))]
 
@@ -177,7 +177,7 @@ def _cell(op: Any, kind: Kind) -> None:
                 dtypes = [output.dtype for output in states_of(kind, found)]
         run = Cell(kind, [weights], compute, [dtypes[0], *dtypes], time_first=False)
         outputs = run_layer(run, input, *states)
-        return outputs if kind is Lstm else outputs[0], {name: run.builder(0, name) for name in weights.present()}
+        return outputs if kind is Lstm else outputs[0], {name: run.builder(0, name) for name in weights.names()}
 
     @decomposition(op, overload)
     def written_out(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:

@@ -88,7 +88,7 @@ _aligned(torch.linalg.solve_ex)
 
 
 @decomposition(F.group_norm)
-def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def contiguous_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Make the batch contiguous, as the kernel needs it: in a part of the channels each sample may be contiguous where the batch is not."""
     if not _functorch.is_wrapped(input) or _functorch.bare(input).is_contiguous():
         return NotImplemented

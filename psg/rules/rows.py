@@ -52,7 +52,7 @@ def splits(*ops: Any) -> Callable[[Splitter], Splitter]:
     return register
 
 
-def positions(arguments: dict[str, Any], kept: int, *names: str) -> Split:
+def split_positions(arguments: dict[str, Any], kept: int, *names: str) -> Split:
     """Every position of these arguments is a row: [*rows, *kept dimensions] -> [*rows, *]."""
 
     def lead(tensor: Tensor) -> torch.Size:
@@ -63,16 +63,16 @@ def positions(arguments: dict[str, Any], kept: int, *names: str) -> Split:
     return Split(data, lambda output: reshape(output, (*lead(arguments[names[0]]), *output.shape[1:])))
 
 
-splits(F.linear)(lambda arguments, own: positions(arguments, 1, "input"))
-splits(torch.bilinear)(lambda arguments, own: positions(arguments, 1, "input1", "input2"))
-splits(F.layer_norm, F.rms_norm)(lambda arguments, own: positions(arguments, len(arguments["normalized_shape"]), "input"))
+splits(F.linear)(lambda arguments, own: split_positions(arguments, 1, "input"))
+splits(torch.bilinear)(lambda arguments, own: split_positions(arguments, 1, "input1", "input2"))
+splits(F.layer_norm, F.rms_norm)(lambda arguments, own: split_positions(arguments, len(arguments["normalized_shape"]), "input"))
 
 
 @splits(F.embedding)
 def _embedding_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if arguments.get("scale_grad_by_freq"):
         return None  # frequencies would be counted in the batch: a sample's gradient would depend on the others
-    return positions(arguments, 0, "input")
+    return split_positions(arguments, 0, "input")
 
 
 @splits(F.embedding_bag)

@@ -15,7 +15,7 @@ from psg._ops import Place
 from psg.factors import Dense
 from psg.rules._registry import Rule
 from psg.rules.products import sum_to
-from psg.rules.rows import Split, positions, splits
+from psg.rules.rows import Split, split_positions, splits
 
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
@@ -28,7 +28,7 @@ def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Spli
     if not isinstance(input, Tensor) or weight.is_complex():
         return None
     full = torch.broadcast_shapes(input.shape, weight.shape)
-    return positions({"input": input.expand(full)}, len(shape), "input")
+    return split_positions({"input": input.expand(full)}, len(shape), "input")
 
 
 def _row_shape(weight: Tensor) -> torch.Size:

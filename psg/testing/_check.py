@@ -102,7 +102,7 @@ def check(
 
 def _single(fn: Callable, argnums: Any, in_dims: Any, args: tuple) -> Callable:
     """The function of one sample that calls a function of a batch on a batch of one."""
-    return prepare("check", fn, Options(argnums, in_dims, False, "different", None, "batch"), args, {}).single().fn
+    return prepare("check", fn, Options(argnums, in_dims, False, "different", None, "batch"), args, {}).with_sample_fn().fn
 
 
 def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = None, atol: float = 0.0) -> None:
