@@ -33,6 +33,7 @@ from psg._errors import InputError, PsgError, StateError, user_line
 from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._operands import run_rule
 from psg._ops import (
+    DIFFERENTIATING,
     GRAD_FN,
     METADATA,
     PREDICATES,
@@ -194,7 +195,6 @@ def _one_pass(
 _Owners = Callable[[str, Tensor, list[Tensor], list[Tensor], float], Tensor]
 """Whose each row is, as `owners` says it: from the op, the cotangent, those of weighted sums of the losses, the weights and eps."""
 
-_BACKWARD = {torch.autograd.grad, Tensor.backward}
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
 
@@ -236,7 +236,7 @@ class _BatchMode(Watch):
         if target is not None:
             self._protect(func, target)
         refuse_updates(func, args, kwargs)
-        if func == torch._VF._make_dual or (func in _BACKWARD and kwargs.get("create_graph")):
+        if func == torch._VF._make_dual or (func in DIFFERENTIATING and kwargs.get("create_graph")):
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} makes derivatives that are differentiated in turn; rules give no such '
                 f"derivatives. {_FOR_ONE_SAMPLE}"

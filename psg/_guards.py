@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch, _kernels, _pass
+from psg import _autograd, _functorch, _kernels, _pass
 from psg._call import Call
 from psg._errors import PsgError, StateError
 from psg._marks import Marks
-from psg._ops import LIKENESSES, leaves_of, target_of
-from psg.rules._registry import find_decomposition, find_leak
+from psg._ops import DIFFERENTIATING, LIKENESSES, leaves_of, target_of
+from psg.rules._registry import find_decomposition, find_leak, is_misderived
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 
@@ -71,20 +71,56 @@ class VmapGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class LoopGuard(TorchFunctionMode):
-    """Under plain autograd: refuses updates of running statistics, and notes the arguments of fn's ops.
+class Repaired(TorchFunctionMode):
+    """Under plain autograd: works around ops that torch gets wrong.
+
+    Args:
+        differentiated: Whether the gradients are differentiated in turn. Then ops whose higher derivatives torch gets wrong are decomposed,
+            but not in checkpointed parts of fn: these may run again after the call has ended, when nothing decomposes them.
+
+    Attributes:
+        is_misderived: Whether fn itself has differentiated gradients, after such an op had run undecomposed: fn must run again, with
+            `differentiated`.
+    """
+
+    def __init__(self, differentiated: bool = False) -> None:
+        super().__init__()
+        self.differentiated = differentiated
+        self.hooks = _autograd.saved_tensor_hooks()
+        self.is_misderived = False
+        self._ran_undecomposed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_misderived(func):
+            decompose = find_decomposition(func, differentiated=True)
+            higher = self.differentiated or _functorch.transform_active()
+            if decompose is not None and higher and _autograd.saved_tensor_hooks() == self.hooks:
+                with self:
+                    output = decompose(*args, **kwargs)
+                if output is not NotImplemented:
+                    return output
+            self._ran_undecomposed = True
+        if func in DIFFERENTIATING and kwargs.get("create_graph"):
+            self.is_misderived |= self._ran_undecomposed and not self.differentiated
+        return _kernels.run(func, args, kwargs)
+
+
+class LoopGuard(Repaired):
+    """Under plain autograd: also refuses updates of running statistics, and notes the arguments of fn's ops.
 
     Args:
         call: The call.
         own: The leaves that fn is given.
+        differentiated: As `Repaired` takes it.
 
     Attributes:
         used_ids: The ids of all arguments of ops.
         recorded_ids: The ids of the arguments of ops that autograd records.
     """
 
-    def __init__(self, call: Call, own: Sequence[Any] = ()) -> None:
-        super().__init__()
+    def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
+        super().__init__(differentiated)
         self.outside = call.outside
         self.own = frozenset(map(id, own))
         self.used_ids: set[int] = set()
@@ -100,15 +136,15 @@ class LoopGuard(TorchFunctionMode):
         self.outside.look(func, leaves, self.own)
         args, kwargs = self.outside.replace((args, kwargs))
         refuse_updates(func, args, kwargs)
-        return _kernels.run(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-class RerunGuard(TorchFunctionMode):
+class RerunGuard(Repaired):
     """Watches ops that a backward pass runs again, as a checkpointed layer's does: they must use the parameters of the forward pass."""
 
-    def __init__(self, call: Call, used_ids: set[int], called: _pass.Pass) -> None:
-        super().__init__()
-        self.call, self.used_ids, self.called = call, used_ids, called
+    def __init__(self, call: Call, forward: LoopGuard, called: _pass.Pass) -> None:
+        super().__init__(forward.differentiated)
+        self.call, self.used_ids, self.called = call, forward.used_ids, called
         self.shapes = {call.leaves[position].shape for position in call.params}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,4 +161,4 @@ class RerunGuard(TorchFunctionMode):
                     f"{self.call.name}: the backward pass runs a part of a module again, as a checkpointed layer's does, and fn has called "
                     "that module with several sets of parameters: psg cannot tell which of them to use then. Remove the checkpointing."
                 )
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)

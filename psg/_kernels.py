@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -31,13 +30,6 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
         normalized.register_hook(laid_out)
     return output
-
-
-class Repaired(TorchFunctionMode):
-    """Calls every op by `run`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(func, args, kwargs or {})
 
 
 def _closed(value: Any) -> Any:

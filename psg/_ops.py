@@ -38,6 +38,9 @@ class Node:
         return self._refuse(f"{attribute} of the autograd node {self.name()}")
 
 
+DIFFERENTIATING = {torch.autograd.grad, Tensor.backward}
+"""Calls that differentiate. Function modes get all their options as keyword arguments."""
+
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
 # These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (READS), of

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -181,10 +182,24 @@ def _vmap_together(call: Call) -> Result:
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
 
 
+class _Misderived(PsgError):
+    """fn itself differentiates gradients of an op whose higher derivatives torch gets wrong."""
+
+
 def _run_loop(call: Call) -> Result:
+    if _functorch.transform_active():
+        return _loop_over_samples(call, _nested_gradient)
+    state = _random.get_state(call.tensors)
+    try:
+        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=call.needs_derivative))
+    except _Misderived:
+        _random.set_state(state)
+        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=True))
+
+
+def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs], tuple[Tensor, ...]]) -> Result:
     outputs, rows = _Outputs(call), []
     state = _random.get_state(call.tensors)
-    gradient = _nested_gradient if _functorch.transform_active() else _recorded_gradient
     for i in range(call.n):
         if call.randomness == "same":
             _random.set_state(state)
@@ -201,17 +216,32 @@ def _run_loop(call: Call) -> Result:
     return Result(stacked[count], outputs.aux(stacked[count + 1 :]), factors, "loop", [[] for _ in factors])
 
 
-def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:
-    """One sample's gradients, loss and auxiliary tensors by plain autograd, which can run whatever PyTorch can."""
+def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differentiated: bool) -> tuple[Tensor, ...]:
+    """One sample's gradients, loss and auxiliary tensors by plain autograd, which can run whatever PyTorch can.
+
+    Args:
+        call: The call.
+        leaves: The sample's own.
+        outputs: Runs fn.
+        differentiated: Whether to decompose ops whose higher derivatives torch gets wrong.
+
+    Returns:
+        The gradients, the loss and the auxiliary tensors.
+
+    Raises:
+        _Misderived: fn has asked for such derivatives of an op that was not decomposed.
+    """
     history = call.needs_derivative
     for position in call.params:
         if not leaves[position].requires_grad:
             leaves[position].requires_grad_()
     own, called = [leaves[position] for position in call.params], _pass.Pass()
     with torch.enable_grad():
-        with _pass.opened(called), LoopGuard(call, leaves) as guard:
+        with _pass.opened(called), LoopGuard(call, leaves, differentiated) as guard:
             values = outputs.of(leaves)
-        loss, again = values[0], RerunGuard(call, guard.used_ids, called)
+        if guard.is_misderived:
+            raise _Misderived
+        loss, again = values[0], RerunGuard(call, guard, called)
         with called.again():
             if not history:
                 gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids))

@@ -9,6 +9,7 @@ from cases import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import psg
 from psg._trees import flatten
@@ -217,3 +218,112 @@ def test_capture_gives_no_tangents_and_says_so(gradients, device):
     w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
     with forward_ad.dual_level(), pytest.raises(psg.PsgError, match="inside a level of torch.autograd.forward_ad"):
         gradients(lambda w, x: (w * x).sum().sin(), method="capture")(forward_ad.make_dual(w, torch.ones_like(w)), x)
+
+
+# --- ops whose higher derivatives torch itself gets wrong ------------------------------------------------------
+
+
+def standardized(x, dims, eps=1e-5):
+    centred = x - x.mean(dims, keepdim=True)
+    return centred / (centred.square().mean(dims, keepdim=True) + eps).sqrt()
+
+
+# Each op, and the same in elementary ops, on [2, 3, 4].
+MISDERIVED = {
+    "layer_norm": (lambda z: F.layer_norm(z, (4,)), lambda z: standardized(z, -1)),
+    "instance_norm": (F.instance_norm, lambda z: standardized(z, 2)),
+    "batch_norm": (lambda z: F.batch_norm(z, None, None, training=True), lambda z: standardized(z, (0, 2))),
+    "weight_norm": (
+        lambda z: torch._weight_norm(z[0], z[1, :, :1].exp(), 0),
+        lambda z: z[0] * z[1, :, :1].exp() / z[0].square().sum(1, keepdim=True).sqrt(),
+    ),
+}
+
+
+@pytest.fixture(params=MISDERIVED)
+def pair(request):
+    """A function of a sample by torch's op, and the same in elementary ops."""
+
+    def function_of(op, branches):
+        def fn(p, x):
+            loss = op((x @ p["W"] + p["b"]).reshape(2, 3, 4)).sin().square().sum()
+            return 2 * loss if branches and x[0, 0] > 100 else loss
+
+        return fn
+
+    op, elementary = MISDERIVED[request.param]
+    return lambda branches=False: function_of(op, branches), function_of(elementary, False)
+
+
+@pytest.fixture
+def wide_setting(device):
+    torch.manual_seed(0)
+    return {"W": torch.randn(4, 4, device=device), "b": torch.randn(4, device=device)}, torch.randn(N, 6, 4, device=device)
+
+
+def two_derivatives_of_norms(fn, method, params, x):
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    norms = psg.per_sample_norm(fn, method=method)(leaves, x)
+    first = torch.autograd.grad(norms.sin().sum(), list(leaves.values()), create_graph=True)
+    return norms, first, torch.autograd.grad(sum(g.sin().sum() for g in first), list(leaves.values()))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(("method", "branches"), [("auto", False), ("auto", True), ("vmap", False), ("loop", False)])
+def test_derivatives_of_norms_through_misderived_ops(method, branches, pair, wide_setting):
+    make, elementary = pair
+    found = two_derivatives_of_norms(make(branches), method, *wide_setting)
+    assert_trees_close(found, two_derivatives_of_norms(elementary, "loop", *wide_setting), per_sample=False)
+
+
+def laplacian(fn):
+    def differentiating(p, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(fn(p, x), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x, create_graph=True)[0].square().sum()
+
+    return differentiating
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "loop"])
+def test_functions_that_differentiate_misderived_ops(method, pair, wide_setting):
+    make, elementary = pair
+    expected = loop_grad(laplacian(elementary))(*wide_setting)
+    assert_trees_close(psg.per_sample_grad(laplacian(make()), method=method)(*wide_setting), expected)
+    assert_trees_close(loop_grad(laplacian(make()))(*wide_setting), expected)
+    psg.check(laplacian(make()))(*wide_setting)
+
+
+def test_a_repeated_loop_draws_the_same_numbers(pair, wide_setting):
+    make, elementary = pair
+
+    def noisy(fn):
+        return lambda p, x: laplacian(lambda p, x: fn(p, x + torch.rand_like(x)))(p, x)
+
+    results = []
+    for function in (psg.per_sample_grad(noisy(make()), method="loop"), loop_grad(noisy(make())), loop_grad(noisy(elementary))):
+        torch.manual_seed(1)
+        results.append((function(*wide_setting), torch.rand(1)))
+    assert_trees_close(results[0], results[2])
+    assert_trees_close(results[1], results[2])
+
+
+def test_checkpointed_misderived_ops_run_as_they_are(pair, wide_setting):
+    """The checkpoint may run again when the call has ended: it must not find other ops than in its forward pass."""
+    make, _ = pair
+
+    def checkpointed(p, x):
+        return checkpoint(make(), p, x, use_reentrant=False)
+
+    def by_torch(p, x):
+        p = {name: value.clone().requires_grad_() for name, value in p.items()}
+        norms = [torch.stack([g.square().sum() for g in slopes]).sum().sqrt() for slopes in (slopes_of(p, own) for own in x)]
+        return torch.autograd.grad(torch.stack(norms).sin().sum(), list(p.values()))
+
+    def slopes_of(p, own):
+        return torch.autograd.grad(make()(p, own), list(p.values()), create_graph=True)
+
+    params, x = wide_setting
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    psg.per_sample_norm(checkpointed, method="loop")(leaves, x).sin().sum().backward()
+    assert_trees_close([leaf.grad for leaf in leaves.values()], list(by_torch(params, x)), per_sample=False)

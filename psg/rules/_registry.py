@@ -118,6 +118,7 @@ def _is_number(annotation: Any) -> bool:
 _rules: dict[Any, Rule] = {}
 _decompositions: dict[Any, Callable[..., Any]] = {}
 _differentiated_decompositions: dict[Any, Callable[..., Any]] = {}
+_misderived: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
@@ -242,14 +243,18 @@ def body_of(op: Any) -> Callable[..., Any] | None:
     return op.__wrapped__ if hasattr(op, "_psg_primitive") else None
 
 
-def decomposition(*ops: Any, differentiated: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(*ops: Any, differentiated: bool = False, misderived: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function, which rewrites a call with other ops that rules or vmap can run; NotImplemented declines the call.
 
     With `differentiated`, the function is used only in passes that differentiate the op's gradient again, under vmap. The others are also
     used for a call on parameters alone, which runs once for all samples and counts as one step.
+
+    With `misderived`, torch's own higher derivatives of the op are wrong: where these are asked for, plain autograd uses the function, too.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if misderived:
+            _misderived.update(ops)
         (_differentiated_decompositions if differentiated else _decompositions).update(dict.fromkeys(ops, function))
         return function
 
@@ -348,6 +353,11 @@ def find_transposable_form(op: Any) -> Callable[..., Any] | None:
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:
     """The decomposition of an op, if there is one; with `differentiated`, one registered for such passes comes first."""
     return (_differentiated_decompositions.get(op) if differentiated else None) or _decompositions.get(op)
+
+
+def is_misderived(op: Any) -> bool:
+    """Whether torch's own higher derivatives of the op are wrong. Those of its decomposition are right."""
+    return op in _misderived
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:

@@ -73,9 +73,12 @@ def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     return input.copy_(Tensor.index_add(input, *args, **kwargs))
 
 
-@decomposition(torch._weight_norm)  # pyright: ignore[reportPrivateImportUsage]
+@decomposition(torch._weight_norm, misderived=True)  # pyright: ignore[reportPrivateImportUsage]
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
-    """v g / |v|, with the norm over all dimensions but `dim`, or over all if it is -1: vmap would run torch's backward sample by sample."""
+    """v g / |v|, with the norm over all dimensions but `dim`, or over all if it is -1.
+
+    vmap would run torch's backward sample by sample, and in plain autograd torch's second derivatives are wrong (2.13).
+    """
     if not -v.ndim <= dim < v.ndim or v.dtype != g.dtype or v.is_complex():
         return NotImplemented
     dims = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]

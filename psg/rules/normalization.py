@@ -223,10 +223,10 @@ def _any_complex(*tensors: Tensor | None) -> bool:
 
 
 # Written out, for passes whose gradients are differentiated again: vmap's rules for the backward of these ops treat the moments as
-# constants.
+# constants, and in plain autograd torch's third derivatives are wrong (2.13).
 
 
-@decomposition(F.layer_norm, differentiated=True)
+@decomposition(F.layer_norm, differentiated=True, misderived=True)
 def written_out_layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
@@ -237,7 +237,7 @@ def written_out_layer_norm(
     return _written_out(input, range(-len(shape), 0), weight, bias, shape, eps)
 
 
-@decomposition(F.instance_norm, differentiated=True)
+@decomposition(F.instance_norm, differentiated=True, misderived=True)
 def written_out_instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -254,7 +254,7 @@ def written_out_instance_norm(
     return _written_out(input, range(2, input.ndim), weight, bias, (-1, *(1,) * (input.ndim - 2)), eps)
 
 
-@decomposition(F.batch_norm, differentiated=True)
+@decomposition(F.batch_norm, differentiated=True, misderived=True)
 def written_out_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,

@@ -8,9 +8,10 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _kernels, _pass
+from psg import _pass, _random
 from psg._copies import copy_of
 from psg._errors import InputError
+from psg._guards import Repaired
 from psg._trees import NAMESPACE, Tree, flatten, unflatten
 
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations do not allow users' trees
@@ -41,26 +42,36 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         ([9.0, 1.0], [[6.0, 12.0], [0.0, 2.0]])
     """
 
+    def one(batch: Batch, positions: Sequence[int], i: int, shared: Any, differentiated: bool) -> tuple[Any, Any, Any] | None:
+        """Value, aux and gradient of sample i; None if fn differentiates gradients that only `differentiated` makes right."""
+        called = _pass.Pass()
+        # Autograd is on even if the caller has switched it off: inference mode would make every gradient a silent zero.
+        with torch.inference_mode(False), torch.enable_grad():
+            arguments = batch.sample(i)
+            targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
+            with _pass.opened(called), Repaired(differentiated) as repaired:
+                value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
+            if repaired.is_misderived:
+                return None
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+                raise InputError(f"loop_grad: fn must return a scalar tensor for one sample, got {got}")
+            with called.again(), Repaired(differentiated):
+                return value.detach(), tree_map(Tensor.detach, aux), _grad(value, targets)
+
     def looped(*args: Tree, **shared: Any) -> tuple[Any, Tree]:
         positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
         batch = Batch(args, positions, in_dims)
         values, auxes, rows = [], [], []
         for i in range(batch.n):
-            # Autograd is on even if the caller has switched it off: inference mode would make every gradient a silent zero.
-            called = _pass.Pass()
-            with torch.inference_mode(False), torch.enable_grad():
-                arguments = batch.sample(i)
-                targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
-                with _pass.opened(called), _kernels.Repaired():
-                    value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
-                with called.again():
-                    row = _grad(value, targets) if isinstance(value, Tensor) and value.dim() == 0 else None
-            if not isinstance(value, Tensor) or value.dim() != 0:
-                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
-                raise InputError(f"loop_grad: fn must return a scalar tensor for one sample, got {got}")
-            values.append(value.detach())
-            auxes.append(tree_map(Tensor.detach, aux))
-            rows.append(row)
+            state = _random.get_state(leaf for leaf in batch.leaves if isinstance(leaf, Tensor))
+            found = one(batch, positions, i, shared, False)
+            if found is None:
+                _random.set_state(state)
+                found = one(batch, positions, i, shared, True)
+            assert found is not None
+            for column, own in zip((values, auxes, rows), found, strict=True):
+                column.append(own)
         if batch.n:
             values, aux, grads = torch.stack(values), _stack(auxes), _stack(rows)
         else:
