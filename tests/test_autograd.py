@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import N, score
 from test_transformability import FUNCTIONS, flat, gradients, live, reference_clipped, slopes, weigh
+from torch import nn
 from torch.func import grad, hessian, jacfwd, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -366,3 +367,22 @@ def test_data_that_the_function_itself_makes_a_leaf_gives_no_history(method, dev
     closed = torch.ones(3, device=device, requires_grad=True)  # requires grad already, so fn's requires_grad_ changes nothing
     outer = psg.per_sample_norm(lambda w, x: fn(w, closed.requires_grad_(True) * x), method=method)(w, x)
     assert outer.requires_grad
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_results_with_a_history_may_be_written_into(method, chunk_size, device):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(12, 6), nn.LayerNorm(6), nn.Linear(6, 3)).to(device)
+    loss, _ = psg.stateless(module, F.cross_entropy)
+    x, y = torch.randn(4, 2, 5, device=device), torch.randint(3, (4,), device=device)
+
+    def slopes(write):
+        params = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+        calls = psg.clipped_grad(loss, 0.1, method=method, chunk_size=chunk_size), psg.per_sample_grad(loss, method=method)
+        clipped, each = calls[0](params, x, y).grads, calls[1](params, x, y)
+        results = [*clipped.values(), *each.values()]
+        changed = [result.mul_(3) if write else 3 * result for result in results]
+        return torch.autograd.grad(sum(value.sin().sum() for value in changed), list(params.values()))
+
+    assert_trees_close(slopes(True), slopes(False), per_sample=False)
