@@ -547,8 +547,21 @@ def test_a_kind_of_the_user_s_own_is_a_node_of_trees(device):
     assert_trees_close(optree.tree_map(lambda tensor: 3 * tensor, Diagonal(values)).materialize(), torch.diag_embed(3 * values))
 
 
+@pytest.mark.parametrize(("positions", "kind"), [(1, Segments), (2, Dense)])
+def test_segments_are_formed_where_gradients_are_smaller_than_factors(positions, kind, device):
+    factor = Outer(torch.randn(5, positions, 3, device=device), torch.randn(5, positions, 4, device=device))
+    assert isinstance(factor.segment_sum(torch.tensor([1, 0, 1, 1, 0], device=device), 2), kind)
+
+
+def test_formed_segments_are_not_rounded_one_by_one(device):
+    # In bfloat16 the gradient of the first sample, 1 + 2^-8, would be rounded to 1.
+    terms = torch.tensor([[[1.0], [2.0**-8]], [[2.0**-8], [0.0]]], device=device, dtype=torch.bfloat16)
+    found = Outer(terms, torch.ones_like(terms)).segment_sum(torch.zeros(2, dtype=torch.int64, device=device), 1)
+    assert isinstance(found, Dense) and found.materialize().item() == 1 + 2.0**-7
+
+
 def test_sizes_of_segments_are_integers():
-    users = Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 2)).segment_sum(torch.tensor([0, 1, 1]), 2)
+    users = Outer(torch.ones(3, 1, 3), torch.ones(3, 1, 3)).segment_sum(torch.tensor([0, 1, 1]), 2)
     with pytest.raises(psg.InputError, match="convert the factor by its own method `to`"):
         optree.tree_map(lambda tensor: tensor.to(torch.float32), users).weighted_sum(torch.ones(2))
     assert users.to(torch.float32).weighted_sum(torch.ones(2)).dtype == torch.float32

@@ -354,11 +354,21 @@ class Factor(ABC):
         Returns:
             The factor of `count` samples.
         """
+        # Of gradients no larger than their factor, the sums are smaller still.
+        if self.n * self.shape.numel() * self.dtype.itemsize <= self.nbytes or _functorch.is_traced():
+            return self._segments_formed(ids, count)
+        return self._segments_factored(ids, count)
+
+    def _segments_formed(self, ids: Tensor, count: int) -> "Factor":
         from psg.factors._dense import Dense
+
+        # Gradients of a segment may cancel, so they must not be rounded one by one.
+        return Dense(add_up(self.to(wide(self.dtype)).parts(), ids, count).to(self.dtype))
+
+    def _segments_factored(self, ids: Tensor, count: int) -> "Factor":
+        """Not for traces, which cannot read the sizes of the segments."""
         from psg.factors._segments import Segments
 
-        if _functorch.is_traced():  # a trace cannot read the sizes of the segments
-            return Dense(add_up(self.parts(), ids, count).to(self.dtype))
         order = ids.argsort(stable=True)
         in_order = _functorch.can_read_now(ids) and torch.equal(order, torch.arange(len(order), device=order.device))
         return Segments(self if in_order else self.take(order), torch.bincount(ids, minlength=count))

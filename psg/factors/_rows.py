@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Additive, expect_real, square, wide, widen
+from psg.factors._base import Additive, Factor, expect_real, square, wide, widen
 from psg.factors._dense import Dense
 from psg.factors._sketch import Sketch
 
@@ -111,6 +111,10 @@ class Rows(Additive):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return scatter_rows(self.index, self._scaled(weights), self.num_rows).to(self.dtype)
+
+    def segment_sum(self, ids: Tensor, count: int) -> Factor:
+        # However small the table: its sparse sums stay sparse.
+        return self._segments_formed(ids, count) if _functorch.is_traced() else self._segments_factored(ids, count)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
         rows = self._scaled(weights).flatten(0, 1)
