@@ -16,8 +16,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if func not in _BATCH_NORMS:
         return func(*args, **kwargs)
     # All arguments but the input. Running statistics may be copies: updates of them were refused before (psg/rules/leaks.py).
-    args = (*args[:1], *map(_closed, args[1:]))
-    kwargs = {name: value if name == "input" else _closed(value) for name, value in kwargs.items()}
+    args = (*args[:1], *map(_without_gaps, args[1:]))
+    kwargs = {name: value if name == "input" else _without_gaps(value) for name, value in kwargs.items()}
     output = func(*args, **kwargs)
     normalized = output[0] if isinstance(output, tuple) else output
     if normalized.is_cpu and normalized.requires_grad:
@@ -32,7 +32,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return output
 
 
-def _closed(value: Any) -> Any:
+def _without_gaps(value: Any) -> Any:
     """A CPU tensor without gaps between its entries; everything else as it is."""
     return value.contiguous() if isinstance(value, Tensor) and value.is_cpu else value
 

@@ -73,12 +73,17 @@ def automatic(gamma: float = 0.01) -> Policy:
     """
     if not gamma > 0:
         raise InputError(f"automatic(gamma={gamma}): expected a number greater than 0; policy='normalize' is the limit at 0.")
+    return _Automatic(gamma)
 
-    def policy(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
-        return clip_norm / (norms + gamma)
 
-    policy._bounded = True  # type: ignore[attr-defined]
-    return policy
+@dataclass(frozen=True)
+class _Automatic:
+    """The policy that `automatic` makes."""
+
+    gamma: float
+
+    def __call__(self, norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+        return clip_norm / (norms + self.gamma)
 
 
 def bounded(policy: Policy) -> Policy:
@@ -101,16 +106,21 @@ def bounded(policy: Policy) -> Policy:
     """
     if not callable(policy):
         raise InputError(f"bounded(policy={policy!r}): expected a function (norms, clip_norm) -> clip_coef.")
+    return _Bounded(policy)
 
-    def capped(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
-        coefs = coefficients(policy, norms, clip_norm)
+
+@dataclass(frozen=True)
+class _Bounded:
+    """The policy that `bounded` makes."""
+
+    policy: Policy
+
+    def __call__(self, norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+        coefs = coefficients(self.policy, norms, clip_norm)
         # A norm of zero may be an underflow: its gradient's squares were too small. And no coefficient may be infinite.
         limits = torch.finfo(norms.dtype)
         most = (clip_norm / norms.clamp(min=limits.tiny**0.5)).clamp(max=limits.max)
         return torch.minimum(torch.where(coefs >= 0, coefs, 0), most)
-
-    capped._bounded = True  # type: ignore[attr-defined]
-    return capped
 
 
 def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
@@ -476,4 +486,4 @@ def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
 
 def _is_bounded(policy: Policy) -> bool:
     """Whether none of the policy's coefficients leaves a gradient longer than the clip norm."""
-    return policy in POLICIES.values() or getattr(policy, "_bounded", False)
+    return policy is clip or policy is normalize or isinstance(policy, (_Automatic, _Bounded))

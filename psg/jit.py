@@ -363,7 +363,7 @@ def _signature(leaf: Any) -> Hashable:
 def _surroundings() -> Hashable:
     """The settings that a trace depends on, beside the arguments."""
     numerics = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    return _ambient.autocast(), are_disabled(), plans.asked(), numerics
+    return _ambient.autocast(), are_disabled(), plans.settings_key(), numerics
 
 
 def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:

@@ -103,15 +103,15 @@ def using(
         _settings.reset(token)
 
 
-def asked() -> Hashable:
+def settings_key() -> Hashable:
     """The current settings of `using`, as a key: equal where they ask for the same."""
     choices, *rest = _settings.get()
     # A lambda written at the call site is a new object each time: compare its code.
-    told = {question: _told(answer) for question, answer in choices.items()}
-    return tuple(sorted(told.items(), key=lambda item: item[0])), *rest
+    keys = {question: _choice_key(answer) for question, answer in choices.items()}
+    return tuple(sorted(keys.items(), key=lambda item: item[0])), *rest
 
 
-def _told(answer: Choice) -> Hashable:
+def _choice_key(answer: Choice) -> Hashable:
     if isinstance(answer, FunctionType) and not (answer.__closure__ or answer.__defaults__ or answer.__kwdefaults__):
         return answer.__code__
     return answer

@@ -1,6 +1,8 @@
 """clipped_grad: exact clipping, policies, groups, masks, samples that are not finite."""
 
+import functools
 import math
+import pickle
 from collections import OrderedDict, defaultdict
 from fractions import Fraction
 
@@ -200,6 +202,20 @@ def test_the_sensitivity_holds_for_every_named_policy(args):
 
 def test_the_sensitivity_of_an_own_policy_is_not_claimed(args):
     assert psg.clipped_grad(loss, 1.0, policy=lambda norms, c: norms)(*args).sensitivity == math.inf
+
+
+@pytest.mark.parametrize("made", [psg.clipping.automatic(0.5), psg.clipping.bounded(psg.clipping.normalize)])
+def test_the_sensitivity_is_not_claimed_for_a_wrapper_of_a_bounded_policy(made, args):
+    """functools.wraps copies the attributes of what it wraps, but a wrapper may return other coefficients."""
+    wrapper = functools.wraps(made)(lambda norms, c: 10 * made(norms, c))
+    assert psg.clipped_grad(loss, 1.0, policy=made)(*args).sensitivity == 1
+    assert psg.clipped_grad(loss, 1.0, policy=wrapper)(*args).sensitivity == math.inf
+
+
+def test_made_policies_are_values():
+    made = psg.clipping.bounded(psg.clipping.automatic(0.5))
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert len({made, psg.clipping.bounded(psg.clipping.automatic(0.5)), psg.clipping.bounded(psg.clipping.automatic(1.0))}) == 2
 
 
 @given(clip_norm=st.sampled_from([0.0, 0.3, 2.0]), scale=st.floats(-2, 50), power=st.floats(0, 2), seed=st.integers(0, 2**16))

@@ -1,5 +1,6 @@
 """The code in the documents runs as printed: README, notebooks, the demo."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import nbformat
 import pytest
 import torch
 
+import psg
 from psg.rules import _registry
 from psg.testing import assert_trees_close
 
@@ -106,8 +108,6 @@ def test_import_needs_torch_and_optree_alone(tmp_path):
 
 def test_public_names_are_documented():
     """The README names every public function of psg, psg.tree and psg.distributed."""
-    import psg
-
     readme = (ROOT / "README.md").read_text()
     names = [name for name in psg.__all__ if callable(getattr(psg, name)) and not issubclass(type(getattr(psg, name)), type)]
     for room in (psg.tree, psg.distributed):
@@ -116,6 +116,25 @@ def test_public_names_are_documented():
         names += [f"{room.__name__.removeprefix('psg.')}.{name}" for name in room.__all__]
     missing = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", readme)]
     assert not missing
+
+
+def documented(function):
+    """The arguments that a docstring describes, and the text for each."""
+    section = re.search(r"^Args:\n(.*?)(?=^\S)", inspect.getdoc(function), re.MULTILINE | re.DOTALL)
+    return {name: text.split() for name, text in re.findall(r"^    (\w+): (.*?)(?=^    \S|\Z)", section[1], re.MULTILINE | re.DOTALL)}
+
+
+def test_shared_options_have_one_text():
+    """Each transform describes all its arguments, and an argument that several have is described in the same words."""
+    transforms = (psg.per_sample_grad, psg.per_sample_value_and_grad, psg.per_sample_norm, psg.factored_grad, psg.clipped_grad, psg.explain)
+    texts = {}
+    for transform in (*transforms, psg.tree.clip):
+        own = documented(transform)
+        assert list(own) == list(inspect.signature(transform).parameters), transform.__name__
+        for name, text in own.items():
+            if transform is not psg.tree.clip or name == "clip_norm":
+                assert texts.setdefault(name, text) == text, (transform.__name__, name)
+    assert len(texts) == 9
 
 
 def test_readme_s_table_names_tests_that_exist():

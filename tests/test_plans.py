@@ -123,14 +123,14 @@ def test_a_function_that_chooses_may_write_into_the_costs(device):
 
 
 def test_settings_are_put_back_after_an_error(device):
-    before = plans.asked()
+    before = plans.settings_key()
     with pytest.raises(ZeroDivisionError), plans.using(norm="gram", keep_bytes=3, measure=True):
         raise ZeroDivisionError
-    assert plans.asked() == before
+    assert plans.settings_key() == before
 
 
 def test_settings_are_those_of_a_thread():
-    before, inside, left = plans.asked(), threading.Event(), threading.Event()
+    before, inside, left = plans.settings_key(), threading.Event(), threading.Event()
 
     def other():
         with plans.using(norm="gram"):
@@ -143,7 +143,7 @@ def test_settings_are_those_of_a_thread():
     with plans.using(keep_bytes=1):
         left.set()
         thread.join()
-    assert plans.asked() == before
+    assert plans.settings_key() == before
 
 
 def test_a_function_may_choose_for_one_parameter(device):

@@ -335,7 +335,7 @@ class Conv(Planned):
     def _native_costs(self, products: float, data: float, columns: float) -> tuple[float, float]:
         """The costs of native kernels for each sample alone, and for all samples as groups of one convolution."""
         (out_channels, in_channels, *kernel), groups = self.shape, self.geometry.groups
-        if self.dtype not in _NATIVE or not 1 < max(kernel) <= 14:
+        if self.dtype not in _NATIVE_DTYPES or not 1 < max(kernel) <= 14:
             return columns, columns
         # oneDNN works on blocks of channels. It pads the channels of a single group to whole blocks, but not those of many groups;
         # a three-dimensional convolution is like many groups.
@@ -357,7 +357,7 @@ class Conv(Planned):
     def _is_depthwise(self) -> bool:
         """Whether `_correlation` applies."""
         fits = self.cotangent.shape[1] == 1 and self.shape[1] == 1 and self.shape[0] == self.geometry.groups
-        return fits and self.device.type == "cpu" and self.dtype in _NATIVE
+        return fits and self.device.type == "cpu" and self.dtype in _NATIVE_DTYPES
 
     @property
     def _is_correlated(self) -> bool:
@@ -387,7 +387,7 @@ class Conv(Planned):
 
 
 # The dtypes for which oneDNN has kernels on every CPU.
-_NATIVE = (torch.float32, torch.bfloat16)
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 # The cost of calling a native kernel, in operations for each thread.
 _NATIVE_CALL = 2_500_000

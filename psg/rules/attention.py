@@ -65,7 +65,7 @@ def _with_dims(tensor: Tensor, dims: int) -> Tensor:
     return tensor.reshape(tensor.shape[0], *(1,) * (dims + 1 - tensor.ndim), *tensor.shape[1:])
 
 
-def _opened(function: FunctionType) -> FunctionType:
+def _without_override_check(function: FunctionType) -> FunctionType:
     """A composite of torch.nn.functional, without the check that hands the whole call to a function mode.
 
     The function mode then sees the inner calls one by one, and those that have rules run by them.
@@ -74,7 +74,7 @@ def _opened(function: FunctionType) -> FunctionType:
     return FunctionType(function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__, function.__closure__)
 
 
-_multi_head_attention_forward = _opened(F.multi_head_attention_forward)
+_multi_head_attention_forward = _without_override_check(F.multi_head_attention_forward)
 
 
 @decomposition(F.multi_head_attention_forward)

@@ -73,7 +73,7 @@ def check(
 
     def checked(*args: Tree, **shared: Any) -> Checked:
         scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn
-        single = _single(scalar, argnums, in_dims, args) if method == "batch" else scalar
+        single = _sample_fn(scalar, argnums, in_dims, args) if method == "batch" else scalar
         loop = loop_value_and_grad(single, argnums, in_dims=in_dims)
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
         (values, grads), (found_values, found) = loop(*args, **shared), both(*args, **shared)
@@ -100,7 +100,7 @@ def check(
     return checked
 
 
-def _single(fn: Callable, argnums: Any, in_dims: Any, args: tuple) -> Callable:
+def _sample_fn(fn: Callable, argnums: Any, in_dims: Any, args: tuple) -> Callable:
     """The function of one sample that calls a function of a batch on a batch of one."""
     return prepare("check", fn, Options(argnums, in_dims, False, "different", None, "batch"), args, {}).with_sample_fn().fn
 
