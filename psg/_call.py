@@ -165,7 +165,7 @@ class Call:
 
         def own(leaf: Any, dim: int | None) -> Any:
             if dim is not None:
-                return leaf.select(dim, i).clone(memory_format=torch.contiguous_format)
+                return _copies.closed_copy_of(leaf.select(dim, i))
             return _copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf
 
         return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
@@ -188,7 +188,7 @@ class Call:
         if start == 0 and size >= self.n:
             return self
         size = min(size, self.n - start)
-        leaves = [leaf if dim is None else leaf.narrow(dim, start, size) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
+        leaves = [leaf if dim is None else _narrow(leaf, dim, start, size) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
         return replace(self, leaves=leaves, n=size)
 
     def take(self, index: Tensor) -> "Call":
@@ -197,6 +197,13 @@ class Call:
             leaf if dim is None else leaf.index_select(dim, index.to(leaf.device)) for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
         return replace(self, leaves=leaves, n=len(index))
+
+
+def _narrow(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """`tensor.narrow`, which sparse tensors do not have."""
+    if tensor.layout == torch.strided:
+        return tensor.narrow(dim, start, size)
+    return tensor.index_select(dim, torch.arange(start, start + size, device=tensor.device))
 
 
 def prepare(

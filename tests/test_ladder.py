@@ -858,3 +858,19 @@ def test_tensors_that_are_marked_as_negative(method, device):
     assert marked.is_neg()
     expected = loop_grad(lambda w, x: w.det() * x)(w, torch.ones(2, device=device))
     assert_trees_close(psg.per_sample_grad(lambda w, x: w.det() * x, method=method)(marked, torch.ones(2, device=device)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fall back.*slow:UserWarning", "ignore::psg.FallbackWarning")  # torch's, of a selected sparse row
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_sparse_batches(branches, chunk_size, device):
+    x, params = torch.randn(5, 6, device=device).relu(), {"w": torch.randn(6, 3, device=device)}
+
+    def fn(p, x):
+        total = (torch.sparse.mm(x[None], p["w"]) if x.is_sparse else x @ p["w"]).sum()
+        return total.cos() if branches and total.item() > 0 else total.sin()
+
+    for method in ("auto", "loop"):
+        found = psg.per_sample_grad(fn, method=method, chunk_size=chunk_size)(params, x.to_sparse())
+        assert_trees_close(found, loop_grad(fn)(params, x))
+    psg.check(fn, chunk_size=chunk_size)(params, x.to_sparse())
