@@ -84,7 +84,8 @@ def test_writes(write, side, other, device):
         return score(WRITES[write](SIDES[side](p["y"], x), SIDES[other](p["v"], z)))
 
     def batch(p, x, z):
-        return torch.stack([fn(p, own, other) for own, other in zip(x, z, strict=True)])
+        # Clones, as in a loop: `as_strided_scatter` reads a view's memory from where that of the whole begins.
+        return torch.stack([fn(p, own.clone(), other.clone()) for own, other in zip(x, z, strict=True)])
 
     params = {"y": torch.rand(4, 3, device=device) + 0.5, "v": torch.rand(3, 3, device=device) + 0.5}
     samples = torch.randn(2, 4, 3, device=device), torch.randn(2, 3, 3, device=device)
