@@ -1,24 +1,25 @@
 """The pass for functions of a whole batch: `fn(params, *batch) -> losses [n]`, called once, without vmap.
 
-For what vmap cannot run and a loop would run slowly: data-dependent routing, `.item()`, kernels without a batching rule. The gradient of
-sample i is that of losses[i].
+It serves functions that vmap cannot run and a loop would run slowly: data-dependent routing, `.item()`, kernels without a batching rule.
+The gradient of sample i is that of losses[i].
 
-Nothing is lifted here. An op that meets a parameter runs by its rule, row by row of its data; an op on parameters alone is computed once
-and pulled back; any other op that meets a parameter is an error, for nobody could say which sample its gradient belongs to.
+This pass does not lift parameters. An op that combines a parameter with data runs by its rule, which treats each row of the data as a
+sample. An op on parameters alone is computed once, and its gradients are pulled back. Any other op that meets a parameter raises an error,
+because nothing tells which sample its gradient belongs to.
 
-Which sample a row belongs to is measured (psg/_owners.py). A call on which that fails is run again by groups of samples, or refused.
+Weighted backward passes measure which sample each row belongs to (psg/_owners.py). If the measurement fails, the call runs again by groups
+of samples, or raises an error.
 
-An op on parameters and on what the samples share (a frozen weight to which they are added, a mask, positions in a table), or that repeats
-a parameter, may make values for all samples together, computed once too, or rows that are the samples' own (an initial state, a class token
-for each image). Only the backward pass tells: the likelier is tried first, and what does not hold is run again the other way. Either way
-gives the gradient of losses[i], or an error, whatever was taken for shared: a value computed once is a tensor that the losses depend on, as
-a parameter is, and what has a history, which would be lost there, is not taken.
+Some ops combine a parameter with tensors that all samples share (a frozen weight, a mask, positions in a table), or repeat a parameter.
+Their output may be one value for all samples, to be computed once, or may have rows of each sample's own (an initial state, a class token
+for each image). Only the backward pass can tell: the pass tries the likelier choice first, and runs again with the other one if the first
+fails. Either choice gives the gradient of losses[i], or an error: the losses depend on a value that is computed once just as they depend on
+a parameter. Tensors with a history never enter such a value, because their history would be lost.
 
-What fn holds requires grad, though no gradient should ever reach it: if one does, an op has met the parameter unseen, which is an error.
-Activation checkpointing computes again in the backward pass, which therefore runs under the same mode.
+The wrappers of parameters that fn holds require grad, though no gradient should reach them. If one does, an op has met the parameter
+unseen, which is an error. Activation checkpointing runs ops again in the backward pass, so that pass runs under the same mode.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ from psg._ops import (
     substitute,
     target_of,
 )
-from psg._owners import codes, decoded, groups, loss_weights, owners
+from psg._owners import HALF, SINGLE, codes, groups, owners
 from psg._sampled import Sampled
 from psg._writes import written
 from psg.factors import Dense, Factor
@@ -72,12 +73,11 @@ def capture_batch(
     """Run the pass described at the top of this file.
 
     Args:
-        function: From the tensors of a batch, and whether to copy whatever else it is given, to a tuple of tensors, the first of which are
-            the losses, [n].
-        tensors: The function's arguments.
+        function: Takes the tensors of a batch, and whether to copy its other arguments; returns a tuple of tensors, first the losses [n].
+        tensors: The function's tensor arguments.
         in_dims: For each of them the dimension of the samples, or None.
-        beside: What else it is given.
-        params: The positions among `tensors` of those to differentiate, and what messages call them.
+        beside: Tensors among the function's other arguments.
+        params: The parameters' positions among `tensors`, and their names in messages.
         n: The number of samples, at least 1.
         look: Called with every op of the function and its arguments.
 
@@ -86,21 +86,21 @@ def capture_batch(
 
     Raises:
         InputError: A parameter reaches an op that has no rule, or a rule that does not fit.
-        StateError: A row depends on two samples.
-        NotFinite: A row's cotangent does not tell its sample.
+        StateError: Two losses depend on one row.
+        NotFinite: A row's cotangent is infinite or NaN.
     """
     tensors = [tensor.detach() for tensor in tensors]
     choices, copied = _Choices({}, set()), False
-    failure: PsgError | None = None  # one like the first
+    failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
     while True:
         try:
-            # Copies of each pass's own: one that failed may have written into those it had.
+            # New copies for each pass: a pass that failed may have written into its own.
             given = [_copies.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
             inputs = [] if copied else [*given, *beside]
             sampled = Sampled(tensor for tensor, dim in zip(given, in_dims, strict=True) if dim is not None)
             return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, sampled, look, choices)  # noqa: B023
         except _WritesInput:
-            # An activation in place on the batch itself, say: harmless to the caller on a copy.
+            # For example an in-place activation on the batch itself: on a copy it does not change the caller's tensor.
             copied = True
         except _SharedRows as error:
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
@@ -112,15 +112,15 @@ def capture_batch(
 
 
 _Choice = tuple[str, str, tuple[tuple[int, ...], ...]]
-"""An op, a parameter, and the shapes of what it meets there, or of what comes out."""
+"""An op, a parameter, and the shapes of the other tensors that the op takes, or of its output."""
 
 
 class _Choices(NamedTuple):
-    """What is known of the ops that make either rows of the samples' own or values for all of them.
+    """Which ops make one value for all samples, and which make rows of each sample's own.
 
     Attributes:
-        known: Whether it is the latter. If so, the backward pass has shown it; if not, a pass that has taken it for that has failed.
-        guessed: Those that a pass has taken for the latter without knowing.
+        known: True for one value, as a backward pass has shown; False if a pass that computed one value has failed.
+        guessed: The ops for which the current pass computes one value without knowing.
     """
 
     known: dict[_Choice, bool]
@@ -128,14 +128,14 @@ class _Choices(NamedTuple):
 
 
 class _WritesInput(PsgError):
-    """The function writes into one of its inputs that is no parameter."""
+    """The function writes into one of its inputs other than the parameters."""
 
 
 class _SharedRows(PsgError):
-    """Rows taken for the samples' own belong to several of them.
+    """Several losses depend on rows that were taken for a single sample's.
 
     Attributes:
-        keys: The ops that made them.
+        keys: The ops that made these rows.
     """
 
     def __init__(self, keys: set[_Choice]) -> None:
@@ -144,10 +144,10 @@ class _SharedRows(PsgError):
 
 
 class NotFinite(PsgError):
-    """A row has an infinite or NaN cotangent, which tells no sample.
+    """A row has an infinite or NaN cotangent, so its sample cannot be measured.
 
     Attributes:
-        groups: Samples to run together: those whose losses are finite, and every other one alone; if all are, each alone.
+        groups: Samples to run together: all samples with finite losses, and each other sample alone. If all losses are finite, each alone.
     """
 
     def __init__(self, losses: Tensor) -> None:
@@ -176,7 +176,7 @@ def _one_pass(
     with torch.enable_grad(), _pass.opened(called), mode:
         outputs = function(tensors)
     if mode.failure is not None:
-        raise mode.failure  # which fn has handled
+        raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]
     with called.again():
         try:
@@ -192,9 +192,7 @@ def _one_pass(
     return Captured(tuple(output.detach() for output in outputs), factors, uses)
 
 
-_Owners = Callable[[str, Tensor, list[Tensor], list[Tensor], float], Tensor]
-"""Whose each row is, as `owners` says it: from the op, the cotangent, those of weighted sums of the losses, the weights and eps."""
-
+_HALVES = {torch.float16, torch.bfloat16}
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
 
@@ -214,9 +212,9 @@ class _BatchMode(Watch):
         self.sampled = sampled
         self.look = look
         self.choices = choices
-        self.derived: set[Any] = set()  # the memory of derived values
+        self.derived: set[Any] = set()  # the storages of derived values
         self.level = _functorch.current_level()
-        self.failure: PsgError | None = None  # one like it: the error itself holds all frames, and so what they hold
+        self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -255,9 +253,9 @@ class _BatchMode(Watch):
             output = self._run_rule(func, args, kwargs, None)
             if output is not NotImplemented:
                 return output
-            with self:  # which sees what it closes over
+            with self:  # the body may close over parameters
                 return body(*args, **kwargs)
-        # A hook would be called for what is pulled back, which is under vmap, and for no rule's gradient.
+        # A hook on a derived value would run under vmap when gradients are pulled back, and would never see the gradient of a rule.
         computes = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
         if func in EXPANSIONS and len(met) == 1 and not others:
             output = self._expand(func, met[0], args, kwargs)
@@ -271,19 +269,19 @@ class _BatchMode(Watch):
             if output is not NotImplemented:
                 return output
         says_where = not any(map(_differentiable, others))
-        # What has a history would lose it.
+        # A tensor with a history would lose it in a value that is computed once.
         constant = not any(leaf.requires_grad or leaf in self.sampled for leaf in others)
         leaks = _registry.find_leak(func, args, kwargs, "capture", "vmap") is not None
         choice = None
         if not leaks and (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
             choice = name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)
-        # With as many rows as there are samples these may be theirs; one number chooses an expert, say.
+        # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
         likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape == met[0].leaf.shape[1:] for leaf in others)
         likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
         if choice is not None and self._is_for_all(choice, likely):
             return self._derive(func, met, args, kwargs)
         if func in IN_PLACE and args[0] is not met[0].handle:
-            with self:  # of a copy, which rules may still read when the data is gone
+            with self:  # computed from a copy, since rules read the data again after the write
                 return args[0].copy_(IN_PLACE[func](args[0].clone(), *args[1:], **kwargs))
         output = self._run_rule(func, args, kwargs, choice)
         if output is not NotImplemented:
@@ -300,8 +298,8 @@ class _BatchMode(Watch):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
         raise InputError(
-            f'method="batch": {names} reaches {name_of(func)} at {user_line()}, for which there is no rule that fits. Write one with '
-            'psg.rule, freeze the parameter, or write fn for one sample and use method="auto".'
+            f'method="batch": {names} reaches {name_of(func)} at {user_line()}, for which this method has no rule that fits. '
+            'Freeze the parameter, or write fn for one sample and use method="auto".'
         )
 
     def _refuse(self, what: str) -> None:
@@ -325,20 +323,20 @@ class _BatchMode(Watch):
             raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """An op on parameters alone, or with what the samples share, is computed once; what comes out is known by its history."""
+        """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back."""
         args, kwargs = substitute((args, kwargs), self.attached)
         output, values, _ = self.lift(func, met, args, kwargs, func(*args, **kwargs), lambda _, part: part.detach().requires_grad_())
         self.derived.update(_functorch.storage_of(value.leaf) for value in values)
         return output
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
-        """Whether what the op makes is for all samples; else its rows are their own. Where nothing is known it is what is likely."""
+        """Whether to compute one value for all samples, rather than rows of each sample's own. If this is unknown, guess what is likely."""
         if likely and choice not in self.choices.known:
             self.choices.guessed.add(choice)
         return self.choices.known.get(choice, likely)
 
     def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
-        """A parameter repeated along dim 0, where each repetition may be a sample's own; NotImplemented if it is for all of them."""
+        """Repeat a parameter along dim 0, each repetition a sample's own; NotImplemented if the repetitions are for all samples."""
         if value.value is None:
             return NotImplemented
         args, kwargs = substitute((args, kwargs), lambda leaf: value.value if leaf is value.handle else leaf)
@@ -358,10 +356,10 @@ class _BatchMode(Watch):
         return output
 
     def _run_rule(self, func: Any, args: Any, kwargs: Any, choice: _Choice | None) -> Any:
-        """Run the op's rule with every row of the data as a sample of its own, and tap its output; NotImplemented if none fits."""
+        """Run the op's rule with every row of the data as a sample, and tap its output; NotImplemented if no rule fits."""
         if func in ELEMENTWISE:
             rule = ELEMENTWISE[func]
-            args = sorted(args, key=lambda leaf: id(leaf) in self.by_handle)  # it commutes: data first
+            args = sorted(args, key=lambda leaf: id(leaf) in self.by_handle)  # the op commutes: data first
         else:
             rule = _registry.find_rule(func)
         if rule is None:
@@ -373,7 +371,7 @@ class _BatchMode(Watch):
         for place, argument in places_of(bound):
             value = self.by_handle.get(id(argument))
             if value is not None and place[0] not in rule.params:
-                return NotImplemented  # a parameter in the place of data: its rows are no sample's
+                return NotImplemented  # a parameter in the place of data: its rows belong to no sample
             if value is not None:
                 own[place] = value
         split = split_rows(func, bound, own) if own else None
@@ -386,81 +384,101 @@ class _BatchMode(Watch):
         return NotImplemented if ran is None else split.join(*ran[0])
 
     def backward(self, losses: Tensor) -> None:
-        """Three backward passes, in bfloat16 some more: the cotangents, and which sample each row of them belongs to."""
+        """Compute the cotangents at the taps, measure which sample each of their rows belongs to, and make factors of them."""
         if losses.shape != (self.n,) or not losses.requires_grad:
             return
-        # What is computed again for the backward pass is lifted and tapped anew, to no purpose.
+        # A checkpoint that is recomputed in the backward pass lifts and taps again; nothing needs those values and taps.
         values, taps, self.taps = list(self.values), self.taps, []
         targets = [edge for tap in taps for edge in tap.edges]
         handles: list[Any] = [value.handle for value in values]
-        # Edges alone: a call with tensors would go to the mode itself, which would not be in force below it.
+        # Edges alone: this mode would intercept a call with tensors, and not be active inside it.
         output: Any = [get_gradient_edge(losses)]
         inputs: Any = [*targets, *map(get_gradient_edge, handles)]
         ones = torch.ones_like(losses)
         with self:
             arrived = torch.autograd.grad(output, inputs, [ones], allow_unused=True, retain_graph=self.n > 1)
-        first, unseen = arrived[: len(targets)], arrived[len(targets) :]
-        names = [value.name for value, gradient in zip(values, unseen, strict=True) if gradient is not None]
+        names = [value.name for value, gradient in zip(values, arrived[len(targets) :], strict=True) if gradient is not None]
         if names:
             raise InputError(
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
                 f"say), or as it is. {_FOR_ONE_SAMPLE}"
             )
-        # Functions of double precision are often rounded to single somewhere, and under autocast to less; cancellation amplifies it.
-        dtypes = [torch.float32, *(own.dtype for own in first if own is not None)]
-        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
-        if coarsest > torch.finfo(torch.float16).eps:  # float16 has not the exponents
-            weights, find = codes(losses), decoded
-        else:
-            weights, find = [loss_weights(losses, seed) for seed in (0, 1)], functools.partial(owners, rounding=coarsest**0.5)
-        weighted = [first] * len(weights)
-        if self.n > 1 and targets:
-            with self:
-                weighted = [
-                    torch.autograd.grad(output, inputs[: len(targets)], [own], allow_unused=True, retain_graph=True) for own in weights
-                ]
-        sides = zip(first, *weighted, strict=True)
-        shared: set[_Choice] = set()
-        mixed: StateError | None = None
+        reached = [(tap, own) for tap, own in zip(taps, _by_tap(taps, arrived), strict=True) if _present(own)]
+        for tap, _ in reached:
+            if tap.is_outdated:
+                raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
+        found = self._samples(output, losses, [tap for tap, _ in reached], [_rows(own) for _, own in reached])
+        told = [(tap, own, samples) for (tap, own), samples in zip(reached, found, strict=True) if samples is not None]
+        failed = [tap for (tap, _), samples in zip(reached, found, strict=True) if samples is None]
+        guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
+        if guessed:
+            raise _SharedRows(guessed)
+        if failed:
+            raise StateError(
+                f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
+                "hides. Each loss must depend on rows of its own; normalise over no batch, or use a smaller chunk_size or a wider dtype."
+            )
         with torch.no_grad():
-            for tap in taps:
-                try:
-                    self._collect(tap, [next(sides) for _ in tap.edges], weights, losses, find)
-                except StateError as error:
-                    if tap.guess is None or self.choices.known.get(tap.guess):
-                        mixed = mixed or error
-                    else:
-                        shared.add(tap.guess)
-        if shared:
-            raise _SharedRows(shared)
-        if mixed is not None:
-            raise mixed
+            for tap, own, samples in told:
+                table = groups(samples, self.n)
+                for value, factor in tap.factors(own, len(samples)):
+                    value.terms.append(factor.regroup(table))
 
-    def _collect(self, tap: Tap, arrived: list[tuple[Any, ...]], weights: list[Tensor], losses: Tensor, find: _Owners) -> None:
-        present = [sides for sides in arrived if sides[0] is not None and sides[0].numel()]
-        if not present:
-            return
-        rows = len(present[0][0])
-        if tap.is_outdated:
-            raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
-        flat, *weighted = (
-            torch.cat([as_real(side).reshape(rows, -1).double() for side in sides], 1) for sides in zip(*present, strict=True)
-        )
-        if self.n > 1 and not all(side.isfinite().all() for side in (flat, *weighted)):
+    def _samples(self, output: Any, losses: Tensor, taps: list[Tap], rows: list[Tensor]) -> list[Tensor | None]:
+        """For each tap the sample of each row, from `owners`, measured by weighted backward passes."""
+        if self.n == 1 or not taps:
+            return [torch.where((own != 0).any(1), 0, 1) for own in rows]
+        if not all(own.isfinite().all() for own in rows):
             raise NotFinite(losses)
-        eps = max(torch.finfo(own.dtype).eps for own, *_ in present)
-        table = groups(find(tap.op, flat, weighted, [own.double() for own in weights], eps), self.n)
-        for value, factor in tap.factors([own for own, *_ in arrived], rows):
-            value.terms.append(factor.regroup(table))
+        targets = [edge for tap in taps for edge in tap.edges]
+        found: list[Tensor | None] = []
+        sides: list[list[Tensor]] = []
+        dtypes = {losses.dtype, *(own.dtype for own in rows)}
+        coarsest = HALF if dtypes & _HALVES else SINGLE
+        for most in (8 if torch.float16 in dtypes else 64, 1):  # float16 has few exponents
+            exponents = codes(self.n, most).to(losses.device)
+            sides = []
+            for powers in exponents:
+                with self:
+                    arrived = torch.autograd.grad(output, targets, [powers.to(losses).exp2()], allow_unused=True, retain_graph=True)
+                sides.append([_rows(own) for own in _by_tap(taps, arrived)])
+            strict = most > 1
+            found = [
+                owners(own, weighted, exponents, HALF if own.dtype in _HALVES else SINGLE if strict else coarsest, strict)
+                for own, *weighted in zip(rows, *sides, strict=True)
+            ]
+            if all(samples is not None for samples in found):
+                return found
+        if not all(own.isfinite().all() for weighted in sides for own in weighted):
+            raise NotFinite(losses)
+        return found
+
+
+def _by_tap(taps: list[Tap], arrived: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    """The cotangents of all taps' outputs, split by tap."""
+    sides = iter(arrived)
+    return [[next(sides) for _ in tap.edges] for tap in taps]
+
+
+def _present(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+    """The cotangents that have arrived and are not empty."""
+    return [own for own in cotangents if own is not None and own.numel()]
+
+
+def _rows(cotangents: Sequence[Tensor | None]) -> Tensor:
+    """The cotangents that have arrived at one tap, side by side as real numbers: [rows, *]."""
+    present = [as_real(own) for own in _present(cotangents)]
+    rows = [own.reshape(len(present[0]), -1) for own in present]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
 def _is_one(n: int, shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape can hardly have a row for each sample."""
+    """Whether a tensor of this shape has at most one row, though there are several samples."""
     return n > 1 and tuple(shape[:1]) in ((), (1,))
 
 
 def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op that has a rule for rows can also be left to torch: its gradient is dense."""
+    """Whether torch can also compute an op that has a rule for rows: its gradient is dense."""
     rule = _registry.find_rule(func)
     bound = None if rule is None else rule.bind(args, kwargs)
     return bound is not None and not bound.get("sparse")

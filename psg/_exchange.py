@@ -1,9 +1,9 @@
-"""Whether the samples of a batch meet where no gradient tells: measured by exchanging most of them.
+"""Detects samples that affect each other's losses where no gradient shows it, by exchanging most samples.
 
-Whose each row is, gradients tell (psg/_owners.py). But samples may also meet before the first parameter does, as in x - x.mean(0), or in
-integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, a loss shares rows of the
-parameters with the others, and none of data. So fn runs once more on a batch of the same shape, in which a quarter of the samples stand
-where they stood, and the others are copies of those. The losses of that quarter are to stay what they were.
+Gradients show which sample each row belongs to (psg/_owners.py). But samples may also be mixed before the first parameter, as in
+x - x.mean(0), or through integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, the
+losses share rows of the parameters, but no rows of data. So fn runs once more on a batch of the same shape, in which a quarter of the
+samples keep their places, and copies of them replace all others. The losses of that quarter must not change.
 """
 
 from typing import Any
@@ -19,32 +19,32 @@ from psg._errors import StateError
 
 
 def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _random.State) -> None:
-    """Refuse a function of a whole batch whose losses change when other samples do.
+    """Refuse a function of a whole batch whose losses change when other samples are exchanged.
 
     Args:
-        call: Of at least two samples.
-        losses: What it has given, [n].
-        before: The generators' states when it ran.
-        after: The same when it had run.
+        call: The call, of at least two samples.
+        losses: The losses that fn returned, [n].
+        before: The states of the random generators before fn ran.
+        after: Their states after fn had run.
 
     Raises:
-        StateError: At least half of the losses that were compared have changed. Fewer may be a router's ties that rounding has turned.
+        StateError: At least half of the compared losses have changed. Fewer changes may come from rounding that breaks a router's ties.
     """
     every = torch.arange(call.n, device=losses.device)
     kept = _kept(call.n).to(losses.device)
-    # The one of them that stands before: in order, for samples that are sorted by their lengths.
+    # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
     index = kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)]
     now = _random.get_state(call.tensors)
     try:
-        # Masks of dropout may fall on other samples where fn puts them in an order: then neither batch has any.
+        # If fn sorts its samples, dropout masks would fall on other samples. So both batches run without dropout.
         expected = losses if _random.same_state(before, after) else _losses(call.take(every))
         exchanged = _losses(call.take(index))
         if _agree(exchanged, expected, kept, call):
             return
         if not _random.same_state(now, _random.get_state(call.tensors)) or not _agree(_losses(call.take(every)), expected, kept, call):
-            return  # other random numbers, or another value each time: there is nothing to compare with
+            return  # fn drew other random numbers, or returns other values in every call: no comparison is possible
     except Exception:
-        return  # fn expects of a batch what this one does not have: it was right on the batch at hand
+        return  # fn rejects the exchanged batch, though it accepted the given one
     finally:
         _random.set_state(now)
     raise StateError(
@@ -55,13 +55,13 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
 
 
 def _kept(n: int) -> Tensor:
-    """The samples that are not exchanged, in order: without the first, and scattered, so that the neighbours of most are."""
+    """The samples that keep their places, in order: not the first, and scattered, so that most have exchanged neighbours."""
     scattered = 1 + torch.randperm(n - 1, generator=torch.Generator("cpu").manual_seed(n), device="cpu")
     return scattered[: max(1, n // 4)].sort().values
 
 
 def _losses(call: Call) -> Tensor:
-    """What fn gives without dropout; it finds all but the parameters in copies, for it may write into them."""
+    """The losses that fn returns without dropout. All arguments but the parameters are copies, because fn may write into them."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
         if dim is None and position not in call.params and isinstance(leaf, Tensor):
@@ -71,7 +71,7 @@ def _losses(call: Call) -> Tensor:
 
 
 class _Undropped(TorchFunctionMode):
-    """Takes dropout for what it is in evaluation mode."""
+    """Runs dropout as in evaluation mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,7 +88,7 @@ _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, 
 
 
 def _agree(losses: Tensor, others: Tensor, kept: Tensor, call: Call) -> bool:
-    """Whether more than half of those that are kept are no further apart than rounding puts them, in groups of other sizes say."""
+    """Whether more than half of the kept losses agree up to rounding, which may differ where groups of samples have other sizes."""
     losses, others = losses[kept], others[kept].to(losses)
     dtypes = {tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes | {_functorch.autocast_dtype(losses) or losses.dtype})

@@ -1,6 +1,6 @@
-"""Which tensors of a batch's pass depend on the samples: those that were computed from the batch, as far as ops tell.
+"""Tells which tensors of a batch's pass were computed from the batch, by the ops that the mode sees.
 
-That makes it likely, and no more: data may come by way of Python numbers, a closure, or an op that no mode sees.
+A tensor that was not may still hold data of the samples: by way of Python numbers, a closure, or an op that no mode sees.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from psg._writes import written
 
 
 class Sampled:
-    """What one pass computes from some tensors, and views of it.
+    """The tensors that one pass computes from the batch, and views of them.
 
     Args:
-        tensors: Those with a dimension of samples.
+        tensors: The arguments that have a dimension of samples.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -28,7 +28,7 @@ class Sampled:
         return self._is_marked(tensor) or (base is not None and self._is_marked(base))
 
     def follow(self, func: Any, leaves: Iterable[Any], output: Any, target: Any) -> None:
-        """Look at an op that has run: at the leaves of its arguments, at what it has made and at what it has written into."""
+        """Record an op that has run: if an argument depends on the samples, so do its output and the tensors that it wrote into."""
         if func not in LIKENESSES and any(isinstance(leaf, Tensor) and leaf in self for leaf in leaves):
             self._claim(leaf for leaf in leaves_of((output,), {}) if isinstance(leaf, Tensor))
             targets = written(target)

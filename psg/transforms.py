@@ -22,9 +22,9 @@ Arguments that all five share:
                 parameter with data needs a rule; otherwise InputError names the parameter, the op and the line. Values computed from
                 parameters and frozen tensors alone (merged low-rank updates, masks, penalties against an anchor) need none.
                 StateError if several losses depend on one row of data, as under batch normalisation, or if a loss changes when other
-                samples are exchanged. These checks hold for the samples at hand, and cost two more backward passes (in bfloat16 three,
-                for more than 32 samples five) and one more forward pass (two where fn draws random numbers). Only shared arguments can
-                be differentiated, and tensors in aux must have the samples in dim 0.
+                samples are exchanged. These checks hold for the samples at hand, and cost two more backward passes (three for more than
+                65 samples; more in float16, or if cotangents of other samples cancel) and one more forward pass (two where fn draws
+                random numbers). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0.
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 

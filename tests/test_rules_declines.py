@@ -383,7 +383,7 @@ BATCHED = {
         ids(5, N, 4),
     ),
     "product with complex numbers": lambda: (
-        "w reaches mul .* for which there is no rule that fits",
+        "w reaches mul .* for which this method has no rule that fits",
         lambda w, x: (w * x).abs().sum(1),
         complex_normal(3),
         normal(N, 3),
@@ -395,7 +395,7 @@ BATCHED = {
         normal(N, 3),
     ),
     "attention with a dropout": lambda: (
-        "w reaches scaled_dot_product_attention .* for which there is no rule that fits",
+        "w reaches scaled_dot_product_attention .* for which this method has no rule that fits",
         lambda w, x: F.scaled_dot_product_attention(x, w, w, dropout_p=0.5).sum((1, 2)),
         normal(4, 3),
         normal(N, 4, 3),
@@ -407,7 +407,7 @@ BATCHED = {
         normal(N, 4, 3),
     ),
     "mm of a stack of matrices": lambda: (
-        "w reaches mm .* for which there is no rule that fits",
+        "w reaches mm .* for which this method has no rule that fits",
         lambda w, x: torch.mm(x, w).sin().sum((1, 2)),
         normal(3, 4),
         normal(N, 2, 3),

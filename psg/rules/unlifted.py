@@ -1,6 +1,6 @@
-"""Ops on a parameter that no registered rule covers, for functions of a whole batch: there nothing is lifted.
+"""Rules and decompositions of ops on a parameter that have no registered rule, for `method="batch"`, which lifts no parameters.
 
-Elementwise products and sums get rules for their rows; other ops are written with ops that have one.
+Elementwise products and sums get rules for their rows. Other ops are written with ops that have such rules.
 """
 
 import math
@@ -32,7 +32,7 @@ def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Spli
 
 
 def _row_shape(weight: Tensor) -> torch.Size:
-    """The weight's shape without leading ones: the shape of a row of the data."""
+    """The weight's shape without leading ones, which is the shape of one row of the data."""
     return weight.shape[next((i for i, size in enumerate(weight.shape) if size != 1), weight.ndim) :]
 
 
@@ -60,7 +60,7 @@ ELEMENTWISE = {
     **dict.fromkeys(_PRODUCTS, Rule.of(_scaled, ("weight",))),
     **dict.fromkeys(_SUMS, Rule.of(_shifted, ("weight",))),
 }
-"""Products and sums with a parameter, which commute."""
+"""Rules of products and sums with a parameter, whose operands commute."""
 
 EXPANSIONS = frozenset({Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, torch.broadcast_to, Tensor.broadcast_to})
 """Ops that repeat a parameter, perhaps once for each sample."""
@@ -71,7 +71,7 @@ IN_PLACE = {
     **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
 }
-"""In-place ops on data and a parameter, and for each the op that computes what it writes."""
+"""In-place ops on data and a parameter, and for each the op that computes the values to write."""
 
 
 def _difference(input: Any, other: Any, **options: Any) -> Any:
@@ -109,7 +109,7 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _where(condition: Tensor, *choices: Any) -> Any:
-    """torch.where with a parameter (a mask token) expanded first, so that every row has a copy of its own."""
+    """torch.where whose choices, such as a mask token, are first expanded, so that every row has its own copy."""
     shape = torch.broadcast_shapes(condition.shape, *(choice.shape for choice in choices if isinstance(choice, Tensor)))
     if all(not isinstance(choice, Tensor) or choice.shape == shape for choice in choices):
         return NotImplemented
