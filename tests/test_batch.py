@@ -637,7 +637,7 @@ def test_many_samples_in_low_precision(dtype, n, device):
     fn = lambda w, x: F.linear(x, w).tanh().square().sum(1)  # noqa: E731
     grads = psg.per_sample_grad(fn, method="batch")(w.to(dtype), x.to(dtype))
     expected = psg.per_sample_grad(one(fn), method="vmap")(w.to(dtype).double(), x.to(dtype).double())
-    assert_trees_close(grads.double(), expected, rtol=0.05 if dtype == torch.bfloat16 else 0.01)
+    assert_trees_close(grads.double(), expected, rtol={torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}[dtype])
 
 
 @pytest.mark.parametrize("n, most", [(2, 64), (65, 64), (66, 64), (3170, 64), (9, 8), (10, 8), (3, 1), (1000, 1)])
@@ -660,7 +660,8 @@ def test_cotangents_of_other_samples_that_cancel_are_no_share(dtype, n, device):
 
     w, x = torch.randn(4, 3, device=device, dtype=dtype), torch.randn(n, 5, 3, device=device, dtype=dtype)
     expected = psg.per_sample_grad(lambda w, x: F.linear(x, w).tanh().sum(0).sin().sum(), method="vmap")(w, x)
-    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), expected, rtol=1e-3, atol=1e-4)
+    rounding = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {}  # that of the running sums
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), expected, **rounding)
 
 
 @pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e-6, 1e6, 1e25])
