@@ -295,7 +295,7 @@ MARGINS = {
     "soft_margin_loss": lambda w, x: F.soft_margin_loss(w * x, x.sign()),
     "margin_ranking_loss": lambda w, x: F.margin_ranking_loss(w * x, x.flip(0), x.sign(), 0.3),
     "triplet_margin_loss": lambda w, x: F.triplet_margin_loss(w * x, x.flip(0), -x, 3.0, swap=True),
-    "triplet_margin_loss as it is": lambda w, x: F.triplet_margin_loss(w * x, x.flip(0), 0.9 * w * x),  # swap=True would give another
+    "triplet_margin_loss as it is": lambda w, x: F.triplet_margin_loss(w * x, x.flip(0), 0.9 * x.flip(0)),  # swap=True gives another
     "multi_margin_loss": lambda w, x: F.multi_margin_loss(w * x, x.argmin(-1)),
     "multilabel_margin_loss": lambda w, x: F.multilabel_margin_loss(w * x, x.argsort(-1)),
     "gaussian_nll_loss": lambda w, x: F.gaussian_nll_loss(w * x, x, x.square() * w.square()),
