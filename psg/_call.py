@@ -165,7 +165,7 @@ class Call:
 
         def own(leaf: Any, dim: int | None) -> Any:
             if dim is not None:
-                return _copies.closed_copy_of(leaf.select(dim, i))
+                return _copies.contiguous_copy_of(leaf.select(dim, i))
             return _copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf
 
         return [own(leaf, dim) for leaf, dim in zip(self.leaves, self.dims, strict=True)]

@@ -13,10 +13,10 @@ def sample_by_sample(tensor: Tensor, dim: int | None) -> Tensor:
     """
     if dim is None:
         return copy_of(tensor)
-    return closed_copy_of(tensor.movedim(dim, 0)).movedim(0, dim)
+    return contiguous_copy_of(tensor.movedim(dim, 0)).movedim(0, dim)
 
 
-def closed_copy_of(tensor: Tensor) -> Tensor:
+def contiguous_copy_of(tensor: Tensor) -> Tensor:
     """A contiguous copy; of a sparse tensor, which has no strides, a copy."""
     return tensor.clone(memory_format=torch.contiguous_format) if tensor.layout == torch.strided else tensor.clone()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psg import _pass, _random
-from psg._copies import closed_copy_of, copy_of
+from psg._copies import contiguous_copy_of, copy_of
 from psg._errors import InputError
 from psg._guards import Repaired
 from psg._trees import NAMESPACE, Tree, flatten, unflatten
@@ -144,7 +144,7 @@ class Batch:
                 return copy_of(leaf.detach())
             # Contiguous: eager float64 convolutions give a wrong weight gradient for a batch of one that is a slice
             # of a channels_last batch.
-            return closed_copy_of(leaf.detach().select(dim, i))
+            return contiguous_copy_of(leaf.detach().select(dim, i))
 
         return unflatten(self.spec, [own(leaf, dim) for leaf, dim in self.pairs()])
 
