@@ -101,6 +101,12 @@ def test_remembered_costs_are_those_of_the_layout_and_the_machine(kept, threads,
         torch.set_num_threads(before)
 
 
+def test_the_options_of_a_convolution_may_be_lists(device):
+    cotangent, input = torch.randn(2, 1, 4, 6, 6, device=device), torch.randn(2, 1, 3, 8, 8, device=device)
+    factors = [Conv(cotangent, input, Geometry(*(kind(own) for own in ((3, 3), (1, 1), (0, 0), (1, 1))), 1)) for kind in (tuple, list)]
+    assert_trees_close(*(factor.norm() for factor in factors))
+
+
 def test_remembered_costs_are_bounded(device, monkeypatch):
     monkeypatch.setattr(_planned, "_MOST_KNOWN", 3)
     monkeypatch.setattr(_planned, "_known", {})

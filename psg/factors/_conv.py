@@ -69,7 +69,9 @@ class Conv(Planned):
     def __init__(self, cotangent: Tensor, input: Tensor, geometry: Geometry) -> None:
         self.cotangent = cotangent
         self.input = input
-        self.geometry = geometry
+        kernel, stride, padding, dilation, groups = geometry
+        # Lists could not be part of the key under which costs are remembered.
+        self.geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
         expect_real(self)
 
     @property
