@@ -228,6 +228,24 @@ def product() -> None:
 
 
 @question
+def affine() -> None:
+    """A linear layer without bias, x W^T for x [k, i] and W [o, i], and its input's cotangent, C W: whole, in blocks of rows, by oneDNN."""
+    rows = []
+    onednn = torch.ops.mkldnn._linear_pointwise.default
+    for k, i, o in ((64, 256, 256), (128, 784, 1024), (128, 1024, 1024), (1024, 256, 1024), (1024, 256, 4096), (1040, 192, 576)):
+        for right in (torch.randn(o, i).T, torch.randn(i, o)):
+            left = torch.randn(k, i)
+            blocks = left.unflatten(0, (4, -1)), right.expand(4, i, o)
+            candidates = {
+                "mm": lambda x=left, y=right: x @ y,
+                "4 blocks": lambda sides=blocks: torch.bmm(*sides),
+                "oneDNN": lambda x=left, y=right: onednn(x, y.T, None, "none", [], ""),
+            }
+            rows.append((f"({k}, {i}, {o})" + ("" if right.is_contiguous() else ", transposed"), candidates))
+    report(rows, list(rows[0][1]))
+
+
+@question
 def gram() -> None:
     """Inner products of all pairs of rows [n, P], whole and summed over blocks of columns."""
     rows = []

@@ -41,6 +41,11 @@ def is_traced() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_watched() -> bool:
+    """Whether a tracer or a transform, of torch.func or of forward-mode autograd, sees every op."""
+    return is_traced() or transform_active() or forward_ad._current_level >= 0
+
+
 def can_read(tensor: Tensor) -> bool:
     """Whether Python can read a tensor's values, waiting for an accelerator if need be: not under wrappers, nor in a trace."""
     return not (is_wrapped(tensor) or is_traced())

@@ -1,10 +1,8 @@
-"""Figures of the machine for cost models: what a byte costs in operations, and how to divide a matrix product among threads."""
+"""Figures of the machine for cost models: what a byte, and the call of an op, cost in operations."""
 
-import functools
 from collections.abc import Hashable
 
 import torch
-from torch import Tensor
 
 from psg import _functorch
 from psg.memory import pages_are_kept
@@ -54,47 +52,3 @@ def settings(device: torch.device) -> Hashable:
 def chunk_bytes(device: torch.device) -> int:
     """How many bytes of a temporary to form at a time: what fits a CPU's cache; on other devices enough to keep them busy."""
     return (4 if device.type == "cpu" else 256) << 20
-
-
-# Matrix products. MKL's division among threads is tuned for Intel's processors. On AMD's it takes up to twice as long as one block for
-# each thread, and for some shapes eight times as long: benchmarks/micro.py product, weighted_sum, gram.
-
-_LARGE_PRODUCT = 1 << 22  # multiplications
-_LARGE_SUM = 1 << 19
-
-
-def row_blocks(left: Tensor, right: Tensor) -> int:
-    """Into how many blocks of rows to divide left[a, t] @ right[t, b], one for each thread; 1 where this gains nothing."""
-    (rows, inner), columns, threads = left.shape, right.shape[1], _dividing_threads(left, right)
-    pays = threads >= 4 and rows >= 48 * threads and 3 * rows >= columns and rows * inner * columns >= _LARGE_PRODUCT
-    return threads if pays and rows % threads == 0 else 1
-
-
-def column_blocks(rows: Tensor) -> int:
-    """Into how many blocks of columns to divide weights[n] @ rows[n, p]."""
-    threads = _dividing_threads(rows)
-    return threads if rows.numel() >= _LARGE_SUM and rows.shape[1] % threads == 0 else 1
-
-
-def inner_blocks(left: Tensor, right: Tensor) -> int:
-    """Into how many blocks along p to divide left[n, p] @ right[m, p]^T; the blocks' products are then added up."""
-    (rows, inner), columns, threads = left.shape, len(right), _dividing_threads(left, right)
-    pays = inner >= 64 * max(rows, columns) and rows * inner * columns >= _LARGE_PRODUCT
-    return threads if pays and inner % threads == 0 else 1
-
-
-def _dividing_threads(*sides: Tensor) -> int:
-    """Among how many threads to divide a product of these tensors; 1 for no division."""
-    single = all(side.dtype == torch.float32 and side.device.type == "cpu" for side in sides)
-    return torch.get_num_threads() if single and _mkl_is_untuned() else 1
-
-
-def multiplies(device: torch.device) -> bool:
-    """Whether outer products of single vectors are formed by elementwise multiplication rather than by `bmm`."""
-    # MKL's `bmm` is faster where it is tuned, but not into fresh pages: benchmarks/micro.py outer.
-    return device.type != "cpu" or not pages_are_kept() or _mkl_is_untuned()
-
-
-@functools.cache
-def _mkl_is_untuned() -> bool:
-    return torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")

@@ -731,7 +731,7 @@ def holds_all_operations(factor, tensor):
 @each_count
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_products_of_one_position_by_either_way(multiplies, n, device, monkeypatch):
-    monkeypatch.setattr("psg._machine.multiplies", lambda device: multiplies)
+    monkeypatch.setattr("psg._matmul.multiplies", lambda device: multiplies)
     left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
     holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
 
@@ -744,7 +744,7 @@ def test_sums_and_products_of_dense_gradients_in_blocks(n, m, width, blocks, see
     def wherever_they_fit(rows, *_):
         return blocks if rows.numel() and rows.shape[1] % blocks == 0 else 1
 
-    with mock.patch.multiple(psg._machine, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
+    with mock.patch.multiple(psg._matmul, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
         assert_trees_close(Dense(x).weighted_sum(weights), reference_weighted_sum(x, weights), per_sample=False)
         assert_trees_close(Dense(x).gram(Dense(y)), reference_gram(x, y))
         assert_trees_close(Dense(x).gram(), reference_gram(x))

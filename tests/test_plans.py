@@ -9,9 +9,8 @@ from cases import N
 from torch import nn
 
 import psg
-from psg import _machine, plans
+from psg import plans
 from psg.factors import Conv, Dense, Geometry, Outer, Rows, _planned
-from psg.factors._base import product
 from psg.testing import assert_trees_close
 
 
@@ -253,65 +252,3 @@ def test_tables_looked_up_again_are_one_factor(device):
     factor = psg.factored_grad(fn)(table, query, document)
     assert type(factor) is Rows and factor.index.shape == (N, 11)
     psg.check(fn)(table, query, document)
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """Compute all products in blocks, on any processor and of any size."""
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(_machine, "_mkl_is_untuned", lambda: True)
-    monkeypatch.setattr(_machine, "_LARGE_PRODUCT", 1)
-    monkeypatch.setattr(_machine, "_LARGE_SUM", 1)
-    torch.set_num_threads(4)
-    yield 4
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize(
-    "rows, inner, columns", [(192, 5, 7), (256, 1, 192), (260, 3, 1), (194, 5, 7), (192, 2, 1000), (188, 5, 7), (192, 0, 3)]
-)
-def test_products_in_blocks_of_rows(rows, inner, columns, blocks):
-    for left in (torch.randn(rows, inner), torch.randn(inner, rows).T):
-        left, right = left.float(), torch.randn(columns, inner).T.float()
-        divided = rows % 4 == 0 and rows >= 192 and columns < 1000 and inner > 0
-        assert _machine.row_blocks(left, right) == (blocks if divided else 1)
-        torch.testing.assert_close(product(left, right), left @ right)
-        assert _machine.row_blocks(left.double(), right.double()) == 1
-
-
-@pytest.mark.parametrize("n, columns", [(3, 8), (1, 4), (5, 6), (0, 4), (2, 0), (4, 1)])
-def test_weighted_sums_in_blocks_of_columns(n, columns, blocks):
-    rows, weights = torch.randn(n, columns).float(), torch.randn(n).float()
-    assert _machine.column_blocks(rows) == (blocks if rows.numel() and columns % 4 == 0 else 1)
-    for values in (rows, rows.unflatten(1, (-1, 2)) if columns % 2 == 0 and columns else rows):
-        torch.testing.assert_close(Dense(values).weighted_sum(weights), torch.tensordot(weights, values, 1))
-    assert _machine.column_blocks(rows.double()) == 1
-
-
-@pytest.mark.parametrize("n, m, inner", [(3, 2, 256), (1, 1, 64), (4, 5, 256), (4, 4, 258), (0, 2, 256), (2, 3, 0)])
-def test_inner_products_in_blocks(n, m, inner, blocks):
-    left, right = torch.randn(n, inner).float(), torch.randn(m, inner).float()
-    divided = n * m * inner > 0 and inner >= 64 * max(n, m) and inner % 4 == 0
-    assert _machine.inner_blocks(left, right) == (blocks if divided else 1)
-    torch.testing.assert_close(Dense(left).gram(Dense(right)), left @ right.T)
-    assert _machine.inner_blocks(left.double(), right.double()) == 1
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_in_blocks_of_rows(bias, dtype, blocks, monkeypatch):
-    model = nn.Sequential(nn.Linear(8, 200, bias=bias), nn.ReLU(inplace=True), nn.Linear(200, 192, bias=bias)).float()
-    loss, params = psg.stateless(model, lambda output, y: (output * y).float().mean())
-    x, y = torch.randn(4, 48, 8).float(), torch.randn(4, 48, 192).float()
-    divided = []
-    monkeypatch.setattr(_machine, "row_blocks", lambda *sides, own=_machine.row_blocks: divided.append(own(*sides)) or divided[-1])
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        found, expected = (psg.clipped_grad(loss, 1e-3, method=method)(params, x, y) for method in ("capture", "loop"))
-    assert 4 in divided
-    assert_trees_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 3e-2)
-
-
-def test_a_bias_of_another_dtype_is_refused_in_blocks_too(blocks):
-    weight, bias, x = torch.randn(192, 8).float(), torch.randn(192).double(), torch.randn(4, 48, 8).float()
-    with pytest.raises(RuntimeError, match="dtype"):
-        psg.per_sample_grad(lambda params, x: F.linear(x, *params).sum())((weight, bias), x)

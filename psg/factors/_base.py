@@ -46,31 +46,6 @@ def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(widen(left), widen(right))
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left[a, t] @ right[t, b] -> [a, b]."""
-    blocks = _machine.row_blocks(left, right)
-    if blocks == 1:
-        return torch.mm(left, right)
-    return torch.bmm(left.unflatten(0, (blocks, -1)), right.expand(blocks, *right.shape)).flatten(0, 1)
-
-
-def sum_rows(rows: Tensor, weights: Tensor) -> Tensor:
-    """sum_n weights[n] rows[n, p] -> [p]."""
-    blocks = _machine.column_blocks(rows)
-    if blocks == 1:
-        return torch.mv(rows.t(), weights)
-    return torch.bmm(weights.expand(blocks, 1, -1), rows.unflatten(1, (blocks, -1)).transpose(0, 1)).flatten()
-
-
-def pair_rows(left: Tensor, right: Tensor) -> Tensor:
-    """<left[n], right[m]> of rows [n, p] and [m, p] -> [n, m]."""
-    blocks = _machine.inner_blocks(left, right)
-    if blocks == 1:
-        return left @ right.T
-    left, right = (side.unflatten(1, (blocks, -1)).transpose(0, 1) for side in (left, right))
-    return torch.bmm(left, right.mT).sum(0)
-
-
 def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
     """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
     dtype = wide(tensor.dtype)

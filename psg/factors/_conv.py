@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, _machine, plans
+from psg import _functorch, _machine, _matmul, plans
 from psg.factors._base import expect_real, scale_rows, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
@@ -119,7 +119,7 @@ class Conv(Planned):
         channels_last = self._has_many_channels and any(size > 1 for size in kernel)
         windows = windows.permute((0, 2, 1, *out, *taps, 3) if channels_last else (0, 2, 3, *taps, 1, *out))
         matrix = (self.positions, self.shape[1:].numel())
-        multiply = torch.mul if self.positions == 1 and (groups > 1 or _machine.multiplies(self.device)) else torch.bmm
+        multiply = torch.mul if self.positions == 1 and (groups > 1 or _matmul.multiplies(self.device)) else torch.bmm
 
         def sides(chunk: slice) -> tuple[Tensor, Tensor]:
             some = windows[chunk]

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, add_up, as_real, gather_groups, norm_of_norms, sum_rows, wide, widen
+from psg import _matmul
+from psg.factors._base import Factor, add_up, as_real, gather_groups, norm_of_norms, wide, widen
 
 _BLOCK = 4096
 
@@ -64,7 +65,7 @@ class Dense(Factor):
         values = widen(values)
         if weights.dtype != values.dtype:
             weights = weights.to(values.dtype)
-        total = sum_rows(rows_of(values), weights)
+        total = _matmul.sum_rows(rows_of(values), weights)
         if total.dtype != self.dtype:
             total = total.to(self.dtype)
         if values.ndim != 2:

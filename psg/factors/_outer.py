@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from psg import _functorch, _machine
-from psg.factors._base import expect_real, product, scale_rows, square, wide, wide_bmm, widen
+from psg import _functorch, _machine, _matmul
+from psg.factors._base import expect_real, scale_rows, square, wide, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
@@ -57,7 +57,7 @@ class Outer(Planned):
         return self.left
 
     def materialize(self) -> Tensor:
-        if self.positions == 1 and _machine.multiplies(self.device):
+        if self.positions == 1 and _matmul.multiplies(self.device):
             return self.left[:, 0, :, None] * self.right[:, 0, None, :]
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
@@ -103,7 +103,7 @@ class Outer(Planned):
             left = scale_rows(left, weights)
         else:
             right = scale_rows(right, weights)
-        return product(left.flatten(0, 1).T, right.flatten(0, 1))
+        return _matmul.product(left.flatten(0, 1).T, right.flatten(0, 1))
 
     def _half_weighted_sum(self, weights: Tensor) -> Tensor:
         # A side times its weights may leave the range of float16 even where the sum does not. So the side is divided by its largest

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from psg import _machine
-from psg.factors._base import Factor, pair_rows, wide, wide_bmm, widen
+from psg import _machine, _matmul
+from psg.factors._base import Factor, wide, wide_bmm, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
 from psg.factors._maps import contracted
@@ -86,7 +86,7 @@ def _inner_dense_dense(x: Dense, y: Dense) -> Tensor:
 
 
 def _gram_dense_dense(x: Dense, y: Dense) -> Tensor:
-    return pair_rows(widen(real_rows(x.values)), widen(real_rows(y.values)))
+    return _matmul.pair_rows(widen(real_rows(x.values)), widen(real_rows(y.values)))
 
 
 @_pair(_inner, Outer, Dense)

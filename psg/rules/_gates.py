@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg import _functorch, _matmul
 from psg.rules._fused import Fused
 
 _sigmoid_slope = torch.ops.aten.sigmoid_backward  # (c, y) -> c y (1 - y)
@@ -157,7 +157,7 @@ class Recurrence(ABC):
 
     def project(self, bias: Tensor | None) -> Tensor:
         """W_ih x + bias for all steps: [m, t, g h]."""
-        return F.linear(self.input.flatten(0, 1), self.weights.w_ih, bias).unflatten(0, self.input.shape[:2])
+        return _matmul.affine(self.input.flatten(0, 1), self.weights.w_ih, bias).unflatten(0, self.input.shape[:2])
 
     def columns(self) -> Tensor:
         """W_hh^T, for the product in each step."""

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from psg import _matmul
 from psg._errors import PsgError
 from psg.factors import Dense, Factor, Outer
-from psg.factors._base import product, wide
+from psg.factors._base import wide
 from psg.rules._gates import Lstm, Recurrence, Weights
 from psg.rules._registry import reshape
 
@@ -78,7 +79,7 @@ class Layer:
         """After `backward`: the cotangents of those inputs that need one."""
         cotangents: list[Tensor | None] = [None] * len(self.inputs)
         if needed[0]:
-            first, *rest = (product(run.c_input.flatten(0, 1), run.weights.w_ih) for run in self.runs)
+            first, *rest = (_matmul.product(run.c_input.flatten(0, 1), run.weights.w_ih) for run in self.runs)
             total = sum(rest, start=first).reshape(*self.batch, *self.runs[0].input.shape[1:])
             cotangents[0] = self._turn(total).to(self.inputs[0].dtype)
         for k in range(1, len(self.inputs)):

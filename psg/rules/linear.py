@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, _machine
+from psg import _functorch, _matmul
 from psg.factors import Dense, Outer
 from psg.rules._registry import reshape, rule, transpose
 
@@ -34,24 +34,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     converted = _functorch.autocast_dtype(input) is not None or bias is not None and bias.dtype != input.dtype
     if input.ndim > 2 and not converted and not input.is_contiguous() and input.mT.is_contiguous():
         # The transpose of a contiguous tensor, such as an unfolded image: a flat product would copy it first.
-        output = reshape(_in_blocks(input.flatten(0, -3), weight, bias), shape)
+        output = reshape(_matmul.affine_blocks(input.flatten(0, -3), weight, bias), shape)
     else:
         # One flat product: on [n, 1, i] the native op would copy the bias n times. vmap would add the bias in a separate pass, so frozen
         # layers run here too.
         rows = input.flatten(0, -2)
-        blocks = 1 if converted else _machine.row_blocks(rows, weight.T)
-        output = F.linear(rows, weight, bias) if blocks == 1 else _in_blocks(rows.unflatten(0, (blocks, -1)), weight, bias)
-        output = reshape(output, shape)
+        output = reshape((F.linear if converted else _matmul.affine)(rows, weight, bias), shape)
     return output, {
         "weight": lambda cotangent: Outer(flatten_positions(cotangent), flatten_positions(input)),
         "bias": sum_positions,
     }
-
-
-def _in_blocks(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[k, t, i] -> [k, t, o], block by block."""
-    output = torch.bmm(input, weight.T.expand(len(input), *weight.T.shape))
-    return output if bias is None else output.add_(bias)
 
 
 @transpose(F.linear, data="input", constants=("bias",))

@@ -19,7 +19,7 @@ from torch import Tensor
 from psg import _functorch
 from psg.factors import Dense, Factor, Outer, Region, Views
 from psg.rules._registry import decomposition, reshape, rule, transposable_form, transpose
-from psg.rules.linear import flatten_positions
+from psg.rules.linear import flatten_positions, linear
 
 
 def contract(
@@ -167,7 +167,8 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
     if input.is_complex() or other.is_complex():
         return NotImplemented
     if "input" not in shared and other.ndim == 2 and input.ndim > 1:
-        return input @ other, {"other": lambda cotangent: Outer(flatten_positions(input), flatten_positions(cotangent))}
+        output, _ = linear(input, other.T)
+        return output, {"other": lambda cotangent: Outer(flatten_positions(input), flatten_positions(cotangent))}
     if "other" not in shared and input.ndim == 2 and other.ndim > 1:
         if other.ndim == 2:  # a vector
             return other @ input.T, {"input": lambda cotangent: Outer(cotangent[:, None], other[:, None])}
@@ -299,7 +300,10 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
     if set(shared) != {"input", "mat2"} or input.shape != mat2.shape[1:] or mat1.ndim != 3 or beta == 0 or mat2.is_complex():
         return _added(input, names, (mat1, mat2), equation, shared, beta, alpha)
     # One flat product that adds the bias as it goes.
-    output = reshape(torch.addmm(input, mat1.flatten(0, 1), mat2, beta=beta, alpha=alpha), (*mat1.shape[:2], mat2.shape[1]))
+    if beta == alpha == 1:
+        output, _ = linear(mat1, mat2.T, input)
+    else:
+        output = reshape(torch.addmm(input, mat1.flatten(0, 1), mat2, beta=beta, alpha=alpha), (*mat1.shape[:2], mat2.shape[1]))
     return output, {
         "input": lambda cotangent: Dense(beta * cotangent.sum(1)),
         "mat2": lambda cotangent: Outer(alpha * mat1, cotangent),

@@ -1,0 +1,136 @@
+"""Matrix products on CPUs for which MKL is not tuned.
+
+MKL's kernels, and its division of a product among threads, are tuned for Intel's processors. On AMD's it takes up to twice as long as
+oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py product, weighted_sum, gram. oneDNN's
+kernel reads its left operand row by row, and compilers cannot fuse it: other large products are divided into blocks.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from psg import _functorch
+from psg.memory import pages_are_kept
+
+_LARGE_PRODUCT = 1 << 22  # multiplications
+_LARGE_SUM = 1 << 19
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left[a, t] @ right[t, b] -> [a, b]."""
+    if takes_onednn(left, right) and not (left.requires_grad or right.requires_grad):
+        return _onednn(left, right.T, None)
+    blocks = row_blocks(left, right)
+    if blocks == 1:
+        return torch.mm(left, right)
+    return torch.bmm(left.unflatten(0, (blocks, -1)), right.expand(blocks, *right.shape)).flatten(0, 1)
+
+
+def affine(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows W^T + bias: [t, i], [o, i], [o] -> [t, o]. Only once differentiable where the rows alone require grad."""
+    if takes_onednn(rows, weight.T) and not any(own is not None and own.requires_grad for own in (weight, bias)):
+        output: Any = _Affine.apply(rows, weight, bias)
+        return output
+    blocks = row_blocks(rows, weight.T)
+    return F.linear(rows, weight, bias) if blocks == 1 else affine_blocks(rows.unflatten(0, (blocks, -1)), weight, bias).flatten(0, 1)
+
+
+def affine_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same for blocks of rows: [k, t, i] -> [k, t, o]."""
+    output = torch.bmm(rows, weight.T.expand(len(rows), *weight.T.shape))
+    return output if bias is None else output.add_(bias)
+
+
+def sum_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """sum_n weights[n] rows[n, p] -> [p]."""
+    blocks = column_blocks(rows)
+    if blocks == 1:
+        return torch.mv(rows.t(), weights)
+    return torch.bmm(weights.expand(blocks, 1, -1), rows.unflatten(1, (blocks, -1)).transpose(0, 1)).flatten()
+
+
+def pair_rows(left: Tensor, right: Tensor) -> Tensor:
+    """<left[n], right[m]> of rows [n, p] and [m, p] -> [n, m]."""
+    blocks = inner_blocks(left, right)
+    if blocks == 1:
+        return left @ right.T
+    left, right = (side.unflatten(1, (blocks, -1)).transpose(0, 1) for side in (left, right))
+    return torch.bmm(left, right.mT).sum(0)
+
+
+class _Affine(torch.autograd.Function):
+    """`affine` by oneDNN, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _onednn(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (weight,) = ctx.saved_tensors
+        return product(cotangent, weight), None, None
+
+
+def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+
+
+# Decisions
+
+
+def takes_onednn(left: Tensor, right: Tensor) -> bool:
+    """Whether to compute left[a, t] @ right[t, b] by oneDNN, of whose op autograd and torch.func know nothing."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    pays = rows * inner * columns >= _LARGE_PRODUCT and left.is_contiguous()
+    return pays and _is_slow(left, right) and _has_onednn() and not _functorch.is_watched()
+
+
+def row_blocks(left: Tensor, right: Tensor) -> int:
+    """Into how many blocks of rows to divide left[a, t] @ right[t, b], one for each thread; 1 where this gains nothing."""
+    (rows, inner), columns, threads = left.shape, right.shape[1], _dividing_threads(left, right)
+    pays = threads >= 4 and rows >= 48 * threads and 3 * rows >= columns and rows * inner * columns >= _LARGE_PRODUCT
+    return threads if pays and rows % threads == 0 else 1
+
+
+def column_blocks(rows: Tensor) -> int:
+    """Into how many blocks of columns to divide weights[n] @ rows[n, p]."""
+    threads = _dividing_threads(rows)
+    return threads if rows.numel() >= _LARGE_SUM and rows.shape[1] % threads == 0 else 1
+
+
+def inner_blocks(left: Tensor, right: Tensor) -> int:
+    """Into how many blocks along p to divide left[n, p] @ right[m, p]^T; the blocks' products are then added up."""
+    (rows, inner), columns, threads = left.shape, len(right), _dividing_threads(left, right)
+    pays = inner >= 64 * max(rows, columns) and rows * inner * columns >= _LARGE_PRODUCT
+    return threads if pays and inner % threads == 0 else 1
+
+
+def multiplies(device: torch.device) -> bool:
+    """Whether outer products of single vectors are formed by elementwise multiplication rather than by `bmm`."""
+    # MKL's `bmm` is faster where it is tuned, but not into fresh pages: benchmarks/micro.py outer.
+    return device.type != "cpu" or not pages_are_kept() or _mkl_is_untuned()
+
+
+def _dividing_threads(*sides: Tensor) -> int:
+    """Among how many threads to divide a product of these tensors; 1 for no division."""
+    return torch.get_num_threads() if _is_slow(*sides) else 1
+
+
+def _is_slow(*sides: Tensor) -> bool:
+    """Whether MKL would run a product of these tensors, and is not tuned for it."""
+    return all(side.dtype == torch.float32 and side.device.type == "cpu" for side in sides) and _mkl_is_untuned()
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+@functools.cache
+def _mkl_is_untuned() -> bool:
+    return torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")

@@ -1,0 +1,181 @@
+"""Matrix products on CPUs for which MKL is not tuned: by oneDNN, and in blocks."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import forward_ad
+
+import psg
+from psg import _matmul
+from psg.factors import Dense
+from psg.testing import assert_trees_close, layouts, tensors
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+@pytest.fixture
+def untuned(monkeypatch):
+    """Four threads of a processor for which MKL is not tuned, and products of any size that count as large."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(_matmul, "_mkl_is_untuned", lambda: True)
+    monkeypatch.setattr(_matmul, "_LARGE_PRODUCT", 1)
+    monkeypatch.setattr(_matmul, "_LARGE_SUM", 1)
+    torch.set_num_threads(4)
+    yield 4
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "rows, inner, columns", [(192, 5, 7), (256, 1, 192), (260, 3, 1), (194, 5, 7), (192, 2, 1000), (188, 5, 7), (192, 0, 3)]
+)
+def test_products_in_blocks_of_rows(rows, inner, columns, untuned, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    for left in (torch.randn(rows, inner), torch.randn(inner, rows).T):
+        left, right = left.float(), torch.randn(columns, inner).T.float()
+        divided = rows % 4 == 0 and rows >= 192 and columns < 1000 and inner > 0
+        assert _matmul.row_blocks(left, right) == (untuned if divided else 1)
+        torch.testing.assert_close(_matmul.product(left, right), left @ right)
+        assert _matmul.row_blocks(left.double(), right.double()) == 1
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows, inner, columns", [(1, 1, 1), (5, 1, 3), (1, 6, 4), (7, 64, 33), (0, 2, 3), (2, 0, 3)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_by_onednn(rows, inner, columns, transposed, untuned, monkeypatch):
+    left = torch.randn(rows, inner).float()
+    right = (torch.randn(columns, inner).T if transposed else torch.randn(inner, columns)).float()
+    taken = rows * inner * columns > 0
+    assert _matmul.takes_onednn(left, right) == taken
+    torch.testing.assert_close(_matmul.product(left, right), left @ right)
+    for bias in (None, torch.randn(columns).float()):
+        torch.testing.assert_close(_matmul.affine(left, right.T, bias), F.linear(left, right.T, bias))
+    assert not _matmul.takes_onednn(left.double(), right.double())
+    assert not _matmul.takes_onednn(left.bfloat16(), right.bfloat16())
+    if rows > 1 and inner > 1:
+        assert not _matmul.takes_onednn(left.T.contiguous().T, right)  # it would be copied
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not _matmul.takes_onednn(left, right)
+
+
+@needs_onednn
+@pytest.mark.parametrize("differentiated", [(True, False, False), (True, True, False), (False, False, True)])
+def test_derivatives(differentiated, untuned):
+    sides = [torch.randn(*shape).float().requires_grad_(own) for shape, own in zip(((5, 4), (3, 4), (3,)), differentiated, strict=True)]
+    asked = [side for side in sides if side.requires_grad]
+    cotangent = torch.randn(5, 3).float()
+    found, expected = (torch.autograd.grad(op(*sides), asked, cotangent) for op in (_matmul.affine, F.linear))
+    torch.testing.assert_close(found, expected)
+    if differentiated[0]:
+        left, right = sides[0], sides[1].detach().T.requires_grad_()
+        (found,), (expected,) = (torch.autograd.grad(op(left, right), right, cotangent) for op in (_matmul.product, torch.mm))
+        torch.testing.assert_close(found, expected)
+
+
+@needs_onednn
+def test_under_transforms(untuned):
+    left, right = torch.randn(6, 5, 4).float(), torch.randn(4, 3).float()
+    for op, native in ((_matmul.product, torch.mm), (lambda x, y: _matmul.affine(x, y.T), torch.mm)):
+        torch.testing.assert_close(torch.func.vmap(op, (0, None))(left, right), left @ right)
+        for transform in (torch.func.jacrev, torch.func.jacfwd):
+            torch.testing.assert_close(transform(op, (0, 1))(left[0], right), transform(native, (0, 1))(left[0], right))
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(op(forward_ad.make_dual(left[0], left[1]), right)).tangent
+        torch.testing.assert_close(tangent, left[1] @ right)
+
+
+@pytest.mark.parametrize("n, columns", [(3, 8), (1, 4), (5, 6), (0, 4), (2, 0), (4, 1)])
+def test_weighted_sums_in_blocks_of_columns(n, columns, untuned):
+    rows, weights = torch.randn(n, columns).float(), torch.randn(n).float()
+    assert _matmul.column_blocks(rows) == (untuned if rows.numel() and columns % 4 == 0 else 1)
+    for values in (rows, rows.unflatten(1, (-1, 2)) if columns % 2 == 0 and columns else rows):
+        torch.testing.assert_close(Dense(values).weighted_sum(weights), torch.tensordot(weights, values, 1))
+    assert _matmul.column_blocks(rows.double()) == 1
+
+
+@pytest.mark.parametrize("n, m, inner", [(3, 2, 256), (1, 1, 64), (4, 5, 256), (4, 4, 258), (0, 2, 256), (2, 3, 0)])
+def test_inner_products_in_blocks(n, m, inner, untuned):
+    left, right = torch.randn(n, inner).float(), torch.randn(m, inner).float()
+    divided = n * m * inner > 0 and inner >= 64 * max(n, m) and inner % 4 == 0
+    assert _matmul.inner_blocks(left, right) == (untuned if divided else 1)
+    torch.testing.assert_close(Dense(left).gram(Dense(right)), left @ right.T)
+    assert _matmul.inner_blocks(left.double(), right.double()) == 1
+
+
+def recorded(monkeypatch, decision):
+    """The list to which a decision of `_matmul` appends its results from now on."""
+    results = []
+    own = getattr(_matmul, decision)
+    monkeypatch.setattr(_matmul, decision, lambda *sides: results.append(own(*sides)) or results[-1])
+    return results
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("onednn", [pytest.param(True, marks=needs_onednn), False])
+def test_layers(bias, dtype, onednn, untuned, monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 200, bias=bias), nn.ReLU(inplace=True), nn.Linear(200, 192, bias=bias)).float()
+    loss, params = psg.stateless(model, lambda output, y: (output * y).float().mean())
+    x, y = torch.randn(4, 48, 8).float(), torch.randn(4, 48, 192).float()
+    blocks, taken = recorded(monkeypatch, "row_blocks"), recorded(monkeypatch, "takes_onednn")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        found, expected = (psg.clipped_grad(loss, 1e-3, method=method)(params, x, y) for method in ("capture", "loop"))
+    assert 4 in blocks
+    assert (True in taken) == (onednn and dtype == torch.float32)
+    assert_trees_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def test_a_bias_of_another_dtype_is_refused_here_too(untuned):
+    weight, bias, x = torch.randn(192, 8).float(), torch.randn(192).double(), torch.randn(4, 48, 8).float()
+    with pytest.raises(RuntimeError, match="dtype"):
+        psg.per_sample_grad(lambda params, x: F.linear(x, *params).sum())((weight, bias), x)
+
+
+@st.composite
+def products(draw):
+    """Two layers, the second of them a linear layer, a matrix product or one with a bias."""
+    n, t, i, h, o = draw(st.integers(0, 3)), draw(st.integers(1, 3)), *(draw(st.integers(1, 4)) for _ in range(3))
+    params = {"w": draw(layouts(draw(tensors((h, i))))), "v": draw(layouts(draw(tensors((h, o))))), "b": draw(tensors((o,)))}
+    x, kind = draw(layouts(draw(tensors((n, t, i))))), draw(st.sampled_from(["linear", "matmul", "addmm"]))
+
+    def fn(p, x):
+        hidden = F.linear(x, p["w"]).tanh()
+        if kind == "linear":
+            return score(F.linear(hidden, p["v"].T, p["b"]))
+        return score(hidden @ p["v"] if kind == "matmul" else torch.addmm(p["b"], hidden, p["v"]))
+
+    return Problem(fn, (params, x))
+
+
+@given(problem=products())
+def test_every_product_by_a_node_of_psg(problem):
+    # In float64, which oneDNN does not have.
+    with mock.patch.multiple(_matmul, takes_onednn=lambda *_: True, _onednn=F.linear):
+        assert_agrees(problem)
+
+
+@needs_onednn
+def test_a_compiled_graph_has_no_op_that_a_compiler_cannot_fuse(untuned, monkeypatch):
+    taken = recorded(monkeypatch, "takes_onednn")
+    params, x = (torch.randn(4, 3).float(),), torch.randn(2, 5, 3).float()
+    clipped = psg.clipped_grad(lambda p, x: score(F.linear(x, *p)), clip_norm=0.5)
+    found = psg.jit(clipped, backend="eager")(params, x)
+    assert False in taken
+    assert_trees_close(found.grads, clipped(params, x).grads, per_sample=False, rtol=1e-5)
+    assert True in taken
+
+
+@needs_onednn
+def test_a_weight_that_is_written_into_before_the_backward_pass_is_noticed(untuned):
+    weight = torch.randn(3, 4).float()
+    output = _matmul.affine(torch.randn(5, 4).float().requires_grad_(), weight)
+    weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
