@@ -1,8 +1,8 @@
 """Matrix products on CPUs for which MKL is not tuned.
 
 MKL's kernels, and its division of a product among threads, are tuned for Intel's processors. On AMD's it takes up to twice as long as
-oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py product, weighted_sum, gram. oneDNN's
-kernel reads its left operand row by row, and compilers cannot fuse it: other large products are divided into blocks.
+oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py affine, product, weighted_sum, gram.
+oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph: other products are divided into blocks.
 """
 
 import functools
@@ -16,7 +16,9 @@ from torch.autograd.function import once_differentiable
 from psg import _functorch
 from psg.memory import pages_are_kept
 
-_LARGE_PRODUCT = 1 << 22  # multiplications
+# Multiplications.
+_LARGE_FOR_ONEDNN = 1 << 24  # it takes a millisecond to generate a kernel for every new shape
+_LARGE_PRODUCT = 1 << 22
 _LARGE_SUM = 1 << 19
 
 
@@ -87,7 +89,7 @@ def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def takes_onednn(left: Tensor, right: Tensor) -> bool:
     """Whether to compute left[a, t] @ right[t, b] by oneDNN, of whose op autograd and torch.func know nothing."""
     (rows, inner), columns = left.shape, right.shape[1]
-    pays = rows * inner * columns >= _LARGE_PRODUCT and left.is_contiguous()
+    pays = rows * inner * columns >= _LARGE_FOR_ONEDNN and left.is_contiguous()
     return pays and _is_slow(left, right) and _has_onednn() and not _functorch.is_watched()
 
 

@@ -25,6 +25,7 @@ def untuned(monkeypatch):
     """Four threads of a processor for which MKL is not tuned, and products of any size that count as large."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(_matmul, "_mkl_is_untuned", lambda: True)
+    monkeypatch.setattr(_matmul, "_LARGE_FOR_ONEDNN", 1)
     monkeypatch.setattr(_matmul, "_LARGE_PRODUCT", 1)
     monkeypatch.setattr(_matmul, "_LARGE_SUM", 1)
     torch.set_num_threads(4)

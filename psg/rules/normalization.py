@@ -139,7 +139,7 @@ class _Norm:
         # On one image with n b c channels the native kernel keeps samples and images apart. It assumes contiguous memory.
         rows = (tensor.reshape(1, n * b * c, size).contiguous() for tensor in (cotangent, self.images))
         one = *rows, *(moment.reshape(1, -1) for moment in self.moments)
-        weight = (cotangent.new_ones(c) if self.weight is None else self.weight).repeat(n * b)
+        weight = (cotangent.new_ones(c) if self.weight is None else self.weight).expand(n * b, c).flatten()
         options = 1, n * b * c, size, n * b * self.groups, [data, True, True]
         found, *own = torch.ops.aten.native_group_norm_backward(*one, weight, *options)
         self.solved_for, self.c_input = cotangent, found if data else None
