@@ -6,12 +6,15 @@ the next step gets fresh ones, which the kernel must map and clear: 0.25 microse
 
 import contextlib
 import ctypes
+import math
 import re
 import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from psg import _functorch
 from psg._errors import InputError
 
 # From glibc's malloc.h.
@@ -51,6 +54,20 @@ def keep_pages() -> bool:
 def pages_are_kept() -> bool:
     """Whether `keep_pages` has taken effect."""
     return _kept
+
+
+_LARGE = 64 << 20  # bytes: more than the caches hold
+
+
+def new_zeros(like: Tensor, *shape: int) -> Tensor:
+    """`like.new_zeros(shape)`. Large ones, in pages that are kept, are cleared by C's memset, in half the time of torch's fill."""
+    # memset bypasses the caches. Into fresh pages it is slower: torch's fill, on several threads, lets the kernel map them in parallel.
+    bypasses = _kept and like.device.type == "cpu" and like.element_size() * math.prod(shape) >= _LARGE
+    if not bypasses or type(like) is not Tensor or _functorch.is_watched():
+        return like.new_zeros(shape)
+    zeros = like.new_empty(shape)
+    ctypes.memset(zeros.data_ptr(), 0, zeros.nbytes)
+    return zeros
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
@@ -203,6 +204,56 @@ def left_in_cycles(fn, *args):
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+@pytest.fixture
+def cleared(monkeypatch):
+    """The addresses of the tensors that C's memset clears, of any size."""
+    monkeypatch.setattr(memory, "_kept", True)
+    monkeypatch.setattr(memory, "_LARGE", 1)
+    addresses, memset = [], memory.ctypes.memset
+    monkeypatch.setattr(memory.ctypes, "memset", lambda *args: addresses.append(args[0]) or memset(*args))
+    return addresses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (), (0, 2), (2, 3, 1, 2)])
+def test_zeros_by_memset(dtype, shape, cleared):
+    like = torch.ones(2, dtype=dtype).requires_grad_(dtype.is_floating_point)
+    found = memory.new_zeros(like, *shape)
+    assert cleared == ([found.data_ptr()] if found.numel() else [])
+    torch.testing.assert_close(found, like.new_zeros(shape), rtol=0, atol=0)
+    assert found.stride() == like.new_zeros(shape).stride() and not found.requires_grad
+
+
+def test_zeros_that_memset_cannot_clear(cleared, monkeypatch):
+    class Own(torch.Tensor):
+        pass
+
+    assert type(memory.new_zeros(torch.ones(2).as_subclass(Own), 3)) is Own
+    assert memory.new_zeros(torch.ones(2, device="meta"), 3).shape == (3,)
+    with FakeTensorMode():
+        assert memory.new_zeros(torch.ones(2), 3).shape == (3,)
+    torch.testing.assert_close(torch.func.vmap(lambda x: memory.new_zeros(x, 3))(torch.ones(2, 4)), torch.zeros(2, 3))
+    monkeypatch.setattr(memory, "_LARGE", 1 << 10)
+    memory.new_zeros(torch.ones(2), 3)
+    monkeypatch.setattr(memory, "_kept", False)
+    memory.new_zeros(torch.ones(2), 1 << 10)
+    assert not cleared
+
+
+def test_tables_parts_and_unused_parameters_in_zeros_by_memset(cleared):
+    params = {"table": torch.randn(9, 4), "stack": torch.randn(3, 4, 4), "unused": torch.randn(2)}
+    ids = torch.randint(9, (5, 3))
+
+    def fn(p, ids):
+        return torch.tanh(F.embedding(ids, p["table"]).sum(0) @ p["stack"][1]).square().sum()
+
+    psg.check(fn)(params, ids)
+    assert cleared
+    compiled = torch.compile(psg.per_sample_grad(fn), backend="eager")(params, ids)
+    assert_trees_close(compiled, psg.per_sample_grad(fn, method="loop")(params, ids))
+    assert_trees_close(psg.jit(psg.per_sample_grad(fn), backend="eager")(params, ids), compiled)
 
 
 @pytest.mark.parametrize("kind", ["weight norm", "spectral norm"])
