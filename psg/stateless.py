@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -206,20 +207,15 @@ def _call(
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    scripted = module if isinstance(module, torch.jit.ScriptModule) else None
-
-    @contextlib.contextmanager
-    def holding() -> Iterator[None]:
-        with lock, _ambient.uncached():
-            with _holding(slots, {**params, **rest, **buffers}) if scripted is None else _scripted_holding(scripted, params | rest):
-                yield
-
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest, **buffers})
+    holding = partial(_locked, lock, held)
     guarded = {key: name for key, name in unregistered.items() if name in params}
     refuse = _refuses_writes(children, buffers)
     with holding(), _writes.refusing(refuse) if buffers else contextlib.nullcontext():
         with _OwnParameterGuard(guarded, _KEPT_BY_MODULE) if guarded else contextlib.nullcontext():
             output = run({id(parameter): name for name, parameter in own.items() if name in params})
-        now = buffers if scripted is not None else _held(buffer_slots)
+        now = buffers if scripted else _held(buffer_slots)
     # Layers that run again in the backward pass (checkpoints) must find the same parameters.
     _pass.remember(module, params, holding)
     # A buffer that was assigned anew is another tensor; one that was written into has a new version.
@@ -266,6 +262,13 @@ def _changing(children: dict[str, nn.Module], name: str) -> str:
         f"stateless: the forward pass of {owner or 'the module'} ({_kind(children[owner])}) changes its buffer {name!r}, so that one "
         f"sample's gradient would depend on the samples before it. {way_out}"
     )
+
+
+@contextlib.contextmanager
+def _locked(lock: Any, held: _pass.Held) -> Iterator[None]:
+    """The context that `held` makes, entered by one thread at a time."""
+    with lock, _ambient.uncached(), held():
+        yield
 
 
 _Slots = dict[str, tuple[dict[str, Tensor | None], str]]
