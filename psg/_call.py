@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class Options:
     method: str
 
     def __post_init__(self) -> None:
-        _one_of("randomness", self.randomness, ("different", "same", "error"))
-        _one_of("method", self.method, ("auto", "capture", "vmap", "loop", "batch"))
+        _one_of("randomness", self.randomness, get_args(Randomness))
+        _one_of("method", self.method, get_args(Method))
         chunk = self.chunk_size
         if isinstance(chunk, str):
             memory.parse(chunk)

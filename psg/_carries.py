@@ -89,7 +89,9 @@ def carry_of(step: Step) -> Carry | None:
         return None
     try:
         known = _CARRIES[step.name](output.detach(), *step.args, **step.kwargs) if step.name in _CARRIES else []
-    except TypeError:
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # not from the call itself, but from within
         known = []  # the table does not know this form of the call
 
     def over_to(side: Tensor, factor: Factor) -> list[Factor] | None:

@@ -45,14 +45,17 @@ class FallbackWarning(UserWarning):
     """A call went down the ladder (capture, vmap, loop): the result is right, the call is slower. The message says why."""
 
 
+for _public in (PsgError, InputError, StateError, FallbackWarning):
+    _public.__module__ = "psg"  # the name under which tracebacks show it is the public one
+
 warned: set[Hashable] = set()
 
 
 def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWarning) -> None:
     """Warn once for each key, with the user's own call as the location; by default of a step down the ladder."""
     if key not in warned:
-        warned.add(key)
         warnings.warn(message, category, stacklevel=_stack_level())
+        warned.add(key)  # afterwards: under a filter "error" every call raises, not only the first
 
 
 def code_of(function: Any) -> Hashable:

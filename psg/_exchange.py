@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _copies, _functorch, _random
 from psg._call import Call
-from psg._errors import StateError
+from psg._errors import StateError, code_of, warn_once
 
 
 def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _random.State) -> None:
@@ -28,6 +28,7 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
         after: Their states after fn had run.
 
     Raises:
+        OutOfMemoryError: A device has not enough memory to run fn again.
         StateError: At least half of the compared losses have changed. Fewer changes may come from rounding that breaks a router's ties.
     """
     every = torch.arange(call.n, device=losses.device)
@@ -43,8 +44,16 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
             return
         if not _random.same_state(now, _random.get_state(call.tensors)) or not _agree(_losses(call.take(every)), expected, kept, call):
             return  # fn drew other random numbers, or returns other values in every call: no comparison is possible
-    except Exception:
-        return  # fn rejects the exchanged batch, though it accepted the given one
+    except torch.OutOfMemoryError:
+        raise  # the samples have not been compared
+    except Exception as error:
+        warn_once(
+            (code_of(call.fn), "exchange"),
+            f'{call.name}, method="batch": fn raises {type(error).__name__} when some samples are exchanged for others. So its losses '
+            "could not be compared, and samples that meet in a statistic of the data alone (x - x.mean(0), say) would not be noticed.",
+            UserWarning,
+        )
+        return
     finally:
         _random.set_state(now)
     raise StateError(

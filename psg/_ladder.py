@@ -32,6 +32,8 @@ def run(call: Call, method: str) -> Result:
         OutOfMemoryError: A device has not enough memory for so many samples at once.
     """
     pinned = method != "auto"
+    if are_disabled() and method in ("capture", "batch"):
+        raise InputError(f"{call.name}: method={method!r} runs ops by their rules, which psg.rules.disabled() turns off.")
     if method == "batch" and call.needs_derivative:
         call, method = call.with_sample_fn(), "auto"
     if method != "auto":

@@ -113,7 +113,10 @@ class Lifted:
         """
         if not isinstance(factor, Factor):
             raise InputError(f"a rule is broken: its builder for {place} gives a {type(factor).__name__}; expected one of psg.factors.")
-        got, expected = (factor.n, tuple(factor.shape)), (n, tuple(self.leaf.shape[1:]))
+        try:
+            got, expected = (factor.n, tuple(factor.shape)), (n, tuple(self.leaf.shape[1:]))
+        except IndexError:
+            raise InputError(f"a rule is broken: a tensor of its {type(factor).__name__} for {place} has too few dimensions.") from None
         if got != expected:
             raise InputError(
                 f"a rule is broken: its factor for {place} has {got[0]} samples of shape {got[1]}, "

@@ -13,7 +13,7 @@ from psg._agreed import Diverged
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import CaptureTask, capture
-from psg._errors import InputError, PsgError, Stale
+from psg._errors import InputError, PsgError, Stale, StateError
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg.factors import Dense, Factor, concat
 
@@ -89,7 +89,7 @@ class _Outputs:
 def _run_capture(call: Call) -> Result:
     if _functorch.transform_active() or call.has_tangent:
         where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
-        raise PsgError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
+        raise InputError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
     state = call.shared_draws()
     try:
         return _capture_together(call)
@@ -209,7 +209,7 @@ def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs
         if i:
             _trees.expect_same(before, outputs.tree, "aux")
         if call.randomness == "error" and not _random.same_state(state, _random.get_state(call.tensors)):
-            raise RuntimeError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
+            raise StateError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
     stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
     count = len(call.params)
     factors: list[Factor] = [Dense(values) for values in stacked[:count]]

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from psg import _functorch, _trees
 from psg._errors import InputError
-from psg.factors import Factor, Joint, norm_of
+from psg.factors import Factor
+from psg.factors._joint import Joint, norm_of
 
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "bounded", "clip", "normalize"]
 
@@ -192,9 +193,9 @@ def adapt(
     if not isinstance(norms, Tensor):
         hint = ": pass out.norms" if hasattr(norms, "clip_coef") else ""
         raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got a {type(norms).__name__}{hint}.")
-    if norms.ndim != 1 or mask is not None and (mask.shape != norms.shape or mask.dtype != torch.bool):
-        got = f"norms of shape {tuple(norms.shape)}" + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}, {mask.dtype}")
-        raise InputError(f"psg.clipping.adapt: expected norms [n] and, if any, a mask of booleans [n], got {got}.")
+    if norms.ndim != 1:
+        raise InputError(f"psg.clipping.adapt: expected norms [n], got shape {tuple(norms.shape)}.")
+    check_mask("psg.clipping.adapt", mask, len(norms))
     for name, value, fits, expected in (
         ("expected_batch_size", expected_batch_size, 0 < expected_batch_size < math.inf, "greater than 0 and finite"),
         ("quantile", quantile, 0 <= quantile <= 1, "in [0, 1]"),
@@ -280,6 +281,10 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
         norms = _trees.broadcast(clip_norm.clip_norm, params, "PerLeaf(clip_norm)")
         groups = [Group((i,), norm) for i, norm in enumerate(norms)]
     elif isinstance(clip_norm, PerGroup):
+        if not isinstance(clip_norm.clip_norm, Mapping):
+            raise InputError(
+                f"PerGroup(clip_norm=...): expected a mapping from labels to clip norms, got a {type(clip_norm.clip_norm).__name__}."
+            )
         members: dict[Hashable, list[int]] = {}
         for i, path in enumerate(_trees.keys(_trees.unflatten(spec, indices))):
             members.setdefault(_label(clip_norm, path), []).append(i)

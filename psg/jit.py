@@ -368,9 +368,10 @@ def _surroundings() -> Hashable:
 
 def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
     """From a number of samples to the size of its bucket."""
-    sizes = sorted([buckets] if isinstance(buckets, int) else buckets)
+    sizes = list(buckets) if isinstance(buckets, Sequence) else [buckets]
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
         raise InputError(f"psg.jit(buckets={buckets!r}): expected an integer of at least 1 or a sequence of them.")
+    sizes.sort()
     return lambda n: next((size for size in sizes if n <= size), -(-n // sizes[-1]) * sizes[-1])
 
 

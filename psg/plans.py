@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees
+from psg import _functorch, _machine, _trees
 from psg._errors import InputError
-from psg.memory import pages_are_kept
 
 __all__ = ["Choice", "using"]
 
@@ -150,7 +149,7 @@ def may_keep(count: int) -> bool:
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
     held = [leaf for leaf in _trees.flatten(factor)[0] if isinstance(leaf, Tensor)]
     layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in held)
-    key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, torch.get_num_threads(), pages_are_kept()
+    key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, _machine.settings(factor.device)
     if key not in _measured:
         seconds = {answer: _time(run, answer, factor.device) for answer in costs}
         _measured[key] = min(seconds, key=lambda answer: seconds[answer])

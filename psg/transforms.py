@@ -21,16 +21,19 @@ Arguments that all five share:
                 without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that combines a
                 parameter with data needs a rule; otherwise InputError names the parameter, the op and the line. Values computed from
                 parameters and frozen tensors alone (merged low-rank updates, masks, penalties against an anchor) need none.
-                StateError if several losses depend on one row of data, as under batch normalisation, or if a loss changes when other
-                samples are exchanged. These checks hold for the samples at hand, and cost two more backward passes (three for more than
-                65 samples; more in float16, or if cotangents of other samples cancel) and one more forward pass (two where fn draws
+                StateError if several losses depend on one row of data, as under batch normalisation, or if at least half of the losses of
+                a quarter of the samples change when the others are exchanged. Samples that interact rarely, in other ways than through
+                parameters, are not noticed; nor are those of an fn that rejects the exchanged batch (it warns), or whose losses are not
+                repeatable. These checks hold for the samples at hand, and cost two more backward passes (three for more than 65
+                samples; more in float16, or if cotangents of other samples cancel) and one more forward pass (two where fn draws
                 random numbers). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0.
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 
-Every transform raises InputError if an argument does not fit, or if fn does not return a scalar; errors from fn itself are raised
-unchanged. Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples
-gives leaves [0, *shape] and zero sums.
+Every transform raises InputError if an argument does not fit, if fn does not return a scalar, or if fn is itself the result of a
+transform; errors from fn itself are raised unchanged. A method that is forced and cannot run fn raises PsgError, or torch's own error.
+Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples gives leaves
+[0, *shape] and zero sums.
 
 Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same,
 at the same price, and saves nothing but the inputs. A backward pass through the results computes vmap(grad(fn)) (or a loop over the
@@ -56,7 +59,8 @@ from psg import _ambient, _chunks, _differentiable, _trees, clipping
 from psg._call import Call, Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg._rungs import Result
-from psg.factors import Factor, Joint
+from psg.factors import Factor
+from psg.factors._joint import Joint
 
 
 class Batching(NamedTuple):
@@ -415,6 +419,7 @@ def _over_batches(
     settles: bool = False,
 ) -> Callable[..., tuple[Call, _Reduced]]:
     """The function that prepares a call, runs it chunk by chunk, reduces each chunk and collects the reductions."""
+    expect_one_sample(f"psg.{name}", fn)
     label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, materializes)
 
     def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:

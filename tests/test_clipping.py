@@ -482,8 +482,12 @@ def test_adapted_clip_norms_clip_their_share(args):
     "call, message",
     [
         (lambda norms: psg.clipping.adapt(1.0, norms[None], 4), r"adapt: expected norms \[n\].*shape \(1, 4\)"),
-        (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(3).bool()), r"adapt: .*mask of shape \(3,\)"),
-        (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(4)), r"adapt: .*mask of booleans \[n\].*torch\.float"),
+        (
+            lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(3).bool()),
+            r"adapt: mask: expected .*shape \(4,\), got .*shape \(3,\)",
+        ),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(4)), r"adapt: mask: expected a bool tensor .*got torch\.float"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=[True] * 4), r"adapt: mask: expected a bool tensor .*got list"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 0), r"adapt: expected_batch_size=0: expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=1.5), r"adapt: quantile=1\.5: expected a number in \[0, 1\]"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, rate=-1), r"adapt: rate=-1"),
@@ -654,6 +658,7 @@ def test_a_user_more_or_less_changes_the_sum_by_the_clip_norm_at_most(args, devi
         ({"clip_norm": math.inf, "policy": "normalize"}, "clip_norm=inf"),
         ({"clip_norm": 1.0, "mask": torch.ones(3)}, r"psg.tree.clip: mask: expected a bool tensor of shape \(3,\)"),
         ({"clip_norm": PerGroup(lambda path: path[0], {})}, "has no clip norm"),
+        ({"clip_norm": PerGroup(lambda path: path[0], 3)}, "expected a mapping from labels to clip norms, got a int"),
     ],
 )
 def test_a_tree_that_cannot_be_clipped_so_is_an_error(options, message):

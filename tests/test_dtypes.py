@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.factors import Outer
+from psg.factors import Dense, Outer
 from psg.testing import assert_trees_close, loop_grad, reference_clipped_sum, reference_norm
 from psg.testing._loop import tree_map
 
@@ -58,6 +58,18 @@ def test_autocast_outside_the_call(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         grads, expected = psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x)
     assert_trees_close(grads, expected, rtol=psg.testing.default_rtol(torch.bfloat16), name="grads")
+
+
+def test_trees_are_computed_with_as_outside_of_autocast(device):
+    """What psg computes around fn is not in autocast's low dtype, nor an inference tensor."""
+    left, right = torch.randn(3, 2, 4, device=device).float(), torch.randn(3, 2, 5, device=device).float()
+    factored, dense = {"w": Outer(left, right)}, {"w": Dense(left.mT @ right)}
+    with torch.autocast(device.type, dtype=torch.bfloat16), torch.inference_mode():
+        both = psg.tree.concat([factored, dense])
+        some = psg.tree.take(dense, [2, 0])
+    assert not both["w"].values.is_inference() and not some["w"].values.is_inference()
+    assert_trees_close(psg.tree.materialize(both)["w"][:3], dense["w"].values)
+    assert_trees_close(some["w"].values, dense["w"].values[[2, 0]])
 
 
 def test_gradients_that_torch_gives_as_conjugates(device):

@@ -867,6 +867,8 @@ def test_errors(device):
     fn = psg.per_sample_norm(linear_loss)
     with pytest.raises(psg.InputError, match=r"buckets=0.*at least 1"):
         psg.jit(fn, buckets=0)
+    with pytest.raises(psg.InputError, match=r"buckets=3\.5.*at least 1"):
+        psg.jit(fn, buckets=3.5)
     with pytest.raises(psg.InputError, match=r"buckets=4.*not made by one of psg's transforms"):
         psg.jit(linear_loss, buckets=4)
     with pytest.raises(psg.InputError, match=r"mode='fast'.*'max-autotune'"):

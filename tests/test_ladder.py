@@ -104,6 +104,14 @@ def test_the_warning_points_at_the_call(args):
     assert caught[0].filename == __file__
 
 
+def test_a_warning_that_is_made_an_error_is_raised_by_every_call(args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", psg.FallbackWarning)
+        for _ in range(2):
+            with pytest.raises(psg.FallbackWarning, match="could not run it"):
+                psg.per_sample_grad(asks_the_sample)(*args)
+
+
 def test_the_warning_comes_once_for_a_function_and_a_reason(args):
     grad, norm = psg.per_sample_grad(asks_the_sample), psg.per_sample_norm(asks_the_sample)
     with pytest.warns(psg.FallbackWarning):

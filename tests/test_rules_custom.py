@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import psg
-from psg.factors import Dense, Outer
+from psg.factors import Dense, Outer, Rows
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad
 
@@ -153,6 +153,14 @@ def gained(monkeypatch):
         (lambda x, gain: ((x * gain).sum(0), {"gain": Dense}), r"the 4 samples in dim 0, got \(2,\)"),
         (lambda x, gain: (x * gain, {"gain": lambda cotangent: cotangent * x}), "gives a Tensor; expected one of psg.factors"),
         (lambda x, gain: (x * gain, {"gain": lambda cotangent: Dense(cotangent[:, :1])}), r"shape \(1,\), the parameter has"),
+        (
+            lambda x, gain: (x * gain, {"gain": lambda cotangent: Outer(cotangent, x)}),
+            r"its Outer for gain of gained has too few dimensions",
+        ),
+        (
+            lambda x, gain: (x * gain, {"gain": lambda cotangent: Rows(x, cotangent[..., None], 2)}),
+            r"Rows: .*index of integers, got torch\.float64",
+        ),
     ],
 )
 def test_a_rule_that_is_broken_says_so(rule, message, gained, device):

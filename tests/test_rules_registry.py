@@ -63,6 +63,12 @@ def test_disabled_rules_do_not_run(device):
     assert not calls
 
 
+@pytest.mark.parametrize("method", ["capture", "batch"])
+def test_methods_that_need_rules_refuse_to_run_without(method):
+    with psg.rules.disabled(), pytest.raises(psg.InputError, match=rf"method={method!r} runs ops by their rules"):
+        psg.per_sample_grad(lambda w, x: (x * w).sum(-1), method=method)(torch.ones(2), torch.ones(3, 2))
+
+
 def test_a_rule_may_decline(device):
     calls = []
     register(calls, decline=True)

@@ -236,3 +236,12 @@ def test_a_nested_tensor_by_keyword(device):
     extra = torch.nested.nested_tensor([torch.ones(2, 3, device=device), torch.ones(1, 3, device=device)])
     w, x = torch.ones(3, device=device), torch.randn(4, 3, device=device)
     assert_trees_close(psg.per_sample_grad(fn)(w, x, extra=extra), 9 * x)
+
+
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_value_and_grad, psg.per_sample_norm, psg.factored_grad])
+def test_what_a_transform_has_made_is_no_function_of_one_sample(transform):
+    made = psg.per_sample_norm(lambda w, x: (w * x).sum())
+    with pytest.raises(psg.InputError, match=rf"psg\.{transform.__name__}: got psg\.per_sample_norm.*, a function of a batch"):
+        transform(made)
+    with pytest.raises(psg.InputError, match=r"psg\.clipped_grad: got"):
+        psg.clipped_grad(made, 1.0)

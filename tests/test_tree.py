@@ -224,6 +224,12 @@ def test_unflatten_gives_every_leaf_its_dtype(device):
     assert wider["real"].dtype == torch.float64
 
 
+@pytest.mark.parametrize("flat, got", [([1.0, 2.0], "a list"), (torch.tensor(1.0), "a tensor without dimensions")])
+def test_unflatten_of_what_is_no_tensor_of_rows(flat, got):
+    with pytest.raises(psg.InputError, match=rf"unflatten: expected a tensor \[\.\.\., 2\], got {got}"):
+        psg.tree.unflatten(flat, {"a": torch.zeros(2)})
+
+
 def test_projections_keep_inner_products(device):
     # Over seeds, their mean is right within five standard errors, and their variance is below the stated bound.
     tree = factored_tree(4, device)

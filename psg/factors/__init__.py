@@ -11,7 +11,6 @@ from psg import _functorch
 from psg.factors._base import Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._dense import Dense
-from psg.factors._joint import Joint, norm_of
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled, merge_scaled
@@ -25,7 +24,6 @@ __all__ = [
     "Expanded",
     "Factor",
     "Geometry",
-    "Joint",
     "Outer",
     "Region",
     "Rows",
@@ -35,7 +33,6 @@ __all__ = [
     "Views",
     "concat",
     "merge",
-    "norm_of",
 ]
 
 
@@ -117,4 +114,7 @@ def _side_by_side(fields: Sequence[Tensor]) -> Tensor:
 
 
 # So that `torch.load` reads saved factors with its default `weights_only=True`.
-torch.serialization.add_safe_globals([Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views])
+_SAVED = [Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views]
+for _kind in _SAVED:
+    _kind.__module__ = __name__  # saved files hold this name
+torch.serialization.add_safe_globals(_SAVED)

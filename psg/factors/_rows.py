@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, memory
+from psg._errors import InputError
 from psg.factors._base import Additive, Factor, expect_real, square, wide, widen
 from psg.factors._dense import Dense
 from psg.factors._sketch import Sketch
@@ -18,7 +19,7 @@ class Rows(Additive):
         num_rows: The number of rows v of the parameter.
 
     Raises:
-        InputError: The cotangent is complex.
+        InputError: The index holds no integers, or the cotangent is complex.
 
     Example:
         >>> import torch
@@ -33,6 +34,8 @@ class Rows(Additive):
     constants = ("num_rows",)
 
     def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
+        if index.is_floating_point() or index.is_complex():
+            raise InputError(f"psg.factors.Rows: expected an index of integers, got {index.dtype}.")
         self.index = index.long()
         self.cotangent = cotangent
         self.num_rows = num_rows

@@ -1,22 +1,6 @@
 """Rules: fast paths for known ops. One file an op family: formula and source, then the rule."""
 
-from psg.rules import attention, conv, embedding, leaks, linear, loss, missing, normalization, products, recurrent, repairs
+from psg.rules import attention, conv, embedding, leaks, linear, loss, missing, normalization, products, recurrent, repairs  # noqa: F401
 from psg.rules._registry import disabled, primitive, registered, rule
 
-__all__ = [
-    "attention",
-    "conv",
-    "disabled",
-    "embedding",
-    "leaks",
-    "linear",
-    "loss",
-    "missing",
-    "normalization",
-    "primitive",
-    "products",
-    "recurrent",
-    "registered",
-    "repairs",
-    "rule",
-]
+__all__ = ["disabled", "primitive", "registered", "rule"]

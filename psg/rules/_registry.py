@@ -384,7 +384,7 @@ def disabled() -> Iterator[None]:
     """Inside this context psg runs plain `torch.func.vmap(torch.func.grad(fn))`: no rules, no lifting.
 
     This is the reference implementation, with which the fast path is compared. Ops that vmap cannot run are written out
-    with others. The setting holds for the current thread or async task.
+    with others. method="capture" and "batch", which need rules, raise InputError. The setting holds for the current thread or async task.
 
     Example:
         >>> import torch, psg

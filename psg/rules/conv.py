@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors import Conv, Dense, Geometry
+from psg.factors import Conv, Geometry
 from psg.rules._registry import decomposition, reshape, rule, transpose
+from psg.rules.linear import sum_images
 
 
 def _each(option: Any, dims: int) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ def _convolution(dims: int) -> Any:
         geometry = Geometry(kernel, stride, padding, dilation, groups)
         return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
             "weight": lambda cotangent: Conv(_images(cotangent, dims), images, geometry),
-            "bias": lambda cotangent: _sum_images(_images(cotangent, dims)),
+            "bias": lambda cotangent: sum_images(_images(cotangent, dims)),
         }
 
     return convolution
@@ -81,7 +82,7 @@ def _transposed(dims: int) -> Any:
 
         return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
             "weight": weight_factor,
-            "bias": lambda cotangent: _sum_images(_images(cotangent, dims)),
+            "bias": lambda cotangent: sum_images(_images(cotangent, dims)),
         }
 
     return transposed
@@ -90,11 +91,6 @@ def _transposed(dims: int) -> Any:
 def _images(tensor: Tensor, dims: int) -> Tensor:
     """The tensor as [n, images, c, *spatial], also where fn convolves one image without a batch dimension."""
     return tensor.unsqueeze(1) if tensor.ndim == dims + 2 else tensor
-
-
-def _sum_images(cotangent: Tensor) -> Dense:
-    """[n, images, c, *spatial] -> [n, c]."""
-    return Dense(cotangent.flatten(3).sum((1, 3)))
 
 
 def _with_full_lists(op: Any, dims: int) -> None:

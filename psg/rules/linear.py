@@ -25,6 +25,11 @@ def sum_positions(cotangent: Tensor) -> Dense:
     return Dense(flat[:, 0] if flat.shape[1] == 1 else flat.sum(1))
 
 
+def sum_images(cotangent: Tensor) -> Dense:
+    """[n, images, c, *spatial] -> the Dense gradient [n, c] of a parameter that is added to every pixel of its channel."""
+    return Dense(cotangent.reshape(*cotangent.shape[:3], cotangent.shape[3:].numel()).sum((1, 3)))
+
+
 @rule(F.linear, frozen=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x W^T + b: ([n,*,i], [o,i], [o]) -> [n,*,o]."""

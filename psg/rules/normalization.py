@@ -16,17 +16,13 @@ from torch.autograd.function import once_differentiable
 from psg.factors import Dense
 from psg.factors._base import wide, widen
 from psg.rules._registry import decomposition, has_history, reshape, rule
+from psg.rules.linear import sum_images
 
 
 def _sum_leading(tensor: Tensor, dims: int) -> Dense:
     """[n, *positions, *shape] -> [n, *shape], for a shape of `dims` dimensions."""
     shape = tensor.shape[tensor.ndim - dims :]
     return Dense(tensor.reshape(tensor.shape[0], -1 if tensor.numel() else 0, *shape).sum(1))
-
-
-def _sum_channels(tensor: Tensor) -> Dense:
-    """[n, images, c, *spatial] -> [n, c]."""
-    return Dense(tensor.reshape(*tensor.shape[:3], tensor.shape[3:].numel()).sum((1, 3)))
 
 
 @rule(F.layer_norm)
@@ -79,7 +75,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         gradient = per_channel[1] * ((flat_c * flat_x).sum(2) - per_channel[0] * flat_c.sum(2))
         return Dense(gradient.reshape(n, b, c).sum(1))
 
-    return reshape(output, input.shape), {"weight": weight_factor, "bias": _sum_channels}
+    return reshape(output, input.shape), {"weight": weight_factor, "bias": sum_images}
 
 
 def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,8 +209,8 @@ def _by_statistics(input: Tensor, mean: Tensor | None, var: Tensor | None, weigh
 
     output = torch.addcmul(by_channel(shift), input, by_channel(scale)).to(input.dtype)
     return output, {
-        "weight": lambda cotangent: Dense(_sum_channels((input - by_channel(mean)) * cotangent).values * rstd),
-        "bias": _sum_channels,
+        "weight": lambda cotangent: Dense(sum_images((input - by_channel(mean)) * cotangent).values * rstd),
+        "bias": sum_images,
     }
 
 

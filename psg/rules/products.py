@@ -289,8 +289,7 @@ def _added(
 def sum_to(cotangent: Tensor, shape: torch.Size) -> Tensor:
     """[n, *full] -> [n, *shape], summed over the dimensions along which a tensor of that shape was broadcast."""
     lead = cotangent.ndim - 1 - len(shape)
-    dims = [*range(1, 1 + lead), *(1 + lead + d for d, size in enumerate(shape) if size == 1)]
-    return (cotangent.sum(dims) if dims else cotangent).reshape(cotangent.shape[0], *shape)
+    return cotangent.sum_to_size(len(cotangent), *(1,) * lead, *shape).reshape(len(cotangent), *shape)
 
 
 @rule(torch.addmm, Tensor.addmm, params=("input", "mat1", "mat2"))

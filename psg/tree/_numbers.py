@@ -11,7 +11,8 @@ from torch import Tensor
 from psg import _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
-from psg.factors import Factor, Joint
+from psg.factors import Factor
+from psg.factors._joint import Joint
 from psg.factors._sketch import Sketch
 from psg.tree._leaves import beside, factors_of, is_factor, place_of
 

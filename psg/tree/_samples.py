@@ -68,7 +68,7 @@ def unflatten(flat: Tensor, like: Any) -> Any:
         their common dtype, as from `flatten`, each leaf gets its own dtype back; a real leaf drops the imaginary part, which is zero.
 
     Raises:
-        InputError: P is not the number of entries of `like`.
+        InputError: `flat` is no tensor of at least one dimension, or P is not the number of entries of `like`.
 
     Example:
         >>> import torch
@@ -78,6 +78,9 @@ def unflatten(flat: Tensor, like: Any) -> Any:
     leaves, spec = _trees.flatten(like)
     sizes = [leaf.numel() for leaf in leaves]
     total = sum(sizes)
+    if not isinstance(flat, Tensor) or flat.ndim == 0:
+        got = "a tensor without dimensions" if isinstance(flat, Tensor) else f"a {type(flat).__name__}"
+        raise InputError(f"psg.tree.unflatten: expected a tensor [..., {total}], got {got}.")
     if flat.shape[-1] != total:
         raise InputError(f"psg.tree.unflatten: expected {total} entries along the last dimension, got {flat.shape[-1]}.")
     dtypes = {leaf.dtype for leaf in leaves}
@@ -92,6 +95,7 @@ def unflatten(flat: Tensor, like: Any) -> Any:
     return _trees.unflatten(spec, [back(part, leaf) for part, leaf in zip(flat.split(sizes, dim=-1), leaves, strict=True)])
 
 
+@unaffected
 def take(tree: Any, index: Any) -> Any:
     """The gradients of some samples.
 
@@ -121,6 +125,7 @@ def take(tree: Any, index: Any) -> Any:
     return _map(tree, lambda factor: factor.take(index), "take")
 
 
+@unaffected
 def concat(trees: Iterable[Any]) -> Any:
     """The samples of several trees, one after the other.
 
