@@ -155,11 +155,11 @@ def gained(monkeypatch):
         (lambda x, gain: (x * gain, {"gain": lambda cotangent: Dense(cotangent[:, :1])}), r"shape \(1,\), the parameter has"),
         (
             lambda x, gain: (x * gain, {"gain": lambda cotangent: Outer(cotangent, x)}),
-            r"its Outer for gain of gained has too few dimensions",
+            "its Outer for gain of gained has too few",
         ),
         (
             lambda x, gain: (x * gain, {"gain": lambda cotangent: Rows(x, cotangent[..., None], 2)}),
-            r"Rows: .*index of integers, got torch\.float64",
+            "Rows: expected an index of integers",
         ),
     ],
 )
