@@ -936,6 +936,38 @@ def test_norms_of_what_nearly_cancels(make, gram, device):
     assert ((traced >= exact * (1 - 1e-3)) & (traced <= exact + 0.01 * factor.squared_terms().sqrt())).all()
 
 
+UNEVEN = {  # gradients of ordinary size whose sides are not
+    "outer": lambda left, right: Outer(left, right),
+    "conv": lambda left, right: Conv(left.mT.unflatten(1, (1, -1)), right.mT.unflatten(1, (1, -1)), Geometry((1,), (1,), (0,), (1,), 1)),
+    "segments": lambda left, right: Outer(left, right).segment_sum(torch.tensor([0, 2, 2, 0], device=left.device), 3),
+}
+
+
+@pytest.mark.parametrize("gram", ["pixels", "patches"])
+@pytest.mark.parametrize("sizes", [(1e-22, 1e6), (1e-24, 1e8), (1e-24, 1e18), (1e-19, 1e18), (1e18, 1e-24), (1e6, 1e-22)])
+@pytest.mark.parametrize("make", UNEVEN.values(), ids=UNEVEN)
+def test_norms_of_uneven_sides(make, sizes, gram, device):
+    """Inner products of one side underflow, so that a norm would read 0, and its sample escape clipping."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (size * torch.randn(4, 3, 8, generator=generator, dtype=torch.float32).to(device) for size in sizes)
+    left[1], right[2, 1] = 0, 0
+    left[3, 1:] *= 1e12 if sizes[0] < 1 else 1e-12  # positions of one sample may differ as much
+    right[3, 1:] *= 1e-12 if sizes[0] < 1 else 1e12
+    factor = make(left, right)
+    with psg.plans.using(norm="gram", gram=gram):
+        norms = factor.norm()
+    assert_trees_close(norms, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=1e-3)
+
+
+def test_samples_whose_terms_are_zero_are_not_materialised(device):
+    left, right = torch.randn(4, 3, 8, device=device), torch.randn(4, 3, 8, device=device)
+    left[1], right[2] = 0, 0
+    factor = Outer(left, right)
+    with psg.plans.using(norm="gram"), mock.patch.object(Outer, "parts", side_effect=AssertionError):
+        norms = factor.norm()
+    assert_trees_close(norms, factor.materialize().flatten(1).norm(dim=1))
+
+
 def test_norms_of_what_nearly_cancels_have_derivatives(device):
     x, c = (torch.randn(3, 5, device=device) for _ in range(2))
     factor = Outer(torch.stack([c, -c], 1), torch.stack([x, x + 1e-7 * c], 1).requires_grad_())

@@ -76,6 +76,18 @@ _LOST = 1 << 17
 _ROUNDING = 1 << 8
 
 
+def squared_terms_of(left: Tensor, right: Tensor) -> Tensor:
+    """sum_t |left_t|^2 |right_t|^2 -> [n], from the Gram matrices of two sides, [n, t, t], for `Factor.recover`.
+
+    Squares so small that inner products with them may have underflowed count as the largest such, where `recover` can look further.
+    """
+    left, right = (gram.diagonal(dim1=1, dim2=2) for gram in (left, right))
+    if _functorch.can_read_now(left):
+        limits = torch.finfo(left.dtype)
+        left, right = (squares.clamp(min=10 * limits.tiny / limits.eps) for squares in (left, right))
+    return (left * right).sum(1)
+
+
 def norm_of_norms(parts: list[Tensor]) -> Tensor:
     """[n, k], [n, l], ... -> the norm of every row over all of them, [n]."""
     if len(parts) == 1 and parts[0].shape[1] == 1:
@@ -245,13 +257,18 @@ class Factor(ABC):
         """Correct squared norms [n] that were summed from inner products of terms, for samples whose terms nearly cancel.
 
         There rounding errors dominate the sum, and a norm that comes out too small would let the sample escape clipping. The norms of
-        these samples are computed from their materialised gradients. Where finding these samples would wait for a device, or cannot be
-        traced, their norms are raised by the largest possible rounding error.
+        these samples are computed from their materialised gradients, and so are those of samples of which inner products of one side
+        underflow, though the other side may be large. Where finding these samples would wait for a device, or cannot be traced, norms are
+        raised by the largest possible rounding error.
         """
         eps = torch.finfo(squared.dtype).eps
         lost = ~(squared >= _LOST * eps * squared_terms)  # includes NaN, from infinite terms that cancel
         if not _functorch.can_read_now(squared):
             return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * squared_terms, squared)
+        if not lost.any():
+            return squared
+        # A sample whose terms are all zero, like one with a hinge loss of zero, has the norm zero.
+        lost[lost.clone()] = self.take(lost).to(torch.float64).squared_terms() != 0
         if not lost.any():
             return squared
         formed = map(as_real, self.take(lost).to(wide(self.dtype)).parts())

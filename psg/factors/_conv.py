@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch, _machine, _matmul, plans
-from psg.factors._base import expect_real, scale_rows, wide_bmm, widen
+from psg.factors._base import expect_real, scale_rows, squared_terms_of, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._planned import Costs, Planned, remembered
@@ -242,8 +242,8 @@ class Conv(Planned):
         patches = patches.unflatten(2, (images, *size)).unflatten(1, (images, *size))
         for i, options in enumerate(zip(self.cotangent.shape[3:], kernel, stride, padding, dilation, strict=True)):
             patches = _sum_diagonals(patches, 2 + i, 3 + len(size) + i, *options)
-        product = patches.reshape(cotangents.shape) * cotangents
-        squared, squared_terms = product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1)
+        patches = patches.reshape(cotangents.shape)
+        squared, squared_terms = (patches * cotangents).sum((1, 2)), squared_terms_of(patches, cotangents)
         return self.recover(*(value.reshape(self.n, groups).sum(1) for value in (squared, squared_terms)))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

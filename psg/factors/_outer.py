@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _machine, _matmul
-from psg.factors._base import expect_real, scale_rows, square, wide, wide_bmm, widen
+from psg.factors._base import expect_real, scale_rows, square, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._dense import Dense
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
@@ -81,8 +81,7 @@ class Outer(Planned):
     def _gram_norm(self) -> Tensor:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>
         left, right = (wide_bmm(side, side.transpose(1, 2)) for side in (self.left, self.right))
-        product = left * right
-        return self.recover(product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1))
+        return self.recover((left * right).sum((1, 2)), squared_terms_of(left, right))
 
     def squared_terms(self) -> Tensor:
         # vector_norm reads once and writes nothing.
