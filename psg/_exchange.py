@@ -101,7 +101,7 @@ def _agree(losses: Tensor, others: Tensor, kept: Tensor, call: Call) -> bool:
     losses, others = losses[kept], others[kept].to(losses)
     dtypes = {tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes | {_functorch.autocast_dtype(losses) or losses.dtype})
-    rtol = max(1e-3, 4 * eps)
+    rtol = max(1e-3, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
     size = min(1.0, float(losses.abs().nan_to_num(0, 0).amax()))
     same = torch.isclose(losses, others, rtol=rtol, atol=10 * eps * size, equal_nan=True)
     return 2 * int(same.count_nonzero()) > len(same)

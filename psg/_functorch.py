@@ -41,6 +41,11 @@ def is_traced() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_recorded() -> bool:
+    """Whether a tracer records a graph."""
+    return is_traced() and get_proxy_mode() is not None
+
+
 def is_watched() -> bool:
     """Whether a tracer or a transform, of torch.func or of forward-mode autograd, sees every op."""
     return is_traced() or transform_active() or forward_ad._current_level >= 0

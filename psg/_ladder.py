@@ -68,7 +68,8 @@ def run(call: Call, method: str) -> Result:
         warn_once(
             (code_of(call.fn), "unused"),
             f"{call.name}: fn uses none of the tensors that it is differentiated for, so every gradient is zero. Call a module with the "
-            "parameters that fn is given: torch.func.functional_call(module, params, x), or psg.stateless(module, criterion).",
+            "parameters that fn is given: torch.func.functional_call(module, params, x), or psg.stateless(module, criterion). If fn does "
+            "compute with them, it does so detached, or under torch.no_grad().",
             UserWarning,
         )
     return result._replace(reasons=tuple(reasons)) if reasons else result

@@ -102,6 +102,8 @@ class Router(Watch):
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs)
+        if func is Tensor.register_hook:
+            raise Unsupported("fn, or a tool such as FlopCounterMode, registers a hook on a tensor")
         if func in PREDICATES:
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer

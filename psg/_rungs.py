@@ -286,6 +286,8 @@ def _run_batch(call: Call) -> Result:
 
 
 def _batch_together(call: Call) -> Result:
+    if _functorch.is_recorded():
+        raise PsgError('method="batch" measures on the data whose row is whose, so it cannot be traced')
     for position in call.params:
         if call.dims[position] is not None:
             raise InputError(

@@ -68,12 +68,13 @@ def jit(
       compiled once.
     - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
       it by another tensor is not. In modules, psg does see this: for functions made by `psg.stateless`, wherever fn calls them, and for
-      modules among the arguments, replaced buffers, frozen parameters or submodules and `train()`/`eval()` lead to a new trace, in the
-      criterion too. Give any other function an attribute `cache_key` for this: a function without arguments, whose hashable result
-      becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to
-      tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
+      modules among the arguments, replaced buffers, frozen parameters or submodules, forward hooks and `train()`/`eval()` lead to a new
+      trace, in the criterion too. Give any other function an attribute `cache_key` for this: a function without arguments, whose
+      hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack)
+      cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
     - Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes a Python
       value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from numbers.
+      So does a transform with `method="batch"`, which looks at the data.
     - `torch.compiler.is_compiling()` is true during the trace. Models that take a shortcut where a mask masks nothing should ask that
       first, as those of transformers do, and then take the path that is right for every mask.
     - fn must not write into an argument or a tensor that it closes over: return the new values instead.

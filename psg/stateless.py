@@ -39,11 +39,13 @@ def collecting_cache_keys() -> Iterator[list[Callable[[], Hashable]]]:
 
 
 def state_of(module: nn.Module) -> Hashable:
-    """What a trace of a module depends on, except the values of its tensors: submodules, their modes, which tensors they hold."""
+    """What a trace of a module depends on, except the values of its tensors: submodules, their modes and hooks, which tensors they hold."""
     # The modules themselves, because ids may be reused. For tensors ids suffice: a compiled program keeps those it reads alive.
     children = tuple(module.named_modules(remove_duplicate=False))
     held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
-    return children, tuple(child.training for _, child in children), tuple(map(id, held))
+    # The keys of hooks are numbers that are given once.
+    hooks = tuple((*child._forward_pre_hooks, None, *child._forward_hooks) for _, child in children)
+    return children, tuple(child.training for _, child in children), hooks, tuple(map(id, held))
 
 
 def stateless(
@@ -155,6 +157,11 @@ def stateless(
             with lock, _ambient.uncached():
                 return _call(module, params, run, lock, unregistered, memory)
         except TypeError as error:
+            if takes_target and not inputs and not shared:
+                raise InputError(
+                    "stateless: the call has one argument after params, which is the criterion's target, so the module gets no input. Pass "
+                    "loss(params, *inputs, target)."
+                ) from error
             last = ", the last of them for criterion(output, target)" if takes_target else ""
             named = f", and by keyword, for the module, {', '.join(shared)}" if shared else ""
             error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}{named}.")

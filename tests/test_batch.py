@@ -340,6 +340,11 @@ def centred(p, x, ids):
     return F.linear(x - x.mean(0), p["right"]).square().sum(1)
 
 
+def slightly_centred(p, x, ids):
+    hidden = F.linear(x + 1, p["right"])
+    return (hidden - 0.03 * hidden.detach().mean(0)).square().sum(1)
+
+
 def weighted_by_counts(p, x, ids):
     return F.linear(x, p["right"]).square().sum(1) / ids.bincount()[ids]
 
@@ -360,7 +365,7 @@ def small(p, x, ids):
 
 @pytest.mark.parametrize("n", [2, 3, 16])
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("fn", [towers, centred, weighted_by_counts, paired, neighbours, small])
+@pytest.mark.parametrize("fn", [towers, centred, slightly_centred, weighted_by_counts, paired, neighbours, small])
 def test_samples_that_meet_where_no_gradient_tells_are_found_out(fn, dropout, n, device):
     params = {"left": torch.randn(n, 4, device=device), "right": torch.randn(n, 4, device=device)}
     ids = torch.arange(n, device=device) % (2 if fn is weighted_by_counts else n)

@@ -420,14 +420,22 @@ def test_a_function_that_uses_no_parameter(params, x, device):
     with pytest.warns(UserWarning, match="uses none of the tensors that it is differentiated for.*functional_call"):
         grads = psg.per_sample_grad(lambda p, x: model(x).sum().detach())(params, x)
     assert not any(leaf.any() for leaf in grads.values())
+    with pytest.warns(UserWarning, match=r"If fn does compute with them, .*torch\.no_grad"):
+        psg.per_sample_norm(torch.no_grad()(lambda p, x: loss(p, x)))(params, x)
     assert (psg.per_sample_grad(lambda p, x: p + x.sum())(torch.ones((), device=device), x) == 1).all()
 
 
 def test_a_module_s_arguments_are_counted(x, device):
-    loss, params = psg.stateless(torch.nn.Linear(3, 4, device=device), F.mse_loss)
+    loss, params = psg.stateless(torch.nn.Bilinear(3, 3, 4, device=device), F.mse_loss)
     with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        psg.per_sample_norm(loss)(params, x, x)
+    assert "2 arguments after params, the last of them for criterion" in caught.value.__notes__[0]
+
+
+def test_a_target_without_an_input(x, device):
+    loss, params = psg.stateless(torch.nn.Linear(3, 4, device=device), F.mse_loss)
+    with pytest.raises(psg.InputError, match=r"one argument after params, which is the criterion's target.*\*inputs, target"):
         psg.per_sample_norm(loss)(params, x)
-    assert "1 arguments after params, the last of them for criterion" in caught.value.__notes__[0]
 
 
 def test_what_takes_too_much_memory_is_not_tried_again(params, x):

@@ -623,6 +623,30 @@ def test_exchanged_submodules_are_traced_anew(device):
     assert len(fast.cache_info()) == len(kinds) + 1
 
 
+def test_hooks_of_modules_are_traced_anew(device):
+    model, loss, params = small(device, nn.Tanh())
+    x, y = batch(device)
+    fn = psg.per_sample_norm(loss)
+    fast = psg.jit(fn, backend="eager")
+    same(fast(params, x, y), fn(params, x, y))
+    hooks = [model[0].register_forward_hook(lambda module, args, output: 2 * output)]
+    same(fast(params, x, y), fn(params, x, y))
+    hooks.append(model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,)))
+    same(fast(params, x, y), fn(params, x, y))
+    for hook in hooks:
+        hook.remove()
+    same(fast(params, x, y), fn(params, x, y))
+    assert len(fast.cache_info()) == 3
+
+
+def test_functions_of_a_whole_batch_run_eagerly(device):
+    w, x = torch.randn(4, device=device), torch.randn(6, 4, device=device)
+    fn = psg.per_sample_norm(lambda w, x: (x @ w).square(), method="batch")
+    fast = psg.jit(fn, backend="eager")
+    with pytest.warns(psg.FallbackWarning, match='cannot be traced .*method="batch" measures on the data whose row is whose'):
+        same(fast(w, x), fn(w, x))
+
+
 def test_python_values_dtypes_strides_and_autocast_are_part_of_the_signature(device):
     p, x = linear_args(device)
     fn = psg.per_sample_norm(lambda p, x, power: linear_loss(p, x) ** power)

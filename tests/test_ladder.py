@@ -262,6 +262,17 @@ def test_an_error_that_ends_iterations_is_the_function_s_own_too(args):
         psg.per_sample_grad(lambda w, x: next(iter(())), chunk_size=1)(*args)
 
 
+def test_a_hook_on_a_tensor_is_named(args):
+    def fn(w, x):
+        hidden = F.linear(x, w)
+        if hidden.requires_grad:
+            hidden.register_hook(torch.neg)
+        return score(hidden)
+
+    with pytest.warns(psg.FallbackWarning, match="fn, or a tool such as FlopCounterMode, registers a hook on a tensor"):
+        psg.per_sample_grad(fn)(*args)
+
+
 def test_zeros_have_signs(args, device):
     def fn(w, x):
         return (w * x).sum() * math.atan2(x[0].item(), -1.0)

@@ -175,6 +175,13 @@ def test_what_calls_nobody_sees_is_refused_at_once(op):
         psg.rule(op)
 
 
+def test_a_function_without_a_module(gained, device):
+    """As `exec` makes it in a namespace without a name."""
+    gained.__module__ = None
+    psg.rule(gained, params=("gain",))(lambda x, gain: (x * gain, {"gain": lambda cotangent: Dense(cotangent * x)}))
+    psg.check(lambda p, x: gained(x, p).sum())(torch.ones(2, device=device), torch.ones(4, 2, device=device))
+
+
 def test_annotations_may_be_written_as_text(device):
     def plain(x, factor: "float | None" = None): ...
 

@@ -203,7 +203,7 @@ def _aliases(op: Any) -> tuple[Any, ...]:
 
 def _visible(op: Any) -> bool:
     if isinstance(op, types.FunctionType):
-        return op.__module__.split(".")[0] == "torch" or hasattr(op, "_psg_primitive")
+        return (op.__module__ or "").split(".")[0] == "torch" or hasattr(op, "_psg_primitive")
     return callable(op) and not isinstance(op, type)
 
 
