@@ -248,6 +248,10 @@ class _BatchMode(Watch):
         if _functorch.current_level() != self.level:
             names = ", ".join(value.name for value in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')
+        return self._run_met(func, args, kwargs, met, leaves, target)
+
+    def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], leaves: list[Any], target: Any) -> Any:
+        """Run an op that parameters, or values computed from them, meet."""
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
         if (body := _registry.body_of(func)) is not None:
             output = self._run_rule(func, args, kwargs, None)
@@ -256,18 +260,26 @@ class _BatchMode(Watch):
             with self:  # the body may close over parameters
                 return body(*args, **kwargs)
         # A hook on a derived value would run under vmap when gradients are pulled back, and would never see the gradient of a rule.
-        computes = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
+        may_derive = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
         if func in EXPANSIONS and len(met) == 1 and not others:
             output = self._expand(func, met[0], args, kwargs)
             if output is not NotImplemented:
                 return output
-        if computes and not others:
+        if may_derive and not others:
             return self._derive(func, met, args, kwargs)
         if func in LOOKUPS and others:
             with self:
                 output = LOOKUPS[func](*args, **kwargs)
             if output is not NotImplemented:
                 return output
+        return self._run_mixed(func, args, kwargs, met, others, target, may_derive)
+
+    def _run_mixed(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any, may_derive: bool) -> Any:
+        """Run an op of parameters and other tensors: once for all samples if these are constants, else by its rule or decomposed.
+
+        Raises:
+            InputError: It can run in none of these ways.
+        """
         says_where = not any(map(_differentiable, others))
         # A tensor with a history would lose it in a value that is computed once.
         constant = not any(leaf.requires_grad or leaf in self.sampled for leaf in others)
@@ -294,7 +306,7 @@ class _BatchMode(Watch):
                 return output
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if (computes and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
+        if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
         raise InputError(

@@ -261,18 +261,20 @@ class Group(NamedTuple):
     clip_norm: Any
 
 
-def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
+def groups_of(clip_norm: Any, spec: optree.PyTreeSpec, policy: Policy) -> list[Group]:
     """The groups in which a clip norm clips the leaves of a tree.
 
     Args:
         clip_norm: A number or scalar tensor (one group), a `PerLeaf` or a `PerGroup`.
         spec: The structure of the tree of parameters.
+        policy: The policy by which they are clipped.
 
     Returns:
         The groups; every leaf is in exactly one.
 
     Raises:
-        InputError: A clip norm is not a number, negative or NaN; a label has no clip norm, or no leaf; `PerLeaf`'s tree does not fit.
+        InputError: A clip norm is not a number, negative or NaN, or inf under a policy that scales gradients by it; a label has no clip
+            norm, or no leaf; `PerLeaf`'s tree does not fit.
     """
     indices = range(spec.num_leaves)
     if isinstance(clip_norm, PerLeaf):
@@ -303,6 +305,7 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec) -> list[Group]:
         groups = [Group(tuple(indices), clip_norm)]
     for group in groups:
         check_clip_norm(group.clip_norm)
+    _expect_finite(groups, policy)
     return [group if isinstance(group.clip_norm, Tensor) else group._replace(clip_norm=float(group.clip_norm)) for group in groups]
 
 
@@ -348,7 +351,7 @@ def check_clip_norm(clip_norm: Any) -> None:
         raise InputError(f"clip_norm={clip_norm}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
 
 
-def expect_finite(groups: list[Group], policy: Policy) -> None:
+def _expect_finite(groups: list[Group], policy: Policy) -> None:
     """Raise InputError for a clip norm of inf under a policy that scales gradients by it: every bounded one but "clip"."""
     if policy is clip or not _is_bounded(policy):
         return

@@ -369,8 +369,7 @@ def clipped_grad(
             return _clip(call, result, groups, chosen, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
-            groups.extend(clipping.groups_of(clip_norm, call.gradient_spec))
-            clipping.expect_finite(groups, chosen)
+            groups.extend(clipping.groups_of(clip_norm, call.gradient_spec, chosen))
             clipping.check_mask("clipped_grad", mask, call.n)
 
         call, (reduced, _, aux) = run(args, kwargs, reduce, check)

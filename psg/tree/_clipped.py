@@ -83,8 +83,8 @@ def clip(
     Recurrent Language Models", 2018 (users).
     """
     factors, spec = factors_of(tree, "clip")
-    chosen, groups = clipping.policy_of(policy), clipping.groups_of(clip_norm, spec)
-    clipping.expect_finite(groups, chosen)
+    chosen = clipping.policy_of(policy)
+    groups = clipping.groups_of(clip_norm, spec, chosen)
     clipping.check_mask("psg.tree.clip", mask, factors[0].n)
     found = clipping.clipped_sums(factors, groups, functools.partial(clipping.coefficients, chosen), mask)
     leaves = found.sums, clipping.by_leaf(groups, found.coefs), clipping.by_leaf(groups, found.group_norms)
