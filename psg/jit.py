@@ -239,13 +239,7 @@ class Jitted:
 
                 expected = eager(tensors)
                 rewind()
-                actual = program(tensors)
-                try:
-                    _compare(actual, expected, "compiled result")
-                except Mismatch as mismatch:
-                    comparable = not math.isnan(mismatch.error)
-                    if not comparable or not _is_rounding(actual, expected, [eager(_nudged(tensors)) for _ in range(3)]):
-                        raise
+                _expect_equal(program(tensors), expected, lambda: eager(_nudged(tensors)))
         except (InputError, StateError):
             raise
         except Mismatch as mismatch:
@@ -296,6 +290,24 @@ class _Program:
     def is_tracked(self) -> bool:
         """Whether the function closes over a tensor that requires grad: the graph's results would have no history."""
         return any(tensor.requires_grad for tensor in self._trace.captured)
+
+
+def _expect_equal(actual: Any, expected: Any, nudged: Callable[[], Any]) -> None:
+    """Compare a compiled result with the eager one.
+
+    Args:
+        actual: The compiled result.
+        expected: The eager result.
+        nudged: Gives the eager result for arguments that are changed by a rounding error.
+
+    Raises:
+        Mismatch: They differ by more than rounding.
+    """
+    try:
+        _compare(actual, expected, "compiled result")
+    except Mismatch as mismatch:
+        if math.isnan(mismatch.error) or not _is_rounding(actual, expected, [nudged() for _ in range(3)]):
+            raise
 
 
 def _compare(actual: Any, expected: Any, name: str) -> None:
