@@ -553,6 +553,14 @@ def test_segments_are_formed_where_gradients_are_smaller_than_factors(positions,
     assert isinstance(factor.segment_sum(torch.tensor([1, 0, 1, 1, 0], device=device), 2), kind)
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_segments_of_gradients_of_any_strides(order, device):
+    back = [order.index(dim) for dim in range(4)]
+    values = torch.randn([(6, 2, 3, 4)[dim] for dim in order], device=device).permute(back)
+    ids = torch.tensor([1, 0, 1, 3, 3, 1], device=device)
+    assert_trees_close(Dense(values).segment_sum(ids, 4).materialize(), summed(values, ids, 4))
+
+
 def test_formed_segments_are_not_rounded_one_by_one(device):
     # In bfloat16 the gradient of the first sample, 1 + 2^-8, would be rounded to 1.
     terms = torch.tensor([[[1.0], [2.0**-8]], [[2.0**-8], [0.0]]], device=device, dtype=torch.bfloat16)

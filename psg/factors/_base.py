@@ -112,7 +112,8 @@ def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
     total, start = None, 0
     for part in map(widen, parts):
         total = part.new_zeros(n, *part.shape[1:]) if total is None else total
-        total.index_add_(0, owners[start : start + len(part)], part)
+        # Row by row, index_add_ is up to eight times slower on other strides.
+        total.index_add_(0, owners[start : start + len(part)], part.contiguous())
         start += len(part)
     assert total is not None
     return total

@@ -86,7 +86,9 @@ class Dense(Factor):
         return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))
 
     def segment_sum(self, ids: Tensor, count: int) -> Factor:
-        return Dense(add_up([self.values], ids, count).to(self.dtype))
+        values, order = _straight(self.values)
+        total = add_up([values], ids, count).to(self.dtype)
+        return Dense(total if order is None else total.permute(0, *(1 + dim for dim in order)))
 
 
 def _straight(values: Tensor) -> tuple[Tensor, list[int] | None]:
