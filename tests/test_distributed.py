@@ -129,7 +129,7 @@ def test_segments(found):
     factored, _ = whole()
     expected = psg.tree.materialize(psg.tree.segment_sum(factored, torch.tensor([0, 0, 1, 2, 2]), 3))
     for own in found:
-        assert type(own["segments"]["head.weight"]) is Segments
+        assert type(own["segments"]["table.weight"]) is Segments
         psg.testing.assert_trees_close(psg.tree.materialize(own["segments"]), expected)
 
 

@@ -14,7 +14,25 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
-from psg.factors import Conv, Dense, Expanded, Factor, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views, _maps, merge
+from psg.factors import (
+    Conv,
+    Dense,
+    Expanded,
+    Factor,
+    Geometry,
+    Outer,
+    Region,
+    Rows,
+    Scaled,
+    Segments,
+    Sum,
+    Views,
+    _base,
+    _division,
+    _maps,
+    _segments,
+    merge,
+)
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -420,9 +438,10 @@ def summed(tensor, ids, count):
     a=st.integers(1, 4),
     b=st.integers(1, 4),
     kind=st.sampled_from([*ALL, *(f"Conv: {size}" for size in CONVS)]),
+    tiny=st.sampled_from([0, _base._TINY]),
     seed=st.integers(0, 2**16),
 )
-def test_segment_sum_over_drawn_shapes(n, count, t, a, b, kind, seed):
+def test_segment_sum_over_drawn_shapes(n, count, t, a, b, kind, tiny, seed):
     generator = torch.Generator().manual_seed(seed)
     n = n if count else 0
     SIZES["drawn"] = (t, a, b)
@@ -432,7 +451,9 @@ def test_segment_sum_over_drawn_shapes(n, count, t, a, b, kind, seed):
         del SIZES["drawn"]
     ids = torch.randint(max(1, count), (n,), generator=generator)
     ids[: n // 2] = 0  # the first segment has many samples
-    found, expected = factor.segment_sum(ids, count), summed(tensor, ids, count)
+    with mock.patch.object(_base, "_TINY", tiny):
+        found, expected = factor.segment_sum(ids, count), summed(tensor, ids, count)
+        joined = psg.factors.concat([found, factor.segment_sum(ids, count)])
     holds_all_operations(found, expected)
     assert_trees_close(found.settle().materialize(), expected, atol=1e-12)
     assert_trees_close(found.norm(), reference_norm(expected), atol=1e-12)
@@ -442,7 +463,6 @@ def test_segment_sum_over_drawn_shapes(n, count, t, a, b, kind, seed):
     assert_trees_close(merge([found, found]).squared_norm(), reference_norm(2 * expected).square(), atol=1e-12)
     again = torch.arange(count) // 2
     assert_trees_close(found.segment_sum(again, count).materialize(), summed(expected, again, count), atol=1e-12)
-    joined = psg.factors.concat([found, factor.segment_sum(ids, count)])
     assert type(joined) is type(found)
     assert_trees_close(joined.materialize(), torch.cat([expected, expected]), atol=1e-12)
     dense, plain = Dense(expected), torch.randn(tensor.shape[1:], generator=generator)
@@ -548,7 +568,8 @@ def test_a_kind_of_the_user_s_own_is_a_node_of_trees(device):
 
 
 @pytest.mark.parametrize(("positions", "kind"), [(1, Segments), (2, Dense)])
-def test_segments_are_formed_where_gradients_are_smaller_than_factors(positions, kind, device):
+def test_segments_are_formed_where_gradients_are_smaller_than_factors(positions, kind, device, monkeypatch):
+    monkeypatch.setattr(_base, "_TINY", 0)
     factor = Outer(torch.randn(5, positions, 3, device=device), torch.randn(5, positions, 4, device=device))
     assert isinstance(factor.segment_sum(torch.tensor([1, 0, 1, 1, 0], device=device), 2), kind)
 
@@ -568,8 +589,29 @@ def test_formed_segments_are_not_rounded_one_by_one(device):
     assert isinstance(found, Dense) and found.materialize().item() == 1 + 2.0**-7
 
 
+def test_segments_are_formed_where_gradients_are_tiny(device):
+    ids, ones = torch.zeros(2, dtype=torch.int64, device=device), torch.ones(2, 1, 30, device=device)
+    assert isinstance(Outer(ones, ones).segment_sum(ids, 2), Dense)
+    assert isinstance(Rows(ids[:, None], ones, 40).segment_sum(ids, 2), Segments)  # its sparse sums stay sparse
+    # A sum of 65536 is beyond float16.
+    large = Outer(2**7 * ones.half(), 2**8 * ones.half()).segment_sum(ids, 2)
+    assert large.norm().tolist() == [30 * 2**16, 0]
+
+
+def test_segments_share_what_depends_on_the_ids(device, monkeypatch):
+    counted = mock.Mock(wraps=_division.tables_of)
+    monkeypatch.setattr(_division, "tables_of", counted)
+    monkeypatch.setattr(_segments, "tables_of", counted)
+    ids = torch.tensor([2, 0, 2], device=device)
+    tree = [Rows(torch.randint(9, (3, 2), device=device), torch.randn(3, 2, 4, device=device), 9) for _ in range(3)]
+    found = psg.tree.segment_sum(tree, ids, 4)
+    dense = [summed(factor.materialize(), ids, 4) for factor in tree]
+    assert_trees_close(psg.tree.clip(found, 0.5).grads, psg.tree.clip(dense, 0.5).grads, per_sample=False)
+    assert counted.call_count == 1
+
+
 def test_sizes_of_segments_are_integers():
-    users = Outer(torch.ones(3, 1, 3), torch.ones(3, 1, 3)).segment_sum(torch.tensor([0, 1, 1]), 2)
+    users = Segments(Outer(torch.ones(3, 1, 3), torch.ones(3, 1, 3)), torch.tensor([1, 2]))
     with pytest.raises(psg.InputError, match="convert the factor by its own method `to`"):
         optree.tree_map(lambda tensor: tensor.to(torch.float32), users).weighted_sum(torch.ones(2))
     assert users.to(torch.float32).weighted_sum(torch.ones(2)).dtype == torch.float32

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from psg import _functorch, _machine
 from psg._errors import InputError
+from psg.factors._division import Division
 
 if TYPE_CHECKING:
     from psg.factors._sketch import Sketch
@@ -31,6 +32,7 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+_TINY = 1 << 16  # to form this many bytes of gradients takes less time than to call the ops that work on segments of factors
 _LARGE = 1 << 14  # on a CPU, gradients of at least this many entries are squared and added in one fused pass
 
 # Devices whose products of 16-bit matrices can return float32, the dtype in which they accumulate anyway.
@@ -347,24 +349,30 @@ class Factor(ABC):
         Returns:
             The factor of `count` samples.
         """
-        # Of gradients no larger than their factor, the sums are smaller still.
-        if self.n * self.shape.numel() * self.dtype.itemsize <= self.nbytes or _functorch.is_traced():
-            return self._segments_formed(ids, count)
-        return self._segments_factored(ids, count)
+        return self._segment_sum(Division(ids, count))
 
-    def _segments_formed(self, ids: Tensor, count: int) -> "Factor":
+    def _segment_sum(self, division: Division) -> "Factor":
+        from psg.factors._dense import Dense
+
+        size = self.n * self.shape.numel() * self.dtype.itemsize
+        if size <= _TINY and self.dtype == wide(self.dtype):  # in half precision, sums would be rounded or overflow
+            return Dense(self.materialize())._segment_sum(division)
+        # Of gradients no larger than their factor, the sums are smaller still.
+        if size <= self.nbytes or _functorch.is_traced():
+            return self._segments_formed(division)
+        return self._segments_factored(division)
+
+    def _segments_formed(self, division: Division) -> "Factor":
         from psg.factors._dense import Dense
 
         # Gradients of a segment may cancel, so they must not be rounded one by one.
-        return Dense(add_up(self.to(wide(self.dtype)).parts(), ids, count).to(self.dtype))
+        return Dense(add_up(self.to(wide(self.dtype)).parts(), division.ids, division.count).to(self.dtype))
 
-    def _segments_factored(self, ids: Tensor, count: int) -> "Factor":
+    def _segments_factored(self, division: Division) -> "Factor":
         """Not for traces, which cannot read the sizes of the segments."""
-        from psg.factors._segments import Segments
+        from psg.factors._segments import divided
 
-        order = ids.argsort(stable=True)
-        in_order = _functorch.can_read_now(ids) and torch.equal(order, torch.arange(len(order), device=order.device))
-        return Segments(self if in_order else self.take(order), torch.bincount(ids, minlength=count))
+        return divided(self, division)
 
     def inner(self, other: "Factor") -> Tensor:
         """<gradient[n], other[n]> of the same sample -> [n]."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from psg import _matmul
 from psg.factors._base import Factor, add_up, as_real, gather_groups, norm_of_norms, wide, widen
+from psg.factors._division import Division
 
 _BLOCK = 4096
 
@@ -85,9 +86,9 @@ class Dense(Factor):
     def regroup(self, table: Tensor) -> Factor:
         return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))
 
-    def segment_sum(self, ids: Tensor, count: int) -> Factor:
+    def _segment_sum(self, division: Division) -> Factor:
         values, order = _straight(self.values)
-        total = add_up([values], ids, count).to(self.dtype)
+        total = add_up([values], division.ids, division.count).to(self.dtype)
         return Dense(total if order is None else total.permute(0, *(1 + dim for dim in order)))
 
 

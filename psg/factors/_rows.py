@@ -7,6 +7,7 @@ from psg import _functorch, memory
 from psg._errors import InputError
 from psg.factors._base import Additive, Factor, expect_real, square, wide, widen
 from psg.factors._dense import Dense
+from psg.factors._division import Division
 from psg.factors._sketch import Sketch
 
 
@@ -115,9 +116,9 @@ class Rows(Additive):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return scatter_rows(self.index, self._scaled(weights), self.num_rows).to(self.dtype)
 
-    def segment_sum(self, ids: Tensor, count: int) -> Factor:
+    def _segment_sum(self, division: Division) -> Factor:
         # However small the table: its sparse sums stay sparse.
-        return self._segments_formed(ids, count) if _functorch.is_traced() else self._segments_factored(ids, count)
+        return self._segments_formed(division) if _functorch.is_traced() else self._segments_factored(division)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
         rows = self._scaled(weights).flatten(0, 1)

@@ -8,6 +8,7 @@ from torch import Tensor
 from psg import _functorch
 from psg.factors._base import Factor, expect_real, root, square, wide, widen, zero_rows
 from psg.factors._dense import Dense
+from psg.factors._division import Division
 from psg.factors._outer import Outer
 
 
@@ -76,8 +77,8 @@ class Expanded(Factor):
     def regroup(self, table: Tensor) -> Factor:
         return Expanded(Dense(self.values).regroup(table).materialize(), self.shape)
 
-    def segment_sum(self, ids: Tensor, count: int) -> Factor:
-        return Expanded(Dense(self.values).segment_sum(ids, count).materialize(), self.shape)
+    def _segment_sum(self, division: Division) -> Factor:
+        return Expanded(Dense(self.values)._segment_sum(division).materialize(), self.shape)
 
     def plan(self) -> str:
         return "expanded"

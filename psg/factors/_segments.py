@@ -11,6 +11,7 @@ from psg import _functorch, plans
 from psg._errors import InputError
 from psg.factors._base import Factor, add_up, wide
 from psg.factors._dense import Dense
+from psg.factors._division import Division, tables_of
 from psg.factors._sketch import Sketch
 
 
@@ -94,18 +95,14 @@ class Segments(Factor):
 
     @cached_property
     def _tables(self) -> list[tuple[Tensor, Tensor]]:
-        """For each power of two: the segments of at most that size and above half of it, and their samples, as `regroup` takes them."""
-        sizes = self.sizes.cpu()  # the only wait for a device
-        starts = sizes.cumsum(0) - sizes
-        powers = torch.where(sizes > 0, torch.frexp((sizes - 1).float()).exponent, -1)
-        tables = []
-        for power in set(powers.tolist()) - {-1}:
-            members = (powers == power).nonzero()[:, 0]
-            counts = sizes[members, None]
-            places = torch.arange(int(counts.max()), device=sizes.device)
-            table = torch.where(places < counts, starts[members, None] + places, self.factor.n)
-            tables.append((members.to(self.device), table.to(self.device)))
-        return tables
+        return tables_of(self.sizes)
+
+    def _like(self, factor: Factor) -> Self:
+        """The same segments of another factor of the samples."""
+        other = type(self)(factor, self.sizes)
+        if "_tables" in vars(self):
+            other._tables = self._tables
+        return other
 
     def materialize(self) -> Tensor:
         whole = self.to(wide(self.dtype))  # over many samples, a sum in half precision stops growing
@@ -129,8 +126,8 @@ class Segments(Factor):
         kept = table < self.n
         return self.take(table[kept]).segment_sum(kept.nonzero()[:, 0], len(table))
 
-    def segment_sum(self, ids: Tensor, count: int) -> Factor:
-        return self.factor.segment_sum(ids[self.ids], count)
+    def _segment_sum(self, division: Division) -> Factor:
+        return self.factor.segment_sum(division.ids[self.ids], division.count)
 
     def take(self, index: Tensor | slice) -> Self:
         if not _functorch.can_read(self.sizes):
@@ -142,7 +139,10 @@ class Segments(Factor):
         return type(self)(self.factor.take(starts[ids] + within), sizes)
 
     def zero(self, keep: Tensor) -> Self:
-        return type(self)(self.factor.zero(keep[self.ids]), self.sizes)
+        return self._like(self.factor.zero(keep[self.ids]))
+
+    def to(self, dtype: torch.dtype) -> Self:
+        return self._like(self.factor.to(dtype))
 
     # Plans
 
@@ -162,3 +162,11 @@ class Segments(Factor):
 
     def plan(self) -> str:
         return f"segments: {self.factor.plan()}"
+
+
+def divided(factor: Factor, division: Division) -> Segments:
+    """The segments of a division of the factor's samples; its tables serve all factors."""
+    found = Segments(factor if division.order is None else factor.take(division.order), division.sizes)
+    if _functorch.can_read(division.sizes):
+        found._tables = division.tables
+    return found

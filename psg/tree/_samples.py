@@ -13,6 +13,7 @@ from psg._ambient import unaffected
 from psg._errors import InputError
 from psg.factors import Dense, Factor
 from psg.factors import concat as concat_factors
+from psg.factors._division import Division
 from psg.factors._maps import scaled
 from psg.tree._leaves import beside, factors_of, is_factor
 
@@ -203,8 +204,10 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     elif n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
         raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
 
+    division = Division(ids, num_segments)
+
     def sums(factor: Factor) -> Factor:
-        found = factor.segment_sum(ids, num_segments)
+        found = factor._segment_sum(division)
         return found if valid is None else Dense(torch.where(valid, found.materialize(), math.nan))
 
     return _map(tree, sums, "segment_sum")
