@@ -179,6 +179,35 @@ class TestReductions:
         assert_trees_close(psg.tree.norm(torch.load(buffer)), psg.tree.norm(found))
 
 
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_products_of_many_small_leaves(n, device):
+    """Small dense leaves are joined, but not with those that are factored, complex or of another dtype."""
+
+    def leaves(n, dtype):
+        shapes = [(3,), (), (2, 3), (4, 1, 2), (0,), (5,)]
+        return [
+            *(torch.randn(n, *shape, device=device) for shape in shapes),
+            Outer(torch.randn(n, 2, 3, device=device), torch.randn(n, 2, 4, device=device)),
+            torch.randn(n, 3, dtype=torch.complex128, device=device),
+            torch.randn(n, 4, 3, device=device).mT,
+            torch.randint(-3, 4, (n, 2), device=device).to(dtype),
+        ]
+
+    def added(function, *trees):
+        return sum(function(*([leaf] for leaf in column)) for column in zip(*trees, strict=True))  # leaf by leaf: nothing to join
+
+    tree, other, same_n = leaves(n, torch.float32), leaves(3, torch.float64), leaves(n, torch.float64)
+    direction = psg.tree.sum(other)
+    for found, expected in (
+        (psg.tree.gram(tree), added(psg.tree.gram, tree)),
+        (psg.tree.gram(tree, other), added(psg.tree.gram, tree, other)),
+        (psg.tree.gram(other, tree), added(psg.tree.gram, other, tree)),
+        (psg.tree.inner(tree, same_n), added(psg.tree.inner, tree, same_n)),
+        (psg.tree.dot(tree, direction), added(psg.tree.dot, tree, direction)),
+    ):
+        assert_trees_close(found, expected, per_sample=False, atol=1e-12)
+
+
 def test_sums_of_large_segments_keep_their_digits(device):
     ones = torch.ones(5000, 1, dtype=torch.bfloat16, device=device)
     assert psg.tree.segment_sum(ones, torch.zeros(5000, dtype=torch.int64, device=device), 1).item() == 4992  # 5000, rounded once

@@ -43,7 +43,7 @@ class Joint:
         rest = [self._factors[i] for i in self._rest]
         if not self._small:
             return rest
-        return [*rest, Dense(torch.cat([rows_of(self._factors[i].materialize()) for i in self._small], dim=1))]
+        return [*rest, _side_by_side([self._factors[i] for i in self._small])]
 
     @cached_property
     def squared_norm(self) -> Tensor:
@@ -99,6 +99,31 @@ def norm_of(joints: Sequence[Joint]) -> Tensor:
     if any(joint.is_differentiated for joint in joints):
         return root(functools.reduce(torch.add, (joint.squared_norm for joint in joints)))
     return norm_of_norms([joint.norm.unsqueeze(1) for joint in joints])
+
+
+def joined_pairs(pairs: Sequence[tuple[Factor, Factor]]) -> list[tuple[Factor, Factor]]:
+    """The pairs, with those of small Dense factors joined to one pair, whose inner products are the sums of theirs.
+
+    Example:
+        >>> import torch
+        >>> small = Dense(torch.ones(1, 2))
+        >>> joined_pairs([(small, small)] * 5)
+        [(Dense(n=1, shape=(10,), dtype=torch.float32), Dense(n=1, shape=(10,), dtype=torch.float32))]
+    """
+    sides = list(zip(*pairs, strict=True))
+    small = set.intersection(*(set(_worth_joining(side)) for side in sides))
+    if len(small) < _MIN_JOINED:
+        return list(pairs)
+    x, y = ([side[i] for i in sorted(small)] for side in sides)
+    left = _side_by_side(x)
+    same = all(own.materialize() is other.materialize() for own, other in zip(x, y, strict=True))
+    joined = left, left if same else _side_by_side(y)
+    return [*(pair for i, pair in enumerate(pairs) if i not in small), joined]
+
+
+def _side_by_side(factors: Sequence[Factor]) -> Dense:
+    """Dense factors as one, [n, P]."""
+    return Dense(torch.cat([rows_of(factor.materialize()) for factor in factors], dim=1))
 
 
 def _worth_joining(factors: Sequence[Factor]) -> list[int]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from psg import _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
-from psg.factors import Factor
-from psg.factors._joint import Joint
+from psg.factors import Dense, Factor
+from psg.factors._joint import Joint, joined_pairs
 from psg.factors._sketch import Sketch
 from psg.tree._leaves import beside, factors_of, is_factor, place_of
 
@@ -80,7 +80,8 @@ def dot(tree: Any, direction: Any) -> Tensor:
         tensor([-1., -1.])
     """
     factors, leaves = beside(tree, direction, "dot", "direction")
-    return _total([factor.dot(leaf) for factor, leaf in zip(factors, leaves, strict=True)])
+    pairs = joined_pairs([(factor, Dense(leaf[None])) for factor, leaf in zip(factors, leaves, strict=True)])
+    return _total([factor.dot(leaf.materialize()[0]) for factor, leaf in pairs])
 
 
 @unaffected
@@ -204,7 +205,7 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
         if x.shape != y.shape:
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.{name}: {place} has shape {tuple(x.shape)} for one sample, but {tuple(y.shape)} in the other tree.")
-    return [(x, y) if x.dtype == y.dtype else _in_one_dtype(x, y) for x, y in zip(factors, others, strict=True)]
+    return joined_pairs([(x, y) if x.dtype == y.dtype else _in_one_dtype(x, y) for x, y in zip(factors, others, strict=True)])
 
 
 def _in_one_dtype(x: Factor, y: Factor) -> tuple[Factor, Factor]:
