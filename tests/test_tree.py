@@ -270,6 +270,16 @@ def test_projections_keep_inner_products(device):
     assert ((products.mean(0) - gram).abs() < 5 * products.std(0) / seeds**0.5).all()
 
 
+@pytest.mark.parametrize("n", [0, 3])
+def test_projections_of_many_small_leaves(n, device):
+    """Small leaves are hashed together: their projection is the sum of those of each leaf, whose key it depends on."""
+    shapes = [(3,), (), (2, 3), (4, 1, 2), (0,), (3, 0), (5,), (16, 17)]
+    tree = {str(i): torch.randn(n, *shape, device=device) for i, shape in enumerate(shapes)}
+    tree |= {"low": torch.randn(n, 3, device=device).bfloat16(), "strided": torch.randn(n, 4, 3, device=device).mT}
+    apart = sum(psg.tree.project({name: leaf}, 64, seed=1) for name, leaf in tree.items())
+    assert_trees_close(psg.tree.project(tree, 64, seed=1), apart)
+
+
 def test_a_projection_depends_on_its_seed_alone(device):
     tree = factored_tree(4, device)
     first = psg.tree.project(tree, 8)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from psg.factors._base import Factor, norm_of_norms, root
 from psg.factors._dense import Dense, rows_of
+from psg.factors._sketch import Sketch, sketch_side_by_side
 
 _MIN_JOINED = 4  # joining fewer factors gains nothing
+_MAX_HASHED = 256  # sketches of joined factors hash every entry, those of one factor only every row and every column
 
 
 class Joint:
@@ -119,6 +121,24 @@ def joined_pairs(pairs: Sequence[tuple[Factor, Factor]]) -> list[tuple[Factor, F
     same = all(own.materialize() is other.materialize() for own, other in zip(x, y, strict=True))
     joined = left, left if same else _side_by_side(y)
     return [*(pair for i, pair in enumerate(pairs) if i not in small), joined]
+
+
+def total_sketch(factors: Sequence[Factor], sketches: Sequence[Sketch]) -> Tensor:
+    """The sum over the factors of their sketches, one for each factor, [n, dim].
+
+    Example:
+        >>> import torch, random
+        >>> total_sketch([Dense(torch.tensor([[3.0, 4.0]]))], [Sketch(1, random.Random(0))]).abs()
+        tensor([[7.]])
+    """
+    small = [i for i in _worth_joining(factors) if factors[i].shape.numel() <= _MAX_HASHED]
+    small = small if len(small) >= _MIN_JOINED else []
+    rest = sorted(set(range(len(factors))).difference(small))
+    parts = [factors[i].project(sketches[i]) for i in rest]
+    if small:
+        rows = _side_by_side([factors[i] for i in small]).values
+        parts.append(sketch_side_by_side(rows, [sketches[i] for i in small], [factors[i].shape for i in small]))
+    return functools.reduce(torch.add, parts)
 
 
 def _side_by_side(factors: Sequence[Factor]) -> Dense:

@@ -6,6 +6,7 @@ of factor: every factor of one gradient has the same sketch.
 """
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -93,3 +94,28 @@ class Sketch:
         """Bucket and sign of the entries at (a, b)."""
         left, right = self._sides
         return (left.bucket(a, self.dim) + right.bucket(b, self.dim)) % self.dim, left.sign(a) * right.sign(b)
+
+
+def sketch_side_by_side(rows: Tensor, sketches: Sequence[Sketch], shapes: Sequence[torch.Size]) -> Tensor:
+    """The sum of the sketches of real gradients of several parameters, given side by side: [n, P] -> [n, dim].
+
+    It is the same as by `Sketch.matrices`, but all hashes are computed at once.
+
+    Args:
+        rows: The gradients.
+        sketches: One for each parameter.
+        shapes: The parameters' shapes.
+    """
+    dim, counts = sketches[0].dim, torch.tensor([shape.numel() for shape in shapes])
+    owner = torch.repeat_interleave(counts, output_size=rows.shape[1])
+    place = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    columns = torch.tensor([shape[1:].numel() for shape in shapes])[owner]
+    index = torch.stack([place // columns, place % columns], dim=1)[:, :, None]  # a and b of every entry
+    # [entry, side, bucket or sign, coefficient]
+    coefficients = torch.tensor([[[side._bucket, side._sign] for side in sketch._sides] for sketch in sketches])[owner]
+    value = coefficients[..., 0]
+    for k in range(1, coefficients.shape[-1]):
+        value = (value * index + coefficients[..., k]) % _PRIME
+    bucket, sign = (value[:, :, 0] % dim).sum(1) % dim, (1 - 2 * (value[:, :, 1] % 2)).prod(1)
+    signed = widen(rows) * sign.to(rows.device)
+    return signed.new_zeros(len(rows), dim).scatter_add(1, bucket.to(rows.device).expand(signed.shape), signed)

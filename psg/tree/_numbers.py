@@ -12,7 +12,7 @@ from psg import _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
 from psg.factors import Dense, Factor
-from psg.factors._joint import Joint, joined_pairs
+from psg.factors._joint import Joint, joined_pairs, total_sketch
 from psg.factors._sketch import Sketch
 from psg.tree._leaves import beside, factors_of, is_factor, place_of
 
@@ -194,7 +194,7 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
         if not isinstance(value, int) or isinstance(value, bool) or least is not None and value < least:
             raise InputError(f"psg.tree.project: {name}={value!r}: expected an integer{'' if least is None else ' that is at least 1'}.")
     places = _trees.keys(tree, is_factor)
-    return _total([factor.project(Sketch(dim, random.Random(f"{seed} {place}"))) for factor, place in zip(factors, places, strict=True)])
+    return total_sketch(factors, [Sketch(dim, random.Random(f"{seed} {place}")) for place in places])
 
 
 def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
