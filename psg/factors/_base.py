@@ -32,7 +32,7 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-_TINY = 1 << 16  # to form this many bytes of gradients takes less time than to call the ops that work on segments of factors
+_TINY = 1 << 18  # to form this many bytes of gradients takes less time than to call the ops that work on segments of factors
 _LARGE = 1 << 14  # on a CPU, gradients of at least this many entries are squared and added in one fused pass
 
 # Devices whose products of 16-bit matrices can return float32, the dtype in which they accumulate anyway.
