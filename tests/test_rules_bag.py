@@ -1,16 +1,19 @@
 """embedding_bag over drawn shapes and options."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
-from cases import Problem, parameters, score
+from cases import N, Problem, parameters, score
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
 import psg
+from psg.factors import Outer, Rows
 from psg.testing import assert_trees_close, loop_grad, tensors
 
 each_rule = st.sampled_from([True, False])
@@ -107,7 +110,42 @@ def test_the_module_takes_the_rule(mode, offsets, device):
     problem = Problem(fn, (parameters(module), ids, *extra))
     assert_agrees(problem)
     (leaf,) = psg.explain(fn)(*problem.args).leaves
-    assert leaf.kind == "Rows" and leaf.uses == {"embedding_bag: rule": 1}
+    assert leaf.kind in ("Rows", "Outer") and leaf.uses == {"embedding_bag: rule": 1}
+
+
+@pytest.mark.parametrize("mode, padding, weighted", [("sum", None, False), ("sum", 1, False), ("sum", -1, True), ("mean", 0, False)])
+@pytest.mark.parametrize("bags", [1, 3])
+def test_bags_of_a_small_table_are_counted(mode, padding, weighted, bags, device):
+    # A row for each position would take 40 times the memory.
+    torch.manual_seed(0)
+    table, ids = torch.randn(5, 4, device=device), torch.randint(5, (N, bags, 200), device=device)
+    scales = torch.randn(N, bags, 200, device=device)
+    ids[-1, -1] = (padding or 0) % 5  # a bag of padding alone
+
+    def fn(w, ids, scales, sparse=False):
+        weights = scales if weighted else None
+        return score(F.embedding_bag(ids, w, mode=mode, padding_idx=padding, per_sample_weights=weights, sparse=sparse))
+
+    args = table, ids, scales
+    assert_agrees(Problem(fn, args))
+    factor = psg.factored_grad(fn)(*args)
+    if factor.device.type == "cpu":  # elsewhere the choice would wait for the answer whether all cotangents are finite
+        assert isinstance(factor, Outer) and factor.positions == bags
+    kept = psg.factored_grad(fn)(torch.randn(10**5, 4, device=device), ids, scales), psg.factored_grad(partial(fn, sparse=True))(*args)
+    assert all(isinstance(own, Rows) for own in kept)
+    assert_trees_close(kept[1].materialize(), factor.materialize())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_infinite_cotangent_reaches_its_own_rows_alone(value, device):
+    # A count of zero times infinity would be NaN.
+    table, ids = torch.randn(5, 4, device=device), torch.tensor([[0, 1] * 50, [2, 3] * 50], device=device)
+
+    def fn(w, ids, scale):
+        return (F.embedding_bag(ids[None], w, mode="sum") * scale).sum()
+
+    args = table, ids, torch.tensor([value, 1.0], device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg import _functorch, _machine
 from psg._errors import PsgError
-from psg.factors import Rows
+from psg.factors import Outer, Rows
+from psg.factors._base import wide
 from psg.rules._registry import decomposition, reshape, rule, transpose
 
 
@@ -145,6 +146,8 @@ def embedding_bag(
 
     With C the cotangent, the row at position t of bag b gets: for a sum psw[t] C[b] (psw: per_sample_weights), for a mean
     C[b] / (entries of b), for a maximum C[b,d] for those d where t is the first position with the largest value. Padding ids do not count.
+    So for sums and means grad W[n,v,:] = sum_b counts[n,b,v] C[n,b,:], which is an Outer: cheaper than Rows if the table is small.
+    `sparse` asks for Rows, of which `psg.tree.sparse_weighted_sum` makes sparse sums.
     """
     rows, features = weight.shape
     if weight.is_complex() or max_norm is not None or mode not in _MODES or input.numel() == 0 or (mode == "max" and sparse):
@@ -173,25 +176,50 @@ def embedding_bag(
     )
     output = reshape(output, (n, bags, features))
 
-    def factor(cotangent: Tensor) -> Rows:
-        if include_last_offset:
-            cotangent = F.pad(cotangent, (0, 0, 0, 1))
+    def factor(cotangent: Tensor) -> Rows | Outer:
         places = torch.arange(index.shape[1], device=starts.device).repeat(n, 1)
         bag = torch.searchsorted(starts, places, right=True) - 1
-        entry = index != padding
+        entry = None if padding_idx is None else index != padding
+        if include_last_offset:
+            cotangent = F.pad(cotangent, (0, 0, 0, 1))
+        if mode == "mean":
+            entries = torch.zeros_like(starts).scatter_add_(1, bag, torch.ones_like(bag) if entry is None else entry.long())
+            cotangent = cotangent / entries.clamp(min=1)[:, :, None]
+        if mode != "max" and not sparse and _prefers_counts(index, cotangent, rows):
+            return Outer(_counts(bag * rows + index, scales, padding, bags, rows, cotangent.dtype), cotangent)
         by_position = bag[:, :, None].expand(*index.shape, features)
-        cotangent = cotangent.gather(1, by_position)
+        cotangent = cotangent.expand(by_position.shape) if bags == 1 else cotangent.gather(1, by_position)
         if scales is not None:
             cotangent = cotangent * scales[:, :, None]
-        if mode == "mean":
-            entries = torch.zeros_like(starts).scatter_add_(1, bag, entry.long())
-            cotangent = cotangent / entries.gather(1, bag).clamp(min=1)[:, :, None]
         if mode == "max":
             largest = chosen.reshape(n, bags, features).gather(1, by_position) == index[:, :, None]
             cotangent = torch.where(largest & _first(bag * rows + index)[:, :, None], cotangent, 0)
-        return Rows(index, torch.where(entry[:, :, None], cotangent, 0), rows)
+        return Rows(index, cotangent if entry is None else torch.where(entry[:, :, None], cotangent, 0), rows)
 
     return (output[:, :-1].clone() if include_last_offset else output), {"weight": factor}
+
+
+def _prefers_counts(index: Tensor, cotangent: Tensor, rows: int) -> bool:
+    """Whether to hold a gradient as counts [n, b, v] times the cotangents of bags [n, b, d], rather than as a row for each position.
+
+    Not where a cotangent may be infinite: times a count of zero it would be NaN, in rows that have a gradient of zero.
+    """
+    _, bags, features = cotangent.shape
+    if cotangent.dtype != wide(cotangent.dtype) or not _functorch.can_read_now(cotangent):
+        return False
+    # Counts are written, and read by products with every feature; a row for each position is written, and read by a scatter.
+    byte = 2 * _machine.reused_byte(cotangent.device, cotangent.dtype) * cotangent.element_size()
+    counted, copied = bags * rows * (2 * features + byte), index.shape[1] * features * byte
+    return counted < copied and bool(cotangent.isfinite().all())
+
+
+def _counts(key: Tensor, scales: Tensor | None, padding: int, bags: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """How often each row occurs in each bag, or the sum of its weights there: keys bag * rows + row [n, t] -> [n, b, v]."""
+    once = torch.ones(key.shape, dtype=dtype, device=key.device) if scales is None else scales.to(dtype)
+    counts = once.new_zeros(len(key), bags * rows).scatter_add(1, key, once).unflatten(1, (bags, rows))
+    if padding >= 0:
+        counts[:, :, padding] = 0
+    return counts
 
 
 def _starts(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor | None:
