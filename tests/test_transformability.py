@@ -4,6 +4,8 @@ One table: outer transform x psg function x how the parameters are used. Every e
 `vmap(grad)`, differentiated for everything at once: parameters, data, the direction, the weights, the clip norm.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linear
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import psg
-from psg.factors import Conv, Geometry, Outer, Rows, Sum
+from psg.factors import Conv, Geometry, Outer, Rows, Sum, _base
 from psg.testing import assert_trees_close, loop_grad
 
 # How parameters are used: name -> (function of one sample, shapes of the parameters, the use that `psg.explain` reports).
@@ -342,6 +344,14 @@ FACTORS = {
         torch.Size([4, 2]),
     ),
 }
+
+
+def moments_of_large(g):
+    """As for gradients of many entries, a sample at a time."""
+    with mock.patch.object(_base, "_LARGE", 0), mock.patch.object(psg._machine, "chunk_bytes", lambda device: 0):
+        return psg.tree.moments(g)
+
+
 REDUCTIONS = {
     "norm": lambda g, w: psg.tree.norm(g),
     "squared_norm": lambda g, w: psg.tree.squared_norm(g),
@@ -351,6 +361,7 @@ REDUCTIONS = {
     "gram": lambda g, w: psg.tree.gram(g),
     "cosine": lambda g, w: psg.tree.cosine(g),
     "moments": lambda g, w: psg.tree.moments(g).second,
+    "moments of large gradients": lambda g, w: moments_of_large(g).second,
     "project": lambda g, w: psg.tree.project(g, 2),  # so few dimensions that every factor uses its own algorithm
 }
 

@@ -294,12 +294,15 @@ class Factor(ABC):
         """sum_n gradient[n] and, real, sum_n |gradient[n]|^2, both entry by entry -> shape, in at least float32."""
         total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
         squares = torch.zeros(self.shape, dtype=total.dtype.to_real(), device=self.device)
+        # Nothing may write into a tensor that a derivative, a transform or a tracer watches.
+        watched = self.is_differentiated or _functorch.is_watched()
+        add, addcmul = (torch.add, torch.addcmul) if watched else (Tensor.add_, Tensor.addcmul_)
         for part in map(widen, self.parts()):
-            total = total + part.sum(0)
+            total = add(total, part.sum(0))
             if self.shape.numel() < _LARGE or part.device.type != "cpu" or part.is_complex():
-                squares = squares + square(part).sum(0)
+                squares = add(squares, square(part).sum(0))
             else:
-                squares = reduce(lambda sum, gradient: torch.addcmul(sum, gradient, gradient), part, squares)
+                squares = reduce(lambda sum, gradient: addcmul(sum, gradient, gradient), part, squares)
         return total, squares
 
     def project(self, sketch: "Sketch") -> Tensor:
