@@ -427,6 +427,18 @@ def test_regroup(kind, size, recipe, n, make):
     assert_trees_close(factor.regroup(table).materialize(), padded[table].sum(1))
 
 
+@pytest.mark.parametrize("size", ["few positions", "few positions, grouped"])
+def test_a_convolution_with_itself_is_unfolded_once(size, make):
+    factor, tensor = make(conv, 3, size)
+    with mock.patch.object(Conv, "_windows", autospec=True, side_effect=Conv._windows) as windows:
+        assert_trees_close(factor.gram(), reference_gram(tensor))
+        assert_trees_close(factor.inner(factor), reference_norm(tensor).square())
+        assert windows.call_count == 2
+        twin = factor.map(torch.clone)
+        assert_trees_close((factor.gram(twin), factor.inner(twin)), (reference_gram(tensor), reference_norm(tensor).square()))
+        assert windows.call_count == 6
+
+
 def summed(tensor, ids, count):
     return torch.stack([*(tensor[ids == k].sum(0) for k in range(count)), tensor[:0].sum(0)])[:count]
 

@@ -251,7 +251,8 @@ def _(x: Conv, y: Conv) -> Tensor | None:
     t, s = x.positions, y.positions
     if x.geometry.groups != y.geometry.groups or t * s * (x.shape[0] + x.shape[1:].numel()) > (t + s) * x.shape.numel():
         return None
-    return inner(x._by_group(), y._by_group()).reshape(x.n, x.geometry.groups).sum(1)
+    own = x._by_group()
+    return inner(own, own if x is y else y._by_group()).reshape(x.n, x.geometry.groups).sum(1)
 
 
 @_pair(_gram, Conv, Conv)
@@ -259,9 +260,11 @@ def _(x: Conv, y: Conv) -> Tensor | None:
     groups = x.geometry.groups
     if groups != y.geometry.groups or x.positions * y.positions * 8 > x.shape.numel() // groups:
         return None
-    by_group = [
-        [Outer(*(field.unflatten(0, (z.n, groups))[:, g] for field in (o.left, o.right))) for g in range(groups)]
-        for z in (x, y)
-        for o in [z._by_group()]
-    ]
-    return torch.stack([gram(a, b) for a, b in zip(*by_group, strict=True)]).sum(0)
+
+    def by_group(factor: Conv) -> list[Outer]:
+        outer = factor._by_group()
+        return list(map(Outer, *(side.unflatten(0, (factor.n, groups)).unbind(1) for side in (outer.left, outer.right))))
+
+    own = by_group(x)
+    other = own if x is y else by_group(y)
+    return torch.stack([gram(a, b) for a, b in zip(own, other, strict=True)]).sum(0)
