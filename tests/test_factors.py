@@ -191,6 +191,8 @@ CONVS = {
     "few positions": (1, 36, 40, 1, (4, 4), (3, 3), (1, 1), (0, 0), (1, 1)),
     "few positions, grouped": (1, 16, 24, 2, (4, 4), (3, 3), (1, 1), (0, 0), (1, 1)),
     "one position": (1, 8, 6, 1, (3, 3), (3, 3), (1, 1), (0, 0), (1, 1)),
+    "few positions, strided": (2, 20, 24, 1, (5, 4), (3, 3), (3, 2), (1, 1), (1, 1)),
+    "one position, padded": (1, 8, 6, 1, (1, 2), (3, 3), (1, 2), (1, 1), (1, 1)),
     "many channels": (2, 17, 3, 1, (5, 4), (3, 2), (2, 1), (1, 1), (1, 2)),
     "many channels, grouped": (1, 32, 4, 2, (4, 5), (2, 3), (1, 2), (1, 0), (2, 1)),
     "many channels, 1-D": (1, 16, 2, 1, (9,), (3,), (2,), (1,), (3,)),
@@ -425,6 +427,16 @@ def test_regroup(kind, size, recipe, n, make):
     table = torch.tensor([[0, n], [n, n], [max(n - 1, 0), 0]] if n else [[0, 0]], device=tensor.device)
     padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
     assert_trees_close(factor.regroup(table).materialize(), padded[table].sum(1))
+
+
+@pytest.mark.parametrize("size", ["few positions", "few positions, strided", "one position", "one position, padded"])
+def test_few_positions_of_a_convolution_are_not_materialized(size, make):
+    factor, tensor = make(conv, 3, size)
+    matrix = sketch_matrix(tensor.shape[1:], 7, random.Random(7)).to(tensor)
+    with mock.patch.object(Conv, "materialize", side_effect=AssertionError):
+        assert_trees_close(factor.project(Sketch(7, random.Random(7))), tensor.flatten(1) @ matrix)
+        if factor.positions == 1:
+            assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
 
 
 @pytest.mark.parametrize("size", ["few positions", "few positions, grouped"])

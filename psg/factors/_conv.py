@@ -12,6 +12,7 @@ from psg.factors._base import expect_real, scale_rows, squared_terms_of, wide_bm
 from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._planned import Costs, Planned, remembered
+from psg.factors._sketch import Sketch
 
 
 class Geometry(NamedTuple):
@@ -182,6 +183,13 @@ class Conv(Planned):
         left = left.permute(0, 2, 1, 4, 3).reshape(self.n * groups, self.positions, out_channels // groups)
         return Outer(left, right)
 
+    def _unfolded(self) -> Outer:
+        """Without groups, the same gradient as matrices [o, (i k)]: left [n, t, o], right [n, t, (i k)]."""
+        dims = len(self.geometry.kernel)
+        right = self._windows().squeeze(2).permute(0, 1, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
+        left = self.cotangent.flatten(3).transpose(2, 3).flatten(1, 2)
+        return Outer(left, right.reshape(self.n, self.positions, self.shape[1:].numel()))
+
     def _windows(self, channels_last: bool = False) -> Tensor:
         """The patches, [n, images, g, i / g, *out, *kernel], as a view of the padded input: no patch is copied."""
         kernel, stride, padding, dilation, groups = self.geometry
@@ -251,16 +259,24 @@ class Conv(Planned):
             return Dense(self.materialize()).weighted_sum(weights)
         if self.geometry.groups == 1 and 0 < self.n * self.positions <= 128:
             # One small matrix product: the native kernel would reorder the whole weight for so few columns.
-            dims = len(self.geometry.kernel)
-            right = self._windows().squeeze(2).permute(0, 1, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
-            right = right.reshape(self.n, self.positions, self.shape[1:].numel())
-            left = self.cotangent.flatten(3).transpose(2, 3).flatten(1, 2)
-            return Outer(left, right).weighted_sum(weights).reshape(self.shape)
+            return self._unfolded().weighted_sum(weights).reshape(self.shape)
         cotangent, input = self.cotangent, self.input.flatten(0, 1)
         if self.dtype == torch.float16:  # a cotangent times its weight may leave the range of float16
             cotangent, input = widen(cotangent), widen(input)
         cotangent = scale_rows(cotangent, weights).flatten(0, 1)
         return self._native_gradient(cotangent, input, tuple(self.shape), groups=self.geometry.groups).to(self.dtype)
+
+    def moment_sums(self) -> tuple[Tensor, Tensor]:
+        if self.geometry.groups > 1 or self.positions != 1:
+            return super().moment_sums()
+        total, squares = self._unfolded().moment_sums()
+        return total.reshape(self.shape), squares.reshape(self.shape)
+
+    def project(self, sketch: Sketch) -> Tensor:
+        touched = self.positions * (self.shape[0] + self.shape[1:].numel() + sketch.dim)
+        if self.geometry.groups > 1 or not 0 < touched < self.shape.numel():
+            return super().project(sketch)
+        return self._by_chunks(self._patch_bytes(), lambda chunk: chunk._unfolded().project(sketch))
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.products(direction).flatten(1).sum(1)
