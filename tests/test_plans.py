@@ -100,6 +100,30 @@ def test_remembered_costs_are_those_of_the_layout_and_the_machine(kept, threads,
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    "channels, kernel, images, by_sample",
+    [
+        (3, (3, 7, 7), 1, True),
+        (20, (5, 5, 5), 1, True),  # no whole blocks of channels: as groups of one convolution, patches would be formed
+        (24, (5, 5, 5), 1, True),
+        (12, (1, 5, 5), 1, True),
+        (3, (3, 5, 5), 2, True),
+        (20, (3, 3, 3), 2, True),  # torch calls oneDNN for several images,
+        (20, (3, 3, 3), 1, False),  # but not for one that is small
+        (12, (5, 5, 5), 1, False),
+        (24, (1, 5, 5), 1, False),
+        (32, (5, 5, 5), 1, False),
+    ],
+)
+def test_convolutions_in_space_call_the_kernel_that_forms_no_patches(channels, kernel, images, by_sample):
+    geometry = Geometry(kernel, (1, 2, 2), (0, 0, 0), (1, 1, 1), 1)
+    size = 8, 24, 24
+    out = [(whole - taps) // stride + 1 for whole, taps, stride in zip(size, kernel, geometry.stride, strict=True)]
+    factor = Conv(torch.zeros(4, images, 16, *out).float(), torch.zeros(4, images, channels, *size).float(), geometry)
+    costs = factor._materialize_costs()
+    assert (min(costs, key=costs.__getitem__) == "samples") == by_sample
+
+
 def test_the_options_of_a_convolution_may_be_lists(device):
     cotangent, input = torch.randn(2, 1, 4, 6, 6, device=device), torch.randn(2, 1, 3, 8, 8, device=device)
     factors = [Conv(cotangent, input, Geometry(*(kind(own) for own in ((3, 3), (1, 1), (0, 0), (1, 1))), 1)) for kind in (tuple, list)]

@@ -355,17 +355,26 @@ class Conv(Planned):
         (out_channels, in_channels, *kernel), groups = self.shape, self.geometry.groups
         if self.dtype not in _NATIVE_DTYPES or not 1 < max(kernel) <= 14:
             return columns, columns
-        # oneDNN works on blocks of channels. It pads the channels of a single group to whole blocks, but not those of many groups;
-        # a three-dimensional convolution is like many groups.
+        # oneDNN works on blocks of channels. It pads the channels of a single group to whole blocks, but not those of many groups.
         filled = -(-out_channels // 16) * 16 / out_channels * (-(-in_channels // 8) * 8 / in_channels if in_channels >= 4 else 1)
-        alone = products * filled + data if len(kernel) < 3 else columns
+        is_direct = len(kernel) < 3 or self._is_direct_in_space
+        alone = products * filled + data if is_direct else columns
         if self.n * groups == 1:
             return alone, alone
-        fits = (out_channels // groups) % 8 == 0 and in_channels % 8 == 0 and self.positions > 1
+        block = 16 if len(kernel) == 3 and kernel[0] > 1 and in_channels > 8 else 8
+        fits = (out_channels // groups) % 8 == 0 and in_channels % block == 0 and self.positions > 1
         # Small depthwise kernels have an implementation of their own.
         small = self._is_depthwise and len(kernel) == 2 and max(kernel) <= 3 and max(self.geometry.dilation) == 1
         fits = fits or small and min(self.input.shape[3:]) >= max(kernel)
         return alone, products + data if fits else columns
+
+    @property
+    def _is_direct_in_space(self) -> bool:
+        """Whether the native kernel for one sample of a three-dimensional convolution is oneDNN's, and forms no patches."""
+        # When torch calls oneDNN: `use_mkldnn` in its Convolution.cpp. For 4 to 15 channels oneDNN, too, forms patches of deep kernels.
+        depth, *plane = self.geometry.kernel
+        is_called = min(plane) > 3 or self.input.shape[1] > 1 or self.input.shape[1:-1].numel() > 20480
+        return is_called and (depth == 1 or not 4 <= self.shape[1] < 16)
 
     @property
     def _has_many_channels(self) -> bool:
