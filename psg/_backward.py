@@ -24,14 +24,14 @@ class Backward:
         settles: Whether to take large cotangents by hooks, and settle their factors at once (`Factor.settle`).
 
     Attributes:
-        nbytes: The size of the factors when they were found, before any was settled.
+        freed: How many bytes settling the factors has freed.
     """
 
     def __init__(self, values: Sequence[Lifted], n: int, settles: bool) -> None:
         self.values = values
         self.n = n
         self.settles = settles
-        self.nbytes = 0
+        self.freed = 0
 
     def run(self, losses: Tensor, taps: list[Tap]) -> None:
         """Differentiate the sum of the losses. Empties the list of taps, so that each tap's tensors can be freed after its use."""
@@ -87,8 +87,11 @@ class Backward:
             self._add(value, factor, i < len(alone) and alone[i])
 
     def _add(self, value: Lifted, factor: Factor, alone: bool = False) -> None:
-        self.nbytes += factor.nbytes
-        value.terms.append(factor.settle() if self.settles and alone else factor)
+        if self.settles and alone:
+            settled = factor.settle()
+            self.freed += factor.nbytes - settled.nbytes
+            factor = settled
+        value.terms.append(factor)
 
 
 def _is_worth_a_hook(tap: Tap) -> bool:

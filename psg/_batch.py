@@ -233,7 +233,7 @@ class _BatchMode(Watch):
         self.look(func, leaves, self.by_handle.keys())
         if target is not None:
             self._protect(func, target)
-        refuse_updates(func, args, kwargs)
+        refuse_updates(func, args, kwargs, target)
         if func == torch._VF._make_dual or (func in DIFFERENTIATING and kwargs.get("create_graph")):
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} makes derivatives that are differentiated in turn; rules give no such '

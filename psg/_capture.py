@@ -34,13 +34,13 @@ class Captured(NamedTuple):
         outputs: What the function returned, samples in dim 0, without autograd history.
         factors: One for each parameter.
         uses: For each parameter the ops that used it, each with its path (rule, lifted or derived).
-        nbytes: The size of the factors when they were found, before any was settled.
+        freed: How many bytes settling the factors has freed.
     """
 
     outputs: tuple[Tensor, ...]
     factors: list[Factor]
     uses: list[list[str]]
-    nbytes: int = 0
+    freed: int = 0
 
 
 class CaptureTask(NamedTuple):
@@ -86,19 +86,18 @@ def capture(task: CaptureTask) -> Captured:
         Diverged: The function turns a tensor into a Python value that differs from sample to sample.
         RuntimeError: vmap cannot run an op, or the function raises one itself.
     """
-    tensors = [tensor.detach() for tensor in task.tensors]
     habits = habits_of(task.owner)
-    state = _random.get_state(tensors)
+    state = _random.get_state(task.tensors)
     while True:
         forget = _functorch.attempt()
         try:
             # Every pass gets fresh copies: a failed pass may have written into its own.
             given = [
-                _copies.sample_by_sample(tensor, dim) if habits.copied and i not in task.params else tensor.detach()
-                for i, (tensor, dim) in enumerate(zip(tensors, task.in_dims, strict=True))
+                _copies.sample_by_sample(tensor.detach(), dim) if habits.copied and i not in task.params else tensor.detach()
+                for i, (tensor, dim) in enumerate(zip(task.tensors, task.in_dims, strict=True))
             ]
-            captured, differentiates = _one_pass(task._replace(tensors=given), habits)
-            remember(task.owner, habits._replace(recorded=differentiates))
+            captured, differentiates = _one_pass(task, given, habits)
+            remember(task.owner, habits, recorded=differentiates)
             return captured
         except Retry as retry:
             habits = habits._replace(**retry.change)
@@ -112,12 +111,14 @@ def capture(task: CaptureTask) -> Captured:
         _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
-def _one_pass(task: CaptureTask, habits: Habits) -> tuple[Captured, bool]:
-    """Run one pass; returns its result, and whether the function called autograd."""
-    tensors, dims, n = list(task.tensors), list(task.in_dims), task.n
+def _one_pass(task: CaptureTask, tensors: list[Tensor], habits: Habits) -> tuple[Captured, bool]:
+    """Run one pass on these tensors; returns its result, and whether the function called autograd."""
+    dims, n = list(task.in_dims), task.n
     data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in task.params]
     inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.keyword_tensors]
-    noncontiguous = not habits.copied and any(dim is not None and not tensor.movedim(dim, 0).is_contiguous() for tensor, dim in data)
+    noncontiguous = not habits.copied and not all(
+        dim is None or (tensor if dim == 0 else tensor.movedim(dim, 0)).is_contiguous() for tensor, dim in data
+    )
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
     for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
@@ -151,4 +152,4 @@ def _one_pass(task: CaptureTask, habits: Habits) -> tuple[Captured, bool]:
     factors = [value.factor(n) for value in lifted]
     # If fn returns a parameter itself, clone it: the result must not share the caller's memory.
     outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in mode.owned else output.detach() for output in outputs)
-    return Captured(outputs, factors, [value.uses for value in lifted], backward.nbytes), mode.differentiates
+    return Captured(outputs, factors, [value.uses for value in lifted], backward.freed), mode.differentiates

@@ -57,7 +57,7 @@ class Sizes:
         if not isinstance(self.chunk_size, str) or self._shapes(call) in self.bytes:
             return
         # Factors hold the layers' inputs and cotangents. The graph holds about as much again, for the ops between the layers.
-        held = 2 * max(result.nbytes, sum(factor.nbytes for factor in result.factors))
+        held = 2 * (result.freed + sum(factor.nbytes for factor in result.factors))
         formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
         self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
 
@@ -145,7 +145,8 @@ class ClippedCollector:
 
     def result(self) -> ClippedBatch:
         norms, values, *groups = self.rows.result()
-        *sums, nonfinite = [total.to(dtype) for total, dtype in zip(self.sums, self.dtypes, strict=True)]
+        sums = zip(self.sums, self.dtypes, strict=True)
+        *sums, nonfinite = [total if total.dtype == dtype else total.to(dtype) for total, dtype in sums]
         half = len(groups) // 2
         return ClippedBatch(values, sums, norms, groups[:half], groups[half:], nonfinite)
 

@@ -27,6 +27,8 @@ from psg._errors import Stale
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype of autocast on this tensor's device; None if autocast is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 

@@ -53,7 +53,7 @@ class VmapGuard(TorchFunctionMode):
             raise
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        refuse_updates(func, args, kwargs)
+        refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
         # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
         reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves_of(args, kwargs)):
@@ -135,7 +135,7 @@ class LoopGuard(Repaired):
             self.recorded_ids |= ids
         self.outside.look(func, leaves, self.own)
         args, kwargs = self.outside.replace((args, kwargs))
-        refuse_updates(func, args, kwargs)
+        refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 
 

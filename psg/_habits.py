@@ -50,11 +50,11 @@ def habits_of(function: Any) -> Habits:
     return Habits() if own is None else _known.get(own, Habits())
 
 
-def remember(function: Any, habits: Habits) -> None:
+def remember(function: Any, habits: Habits, recorded: bool) -> None:
     """Begin with these habits when the function is called again."""
     own = _function_of(function)
     # Not `derives` and `ruled`: to turn these off slows every op down, and only one of the functions that share this code may need it.
-    kept = Habits(copied=habits.copied, fills=habits.fills, recorded=habits.recorded)
+    kept = Habits(copied=habits.copied, fills=habits.fills, recorded=recorded)
     if own is not None and (own in _known or kept != Habits()):
         _known[own] = kept
 

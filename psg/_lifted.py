@@ -123,12 +123,10 @@ class Lifted:
                 f"the parameter has {expected[0]} samples of shape {expected[1]}"
             )
         dtype = self.leaf.dtype
-        held = [getattr(factor, name) for name in factor.fields]
-        if all(isinstance(tensor, Tensor) and tensor.dtype == dtype and not tensor.requires_grad for tensor in held):
-            return factor
 
         def cast(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach()
+            if tensor.requires_grad:
+                tensor = tensor.detach()
             return tensor if tensor.dtype == dtype or not (tensor.is_floating_point() or tensor.is_complex()) else tensor.to(dtype)
 
         return factor.map(cast)
@@ -252,10 +250,12 @@ def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     This costs nothing in the backward pass, which stops at the output.
     """
-    if any(value.requires_grad for value in values):
+    if any([value.requires_grad for value in values]):
         return values
-    first = next((i for i, value in enumerate(values) if value.is_floating_point()), None)
-    return tuple(value.detach().requires_grad_() if i == first else value for i, value in enumerate(values))
+    for i, value in enumerate(values):
+        if value.is_floating_point():
+            return (*values[:i], value.detach().requires_grad_(), *values[i + 1 :])
+    return values
 
 
 class _Anchor(torch.autograd.Function):

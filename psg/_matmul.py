@@ -95,22 +95,28 @@ def takes_onednn(left: Tensor, right: Tensor) -> bool:
 
 def row_blocks(left: Tensor, right: Tensor) -> int:
     """Into how many blocks of rows to divide left[a, t] @ right[t, b], one for each thread; 1 where this gains nothing."""
-    (rows, inner), columns, threads = left.shape, right.shape[1], _dividing_threads(left, right)
-    pays = threads >= 4 and rows >= 48 * threads and 3 * rows >= columns and rows * inner * columns >= _LARGE_PRODUCT
-    return threads if pays and rows % threads == 0 else 1
+    (rows, inner), columns = left.shape, right.shape[1]
+    if rows * inner * columns < _LARGE_PRODUCT or 3 * rows < columns:
+        return 1
+    threads = _dividing_threads(left, right)
+    return threads if threads >= 4 and rows >= 48 * threads and rows % threads == 0 else 1
 
 
 def column_blocks(rows: Tensor) -> int:
     """Into how many blocks of columns to divide weights[n] @ rows[n, p]."""
+    if rows.numel() < _LARGE_SUM:
+        return 1
     threads = _dividing_threads(rows)
-    return threads if rows.numel() >= _LARGE_SUM and rows.shape[1] % threads == 0 else 1
+    return threads if rows.shape[1] % threads == 0 else 1
 
 
 def inner_blocks(left: Tensor, right: Tensor) -> int:
     """Into how many blocks along p to divide left[n, p] @ right[m, p]^T; the blocks' products are then added up."""
-    (rows, inner), columns, threads = left.shape, len(right), _dividing_threads(left, right)
-    pays = inner >= 64 * max(rows, columns) and rows * inner * columns >= _LARGE_PRODUCT
-    return threads if pays and inner % threads == 0 else 1
+    (rows, inner), columns = left.shape, right.shape[0]
+    if rows * inner * columns < _LARGE_PRODUCT or inner < 64 * max(rows, columns):
+        return 1
+    threads = _dividing_threads(left, right)
+    return threads if inner % threads == 0 else 1
 
 
 def multiplies(device: torch.device) -> bool:

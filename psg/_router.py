@@ -83,10 +83,10 @@ class Router(Watch):
             marked = self.own.owns(tensors) and func not in LIKENESSES
             if others and any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
-            output = self._route(func, args, kwargs, tensors)
+            target = target_of(func, args, kwargs)
+            output = self._route(func, args, kwargs, tensors, target)
             self.aliases.note(func, args, tensors, output)
             if marked:
-                target = target_of(func, args, kwargs)
                 self.own.claim(output, target)
                 if target is None and self.constants and self.own.has_marked(tensors):
                     self.own.mark(output)
@@ -95,13 +95,12 @@ class Router(Watch):
             self.failure = str(error)
             raise
 
-    def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is."""
         self.look(func, tensors)
-        target = target_of(func, args, kwargs)
         if target is not None:
             self._protect(name_of(func), target)
-        refuse_updates(func, args, kwargs)
+        refuse_updates(func, args, kwargs, target)
         if func is Tensor.register_hook:
             raise Unsupported("fn, or a tool such as FlopCounterMode, registers a hook on a tensor")
         if func in PREDICATES:

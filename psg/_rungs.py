@@ -28,7 +28,7 @@ class Result(NamedTuple):
         rung: The name of the rung.
         uses: For each leaf to differentiate the ops that used it; empty lists from vmap and the loop.
         reasons: Why each rung above could not run the call, as (rung, reason).
-        nbytes: The size of the factors when they were found, which may be more than now; 0 where the rung does not tell.
+        freed: How many bytes less the factors take than when they were found.
     """
 
     values: Tensor
@@ -37,7 +37,7 @@ class Result(NamedTuple):
     rung: str
     uses: list[list[str]]
     reasons: tuple[tuple[str, str], ...] = ()
-    nbytes: int = 0
+    freed: int = 0
 
 
 def empty(call: Call) -> Result:
@@ -130,7 +130,7 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
         factors=[concat(column).take(back) for column in columns],
         rung=results[0].rung,
         uses=results[0].uses,
-        nbytes=sum(result.nbytes for result in results),
+        freed=sum(result.freed for result in results),
     )
 
 
@@ -150,7 +150,7 @@ def _capture_together(call: Call) -> Result:
     )
     captured = capture(task)
     values, *extra = captured.outputs
-    return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, nbytes=captured.nbytes)
+    return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, freed=captured.freed)
 
 
 def _run_vmap(call: Call) -> Result:

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -129,6 +130,9 @@ def stateless(
             stacklevel=2,
         )
     takes_target = criterion is not None and _takes_two(criterion)
+    # torch's own losses hold no tensors.
+    own_loss = vars(F).get(getattr(criterion, "__name__", "")) is criterion
+    guarded = contextlib.nullcontext if own_loss else partial(_OwnParameterGuard, message=_KEPT_BY_CRITERION)
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
         called = _called_cache_keys.get()
@@ -150,7 +154,7 @@ def stateless(
             output = module(*positional, **{**keyword, **shared})
             if criterion is None:
                 return _loss_of(output)
-            with _OwnParameterGuard(own, _KEPT_BY_CRITERION):  # the call's parameters are in place: the criterion may penalise them
+            with guarded(own):  # the call's parameters are in place: the criterion may penalise them
                 return criterion(output, *target)
 
         try:
@@ -394,8 +398,7 @@ class _OwnParameterGuard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in _HARMLESS else ():
-            shapes = name_of(func) in LIKE_ANOTHER and leaf is not args[0]
-            if isinstance(leaf, nn.Parameter) and id(leaf) in self._names and leaf.requires_grad and not shapes:
+            if id(leaf) in self._names and leaf.requires_grad and not (name_of(func) in LIKE_ANOTHER and leaf is not args[0]):
                 raise StateError(self._message.format(self._names[id(leaf)]))
         return func(*args, **(kwargs or {}))
 

@@ -93,7 +93,7 @@ def squared_terms_of(left: Tensor, right: Tensor) -> Tensor:
 def norm_of_norms(parts: list[Tensor]) -> Tensor:
     """[n, k], [n, l], ... -> the norm of every row over all of them, [n]."""
     if len(parts) == 1 and parts[0].shape[1] == 1:
-        return parts[0][:, 0]
+        return parts[0].squeeze(1)
     return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dim=1)
 
 
@@ -224,25 +224,24 @@ class Factor(ABC):
         """Whether results computed from this factor may be differentiated."""
         if _functorch.transform_active():
             return True
-        return any(held.requires_grad if isinstance(held, Tensor) else held.is_differentiated for held in self._held())
+        return any([held.requires_grad if isinstance(held, Tensor) else held.is_differentiated for held in self._held()])
 
-    def _held(self) -> "Iterator[Tensor | Factor]":
-        for name in self.fields:
-            held = getattr(self, name)
-            if isinstance(held, tuple):
-                yield from held
-            else:
-                yield held
+    def _held(self) -> "list[Tensor | Factor]":
+        """The tensors and factors in the fields."""
+        fields = [getattr(self, name) for name in self.fields]
+        return [held for field in fields for held in (field if isinstance(field, tuple) else (field,))]
 
     def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
         """The same kind, with `of_tensor` applied to the tensors that it holds and `of_factor` to the factors."""
 
-        def one(held: Any) -> Any:
-            return of_tensor(held) if isinstance(held, Tensor) else of_factor(held)
-
-        fields = (getattr(self, name) for name in self.fields)
-        made = (tuple(map(one, held)) if isinstance(held, tuple) else one(held) for held in fields)
-        return type(self)(*made, *(getattr(self, name) for name in self.constants))
+        made: list[Any] = []
+        for name in self.fields:
+            held = getattr(self, name)
+            if isinstance(held, tuple):
+                made.append(tuple([of_tensor(part) if isinstance(part, Tensor) else of_factor(part) for part in held]))
+            else:
+                made.append(of_tensor(held) if isinstance(held, Tensor) else of_factor(held))
+        return type(self)(*made, *[getattr(self, name) for name in self.constants])
 
     @abstractmethod
     def materialize(self) -> Tensor:

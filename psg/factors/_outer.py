@@ -58,13 +58,13 @@ class Outer(Planned):
 
     def materialize(self) -> Tensor:
         if self.positions == 1 and _matmul.multiplies(self.device):
-            return self.left[:, 0, :, None] * self.right[:, 0, None, :]
+            return self.left.mT * self.right
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
     def norm(self) -> Tensor:
         if self.positions != 1:
             return super().norm()
-        left, right = (Dense(side[:, 0]).norm() for side in (self.left, self.right))
+        left, right = (Dense(side.squeeze(1)).norm() for side in (self.left, self.right))
         return left * right if _are_safe(left, right) else self._product(Dense.norm)
 
     def squared_norm(self) -> Tensor:
@@ -72,7 +72,7 @@ class Outer(Planned):
 
     def _product(self, reduce: Callable[[Dense], Tensor]) -> Tensor:
         # The squares of one side may underflow and those of the other overflow, although the gradient itself is of ordinary size.
-        left, right = (reduce(Dense(side[:, 0].to(_spacious(side)))) for side in (self.left, self.right))
+        left, right = (reduce(Dense(side.squeeze(1).to(_spacious(side)))) for side in (self.left, self.right))
         return (left * right).to(wide(self.dtype))
 
     def _norm_by(self, plan: str) -> Tensor:
@@ -120,7 +120,7 @@ class Outer(Planned):
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:
             return super().moment_sums()
-        left, right = widen(self.left[:, 0]), widen(self.right[:, 0])
+        left, right = widen(self.left.squeeze(1)), widen(self.right.squeeze(1))
         return left.T @ right, square(left).T @ square(right)
 
     def project(self, sketch: Sketch) -> Tensor:

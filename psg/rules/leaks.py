@@ -14,7 +14,6 @@ from torch import Tensor
 
 from psg import _functorch, _writes
 from psg._errors import StateError
-from psg._ops import target_of
 from psg.rules._registry import leak
 
 leak(
@@ -79,14 +78,13 @@ _UPDATING: dict[Any, tuple[int, str]] = {
 }
 
 
-def refuse_updates(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise if the call writes into a buffer of the module, or updates running statistics, wherever they are stored.
+def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
+    """Raise if the call, which writes into `target`, changes a buffer of the module, or running statistics, wherever they are stored.
 
     Raises:
         StateError: The call does so.
     """
-    refuse = _writes.refusal()
-    if refuse is not None and (target := target_of(func, args, kwargs)) is not None:
+    if target is not None and (refuse := _writes.refusal()) is not None:
         refuse(target)
     if func not in _UPDATING:
         return

@@ -22,7 +22,7 @@ def flatten_positions(tensor: Tensor) -> Tensor:
 def sum_positions(cotangent: Tensor) -> Dense:
     """[n, *positions, d] -> the Dense gradient [n, d] of a parameter that is added at every position."""
     flat = flatten_positions(cotangent)
-    return Dense(flat[:, 0] if flat.shape[1] == 1 else flat.sum(1))
+    return Dense(flat.squeeze(1) if flat.shape[1] == 1 else flat.sum(1))
 
 
 def sum_images(cotangent: Tensor) -> Dense:

@@ -37,10 +37,11 @@ def cross_entropy(
         return NotImplemented
     if target.is_floating_point() or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
         return NotImplemented
-    losses = F.cross_entropy(input.reshape(-1, input.shape[-1]), target.reshape(-1), reduction="none", ignore_index=ignore_index)
+    labels = target.flatten()
+    losses = F.cross_entropy(input.flatten(0, -2), labels, reduction="none", ignore_index=ignore_index)
     if reduction == "none":
         return losses.reshape(target.shape), {}
-    counted = target.reshape(-1) != ignore_index
+    counted = labels != ignore_index
     if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
         return losses if reduction == "sum" else torch.where(counted, losses, math.nan), {}
     losses = losses.reshape(input.shape[0], -1)
