@@ -249,7 +249,7 @@ def prepare(
             params[i] = range(start, start + len(own))
             _check_params(name, own, paths, start)
         for position, (leaf, dim) in enumerate(zip(own, own_dims, strict=True), start):
-            dims.append(_check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
+            dims.append(None if dim is None else _check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
 
     n = _batch_size(name, leaves, dims, paths)
     _warn_of_batched_keywords(name, fn, kwargs, n)
@@ -372,8 +372,6 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
 
 
 def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, default: bool) -> int | None:
-    if dim is None:
-        return None
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise InputError(f"{name}: in_dims for {paths[position]} is {dim!r}; expected an integer or None.")
     if not isinstance(leaf, Tensor):

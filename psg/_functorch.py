@@ -283,9 +283,8 @@ class below:
         self._level = level
 
     def __enter__(self) -> None:
-        level = current_level() if self._level is None else self._level
         self._popped = []
-        while current_level() >= level:
+        while not self._popped if self._level is None else current_level() >= self._level:
             self._popped.append(_C.pop_dynamic_layer_stack())
 
     def __exit__(self, *_: object) -> None:

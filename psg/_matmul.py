@@ -24,6 +24,8 @@ _LARGE_SUM = 1 << 19
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left[a, t] @ right[t, b] -> [a, b]."""
+    if left.numel() * right.shape[1] < _LARGE_PRODUCT:
+        return torch.mm(left, right)
     if takes_onednn(left, right) and not (left.requires_grad or right.requires_grad):
         return _onednn(left, right.T, None)
     blocks = row_blocks(left, right)
@@ -34,6 +36,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def affine(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows W^T + bias: [t, i], [o, i], [o] -> [t, o]. Only once differentiable where the rows alone require grad."""
+    if rows.numel() * weight.shape[0] < _LARGE_PRODUCT:
+        return F.linear(rows, weight, bias)
     if takes_onednn(rows, weight.T) and not any(own is not None and own.requires_grad for own in (weight, bias)):
         output: Any = _Affine.apply(rows, weight, bias)
         return output
@@ -94,12 +98,10 @@ def takes_onednn(left: Tensor, right: Tensor) -> bool:
 
 
 def row_blocks(left: Tensor, right: Tensor) -> int:
-    """Into how many blocks of rows to divide left[a, t] @ right[t, b], one for each thread; 1 where this gains nothing."""
-    (rows, inner), columns = left.shape, right.shape[1]
-    if rows * inner * columns < _LARGE_PRODUCT or 3 * rows < columns:
-        return 1
-    threads = _dividing_threads(left, right)
-    return threads if threads >= 4 and rows >= 48 * threads and rows % threads == 0 else 1
+    """Into how many blocks of rows to divide a large left[a, t] @ right[t, b], one for each thread; 1 where this gains nothing."""
+    rows, threads = left.shape[0], _dividing_threads(left, right)
+    pays = threads >= 4 and rows >= 48 * threads and 3 * rows >= right.shape[1]
+    return threads if pays and rows % threads == 0 else 1
 
 
 def column_blocks(rows: Tensor) -> int:

@@ -1,6 +1,6 @@
 """What the capture pass knows about torch's functions, and helpers that take their arguments apart."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -187,12 +187,14 @@ Place = tuple[str, int | None]
 """Where a tensor stands among a call's arguments: a name, and an index if that argument is a list or tuple of tensors."""
 
 
-def places_of(arguments: dict[str, Any]) -> Iterator[tuple[Place, Tensor]]:
+def places_of(arguments: dict[str, Any]) -> list[tuple[Place, Tensor]]:
+    places: list[tuple[Place, Tensor]] = []
     for name, argument in arguments.items():
         if isinstance(argument, Tensor):
-            yield (name, None), argument
+            places.append(((name, None), argument))
         elif isinstance(argument, (list, tuple)):
-            yield from (((name, i), item) for i, item in enumerate(argument) if isinstance(item, Tensor))
+            places += [((name, i), item) for i, item in enumerate(argument) if isinstance(item, Tensor)]
+    return places
 
 
 def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str, Any]:

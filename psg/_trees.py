@@ -1,6 +1,7 @@
 """Trees of arguments: flattening, in_dims as a prefix tree, paths for messages. Trees are optree's."""
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -21,7 +22,8 @@ Tree = Any
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a tree."""
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
-    adopted = [leaf for leaf in leaves if not (is_leaf and is_leaf(leaf)) and _adopt(type(leaf))]
+    kinds = set(map(type, leaves if is_leaf is None else itertools.filterfalse(is_leaf, leaves)))
+    adopted = [kind for kind in kinds if _adopt(kind)]
     return flatten(tree, is_leaf) if adopted else (leaves, spec)
 
 

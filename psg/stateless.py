@@ -424,8 +424,10 @@ def _mixes_samples(module: nn.Module) -> bool:
 
 def _add_batch_dim(argument: Any, dim: int | None) -> Any:
     def add(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or dim is None:
+            return leaf
         # A scalar, such as a label, has no dimension that could come first: with batch_dim=1 too it enters as [1].
-        return leaf.unsqueeze(min(dim, leaf.ndim)) if isinstance(leaf, Tensor) and dim is not None else leaf
+        return leaf.unsqueeze(dim and min(dim, leaf.ndim))
 
     return add(argument) if isinstance(argument, Tensor) else _trees.map_leaves(add, argument)
 

@@ -233,7 +233,6 @@ class Factor(ABC):
 
     def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
         """The same kind, with `of_tensor` applied to the tensors that it holds and `of_factor` to the factors."""
-
         made: list[Any] = []
         for name in self.fields:
             held = getattr(self, name)
