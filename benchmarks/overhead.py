@@ -1,9 +1,10 @@
 """Measures the fixed cost of a call, on a model so small (two linear layers, n = 4) that arithmetic takes no time.
 
-    python benchmarks/overhead.py --repeats 500 --out results/overhead.json
+    python benchmarks/overhead.py --out results/overhead.json
     python benchmarks/overhead.py --profile psg_clip      where one method's time goes
 
-Microseconds a call, medians of interleaved calls on one thread.
+Microseconds a call on one thread, medians of bursts of calls, as in a training loop. A call right after another library's takes longer
+by what it waits for its own code to come back into the processor's caches (`--burst 1`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ DEFAULT = "plain,loop,vmap_grad,vmap_norm,vmap_clip,psg_grad,psg_norm,psg_clip,o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=DEFAULT)
-    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--burst", type=int, default=20, help="calls of one method in a row")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--profile", metavar="METHOD", help="print the functions that take this method's time")
     parser.add_argument("--out", type=Path)
@@ -45,7 +47,7 @@ def main() -> None:
     calls = {
         name: METHODS[name].prepare(build("tiny", args.device), reference.clip_norm) for name, row in rows.items() if row["status"] == "ok"
     }
-    for name, seconds in interleave(calls, args.repeats, args.device).items():
+    for name, seconds in interleave(calls, args.repeats, args.device, args.burst).items():
         rows[name]["us"] = round(1e6 * statistics.median(seconds), 1)
     for name, row in rows.items():
         print(f"{name:<20}" + (f"{row['us']:>10.0f} us" if "us" in row else f"{row['status']:>13}"))
@@ -61,7 +63,7 @@ def profile(name: str, args: argparse.Namespace) -> None:
     call()
     profiler = cProfile.Profile()
     profiler.enable()
-    for _ in range(args.repeats):
+    for _ in range(args.repeats * args.burst):
         call()
     profiler.disable()
     pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(30)

@@ -183,8 +183,8 @@ def check(method: Method, workload: str, reference: Reference, double: Reference
     return row if row[label] is not None else {**row, "status": "refused"}
 
 
-def interleave(calls: dict[str, Any], repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of every call. Each repeat calls every method once, in a new random order, after two calls each to warm up.
+def interleave(calls: dict[str, Any], repeats: int, device: str, burst: int = 1) -> dict[str, list[float]]:
+    """Seconds of every call. Each repeat calls every method `burst` times in a row, in a new random order, after two such to warm up.
 
     A method's result is held until its next call, as a training loop holds a step's gradient in `.grad`: to an allocator it matters
     whether memory is freed before or after other memory is requested. Only per-sample gradients, which can take gigabytes, are dropped
@@ -195,7 +195,7 @@ def interleave(calls: dict[str, Any], repeats: int, device: str) -> dict[str, li
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(-2, repeats):
         draw.shuffle(order)
-        for name in order:
+        for name in (name for name in order for _ in range(burst)):
             synchronize(device)
             start = time.perf_counter()
             held.pop(name, None)

@@ -218,6 +218,14 @@ RULED = {
     "einsum by head": (lambda p, x: torch.einsum("ti,hio->hto", x, p["w"]), {"w": (2, 3, 4)}, (5, 3), "Views"),
     "tensordot": (lambda p, x: torch.tensordot(p["w"], x, 1), {"w": (4, 5)}, (5, 2, 3), "Outer"),
     "bilinear": (lambda p, x: F.bilinear(x, x.flip(0), p["w"], p["b"]), {"w": (2, 3, 3), "b": (2,)}, (5, 3), "Dense"),
+    "bilinear of vectors": (lambda p, x: F.bilinear(x[0], x[1], p["w"], p["b"]), {"w": (2, 3, 3), "b": (2,)}, (2, 3), "Views"),
+    "einsum with gates": (lambda p, x: torch.einsum("te,eoi,ti->to", x[:, :2], p["w"], x[:, 2:]), {"w": (2, 3, 4)}, (3, 6), "Views"),
+    "einsum with gates, many positions": (
+        lambda p, x: torch.einsum("te,eoi,ti->to", x[:, :2], p["w"], x[:, 2:]),
+        {"w": (2, 3, 4)},
+        (4, 6),
+        "Dense",
+    ),
 }
 
 

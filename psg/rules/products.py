@@ -7,7 +7,7 @@ to others of the output, this is an Outer over the labels that data and output s
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import combinations
 from string import ascii_letters
 from typing import Any
@@ -69,8 +69,9 @@ def contract(
     def builder(k: int) -> Callable[[Tensor], Factor]:
         def build(cotangent: Tensor) -> Factor:
             others = [(tensor, names) for j, (tensor, names) in enumerate(zip(operands, physical, strict=True)) if j != k]
-            if len(others) == 1 and others[0][0].shape[1:] == tuple(sizes[name] for name in labels[1 - k]):
-                factor = _outer(cotangent, n + out, *others[0], labels[k], shapes[k])
+            data, given = _together(others, n + out, labels[k], cotangent.shape[0] * math.prod(shapes[k]))
+            if data is not None and data.shape[1:] == tuple(sizes[name] for name in given[1:]):
+                factor = _outer(cotangent, n + out, data, given, labels[k], shapes[k])
                 if factor is not None:
                     return factor
             return _dense(cotangent, n + out, others, labels[k], shapes[k], sizes)
@@ -78,6 +79,15 @@ def contract(
         return build
 
     return reshape(output, output.shape), [builder(k) for k in range(len(operands))]
+
+
+def _together(others: list[tuple[Tensor, str]], out: str, labels: str, most: int) -> tuple[Tensor | None, str]:
+    """The product of all operands but one, and its labels: those of the output and of that one. None if it had more than `most` entries."""
+    if len(others) == 1:
+        return others[0]
+    n, sizes = out[0], _sizes(others)
+    kept = n + "".join(name for name in sizes if name != n and (name in out or name in labels))
+    return (_contracted(_alike(others), kept) if math.prod(sizes[name] for name in kept) <= most else None), kept
 
 
 def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
@@ -109,16 +119,19 @@ def _dense(
     cotangent: Tensor, out: str, others: Sequence[tuple[Tensor, str]], labels: str, shape: torch.Size, sizes: dict[str, int]
 ) -> Dense:
     """The einsum of the cotangent and the other operands."""
-    terms = [(cotangent, out), *others]
-    dtype = cotangent.dtype
-    for tensor, _ in others:
-        dtype = torch.promote_types(dtype, tensor.dtype)  # under autocast they differ
+    terms = _alike([(cotangent, out), *others])
     present = {name for _, names in terms for name in names}
     # Broadcast labels are summed over; along labels that no other operand has, the gradient is constant.
     kept = [name for name, size in zip(labels, shape, strict=True) if name in present and size == sizes[name]]
-    gradient = _contracted([(tensor.to(dtype), names) for tensor, names in terms], out[0] + "".join(kept))
+    gradient = _contracted(terms, out[0] + "".join(kept))
     index = tuple(slice(None) if name in kept else None for name in labels)
     return Dense(gradient[(slice(None), *index)].expand(gradient.shape[0], *shape))
+
+
+def _alike(terms: list[tuple[Tensor, str]]) -> list[tuple[Tensor, str]]:
+    """The terms in one dtype: under autocast they differ."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor, _ in terms))
+    return [(tensor.to(dtype), names) for tensor, names in terms]
 
 
 def _contracted(terms: list[tuple[Tensor, str]], out: str) -> Tensor:
@@ -137,12 +150,18 @@ def _products(terms: list[tuple[Tensor, str]], out: str) -> Iterator[tuple[tuple
     """All pairs of terms, with the labels that their product has to keep and the number of entries that it adds."""
     for first, second in combinations(terms, 2):
         needed = {*out, *(name for term in terms if term is not first and term is not second for name in term[1])}
-        sizes: dict[str, int] = {}
-        for tensor, names in (first, second):
-            for name, size in zip(names, tensor.shape, strict=True):
-                sizes[name] = max(size, sizes.get(name, 0))
+        sizes = _sizes([first, second])
         kept = "".join(name for name in sizes if name in needed)
         yield first, second, kept, math.prod(sizes[name] for name in kept) - first[0].numel() - second[0].numel()
+
+
+def _sizes(terms: Sequence[tuple[Tensor, str]]) -> dict[str, int]:
+    """The size of each label; a label may have size 1 in some terms."""
+    sizes: dict[str, int] = {}
+    for tensor, names in terms:
+        for name, size in zip(names, tensor.shape, strict=True):
+            sizes[name] = max(size, sizes.get(name, 0))
+    return sizes
 
 
 def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str, shared: Collection[str], **options: Any) -> Any:
