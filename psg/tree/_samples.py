@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -123,7 +123,8 @@ def take(tree: Any, index: Any) -> Any:
             raise InputError(
                 f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {given!r}; for one sample k, slice(k, k + 1)."
             )
-    return _map(tree, lambda factor: factor.take(index), "take")
+    factors, _ = factors_of(tree, "take")
+    return _in_the_form_of(tree, [factor.take(index) for factor in factors])
 
 
 @unaffected
@@ -151,9 +152,7 @@ def concat(trees: Iterable[Any]) -> Any:
     columns, specs = zip(*(factors_of(tree, "concat") for tree in trees), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
-    dense = [isinstance(leaf, Tensor) for leaf in _trees.flatten(trees[0], is_factor)[0]]
-    joined = [concat_factors(column) for column in zip(*columns, strict=True)]
-    return _trees.unflatten(specs[0], [f.materialize() if plain else f for f, plain in zip(joined, dense, strict=True)])
+    return _in_the_form_of(trees[0], [concat_factors(column) for column in zip(*columns, strict=True)])
 
 
 @unaffected
@@ -210,7 +209,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
         found = factor._segment_sum(division)
         return found if valid is None else Dense(torch.where(valid, found.materialize(), math.nan))
 
-    return _map(tree, sums, "segment_sum")
+    return _in_the_form_of(tree, map(sums, factors))
 
 
 @unaffected
@@ -238,24 +237,21 @@ def precondition(tree: Any, diagonal: Any) -> Any:
 
     Source: Xia et al., "LESS: Selecting Influential Data for Targeted Instruction Tuning", 2024, section 3 (gradients as Adam takes them).
     """
-    _, leaves = beside(tree, diagonal, "precondition", "diagonal")
+    factors, leaves = beside(tree, diagonal, "precondition", "diagonal")
     if any(leaf.is_complex() for leaf in leaves):
         raise InputError("psg.tree.precondition: expected a real diagonal.")
-    parts = iter(leaves)
 
-    def conditioned(factor: Factor) -> Factor:
-        own = next(parts).to(factor.dtype)
+    def conditioned(factor: Factor, leaf: Tensor) -> Factor:
+        own = leaf.to(factor.dtype)
         found = scaled(factor, own)
         return Dense(factor.materialize() * own) if found is None else found
 
-    return _map(tree, conditioned, "precondition")
+    return _in_the_form_of(tree, map(conditioned, factors, leaves))
 
 
-def _map(tree: Any, function: Callable[[Factor], Factor], name: str) -> Any:
-    """Apply a function to every leaf as a factor; a leaf that was a tensor stays one."""
+def _in_the_form_of(tree: Any, factors: Iterable[Factor]) -> Any:
+    """The tree with these factors in place of its leaves; a leaf that was a tensor stays one."""
     leaves, spec = _trees.flatten(tree, is_factor)
-    factors, _ = factors_of(tree, name)
-    mapped = [function(factor) for factor in factors]
     return _trees.unflatten(
-        spec, [new.materialize() if isinstance(leaf, Tensor) else new for new, leaf in zip(mapped, leaves, strict=True)]
+        spec, [factor.materialize() if isinstance(leaf, Tensor) else factor for factor, leaf in zip(factors, leaves, strict=True)]
     )
