@@ -64,9 +64,7 @@ def assert_agrees(problem: Problem, *, rules: bool = True, may_fall: str = "", *
 
 
 def cut(problem: Problem) -> Batch:
-    argnums = problem.options.get("argnums", 0)
-    positions = (argnums,) if isinstance(argnums, int) else argnums
-    return Batch(problem.args, tuple(k % len(problem.args) for k in positions), problem.options.get("in_dims"))
+    return Batch(problem.args, problem.options.get("argnums", 0), problem.options.get("in_dims"))
 
 
 def samples(problem: Problem, index: list[int]) -> Problem:

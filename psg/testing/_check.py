@@ -167,7 +167,7 @@ def _repeatable(again: Tree, before: Tree) -> bool:
 
 def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int) -> str:
     """A verdict on two gradients of sample i: which is nearer to central differences of fn, along the line on which they differ."""
-    positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
+    batch = Batch(args, argnums, in_dims)
     sides = ((found,), (grads,)) if isinstance(argnums, int) else (found, grads)
     ours, theirs = (tree_map(lambda leaf: leaf[i : i + 1].detach(), side) for side in sides)
     gap = tree_map(torch.sub, ours, theirs)
@@ -175,14 +175,13 @@ def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: di
     if not 0 < size < float("inf"):
         return ""
     line = tree_map(lambda leaf: leaf[0] / size, gap)
-    sample = Batch(args, positions, in_dims).sample
-    origin = tuple(sample(i)[k] for k in positions)
+    origin = tuple(batch.sample(i)[k] for k in batch.positions)
     resolution = torch.finfo(reference_flat(gap).dtype).eps ** (1 / 3)
     step = resolution * max(1.0, reference_norm(tree_map(lambda leaf: leaf[None], origin)).item())
 
     def value(shift: float) -> float:
-        arguments = sample(i)
-        for k, along in zip(positions, line, strict=True):
+        arguments = batch.sample(i)
+        for k, along in zip(batch.positions, line, strict=True):
             arguments[k] = tree_map(lambda leaf, d: leaf + shift * d, arguments[k], along)
         return fn(*arguments, **shared).item()
 

@@ -42,13 +42,13 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         ([9.0, 1.0], [[6.0, 12.0], [0.0, 2.0]])
     """
 
-    def one(batch: Batch, positions: Sequence[int], i: int, shared: Any, differentiated: bool) -> tuple[Any, Any, Any] | None:
+    def one(batch: Batch, i: int, shared: Any, differentiated: bool) -> tuple[Any, Any, Any] | None:
         """Value, aux and gradient of sample i; None if fn differentiates gradients that only `differentiated` makes right."""
         called = _pass.Pass()
         # Autograd is on even if the caller has switched it off: inference mode would make every gradient a silent zero.
         with torch.inference_mode(False), torch.enable_grad():
             arguments = batch.sample(i)
-            targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in positions]
+            targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in batch.positions]
             with _pass.opened(called), Repaired(differentiated) as repaired:
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
             if repaired.is_misderived:
@@ -60,22 +60,21 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
                 return value.detach(), tree_map(Tensor.detach, aux), _grad(value, targets)
 
     def looped(*args: Tree, **shared: Any) -> tuple[Any, Tree]:
-        positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
-        batch = Batch(args, positions, in_dims)
+        batch = Batch(args, argnums, in_dims)
         values, auxes, rows = [], [], []
         for i in range(batch.n):
             state = _random.get_state(leaf for leaf in batch.leaves if isinstance(leaf, Tensor))
-            found = one(batch, positions, i, shared, False)
+            found = one(batch, i, shared, False)
             if found is None:
                 _random.set_state(state)
-                found = one(batch, positions, i, shared, True)
+                found = one(batch, i, shared, True)
             assert found is not None
             for column, own in zip((values, auxes, rows), found, strict=True):
                 column.append(own)
         if batch.n:
             values, aux, grads = torch.stack(values), _stack(auxes), _stack(rows)
         else:
-            grads = [batch.empty()[k] for k in positions]
+            grads = [batch.empty()[k] for k in batch.positions]
             values, aux = flatten(grads)[0][0].real.new_zeros(0), None
         grads = grads[0] if isinstance(argnums, int) else tuple(grads)
         return ((values, aux) if has_aux else values), grads
@@ -111,12 +110,21 @@ def loop_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any 
 
 
 class Batch:
-    """The arguments of a call, cut into samples."""
+    """The arguments of a call, cut into samples.
 
-    def __init__(self, args: Any, positions: tuple[int, ...], in_dims: Any):
+    Attributes:
+        n: number of samples.
+        positions: those of the arguments to differentiate.
+        leaves: the leaves of the arguments.
+        dims: for each leaf its batch dimension, None where it is shared.
+        spec: the structure of the arguments, as a list.
+    """
+
+    def __init__(self, args: Any, argnums: int | tuple[int, ...], in_dims: Any):
+        self.positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
         dims: Any = in_dims
         if in_dims is None:
-            dims = tuple(None if k in positions else 0 for k in range(len(args)))
+            dims = tuple(None if k in self.positions else 0 for k in range(len(args)))
         elif not isinstance(in_dims, int):
             dims = tuple(in_dims)
         flatten(args)  # registers containers that optree does not know
