@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from psg import _ambient, _copies, _functorch, _random, _trees, memory
-from psg._errors import InputError, code_of, warn_once
+from psg._errors import InputError, code_of, is_integer, warn_once
 from psg._outside import Outside
 
 Method = Literal["auto", "capture", "vmap", "loop", "batch"]
@@ -39,13 +39,13 @@ class Options:
         chunk = self.chunk_size
         if isinstance(chunk, str):
             memory.parse(chunk)
-        elif chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        elif chunk is not None and not is_integer(chunk, least=1):
             raise InputError(
                 f"chunk_size={chunk!r}: expected an integer of at least 1, bytes as in '512 MiB', 'auto', or None for the whole batch "
                 "at once."
             )
         numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
-        if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        if not numbers or not all(map(is_integer, numbers)):
             raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
 
 
@@ -372,7 +372,7 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
 
 
 def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, default: bool) -> int | None:
-    if not isinstance(dim, int) or isinstance(dim, bool):
+    if not is_integer(dim):
         raise InputError(f"{name}: in_dims for {paths[position]} is {dim!r}; expected an integer or None.")
     if not isinstance(leaf, Tensor):
         if hasattr(leaf, "shape") or isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):

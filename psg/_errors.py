@@ -1,4 +1,4 @@
-"""The errors and the one warning that psg raises on its own account."""
+"""The errors and the one warning that psg raises on its own account, and a check of arguments."""
 
 import inspect
 import sys
@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Hashable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 
 class PsgError(Exception):
@@ -56,6 +56,11 @@ def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWar
     if key not in warned:
         warnings.warn(message, category, stacklevel=_stack_level())
         warned.add(key)  # afterwards: under a filter "error" every call raises, not only the first
+
+
+def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
+    """Whether an argument is an integer, of at least `least` if that is given; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def code_of(function: Any) -> Hashable:

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
 from psg import _ambient, _functorch, _random, _trees, plans
-from psg._errors import FallbackWarning, InputError, StateError, user_line
+from psg._errors import FallbackWarning, InputError, StateError, is_integer, user_line
 from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
@@ -382,7 +382,7 @@ def _surroundings() -> Hashable:
 def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
     """From a number of samples to the size of its bucket."""
     sizes = list(buckets) if isinstance(buckets, Sequence) else [buckets]
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
+    if not sizes or not all(is_integer(size, least=1) for size in sizes):
         raise InputError(f"psg.jit(buckets={buckets!r}): expected an integer of at least 1 or a sequence of them.")
     sizes.sort()
     return lambda n: next((size for size in sizes if n <= size), -(-n // sizes[-1]) * sizes[-1])

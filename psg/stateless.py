@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
-from psg._errors import InputError, StateError, warn_once
+from psg._errors import InputError, StateError, is_integer, warn_once
 from psg._ops import LIKE_ANOTHER, LIKENESSES, leaves_of, name_of
 from psg._outside import UNDIFFERENTIATED
 
@@ -113,7 +113,7 @@ def stateless(
             f"stateless({_kind(wrappers[0])}): it copies, shards or hooks the parameters of the module that it wraps. Give that module "
             "itself, before it is wrapped."
         )
-    if batch_dim is not None and (isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0):
+    if batch_dim is not None and not is_integer(batch_dim, least=0):
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     lock = _locks.setdefault(module, threading.RLock())
     with lock:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg import _trees
 from psg._ambient import unaffected
-from psg._errors import InputError
+from psg._errors import InputError, is_integer
 from psg.factors import Dense, Factor
 from psg.factors._joint import Joint, joined_pairs, total_sketch
 from psg.factors._sketch import Sketch
@@ -191,7 +191,7 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
     """
     factors, _ = factors_of(tree, "project")
     for name, value, least in (("dim", dim, 1), ("seed", seed, None)):
-        if not isinstance(value, int) or isinstance(value, bool) or least is not None and value < least:
+        if not is_integer(value, least):
             raise InputError(f"psg.tree.project: {name}={value!r}: expected an integer{'' if least is None else ' that is at least 1'}.")
     places = _trees.keys(tree, is_factor)
     return total_sketch(factors, [Sketch(dim, random.Random(f"{seed} {place}")) for place in places])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg import _functorch, _trees
 from psg._ambient import unaffected
-from psg._errors import InputError
+from psg._errors import InputError, is_integer
 from psg.factors import Dense, Factor
 from psg.factors import concat as concat_factors
 from psg.factors._division import Division
@@ -193,7 +193,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     if not integers or segment_ids.dtype == torch.bool or segment_ids.shape != (n,):
         got = f"{segment_ids.dtype} {tuple(segment_ids.shape)}" if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
         raise InputError(f"psg.tree.segment_sum: expected segment_ids as integers [{n}], one for each sample, got {got}.")
-    if not isinstance(num_segments, int) or isinstance(num_segments, bool) or num_segments < 0:
+    if not is_integer(num_segments, least=0):
         raise InputError(f"psg.tree.segment_sum: num_segments={num_segments!r}: expected an integer of at least 0.")
     ids = segment_ids.to(factors[0].device, torch.int64)
     valid: Tensor | None = None
