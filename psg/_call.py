@@ -88,7 +88,7 @@ class Call:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The leaves that are tensors."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return _trees.tensors_in(self.leaves)
 
     @cached_property
     def tensor_dims(self) -> list[int | None]:
@@ -124,7 +124,7 @@ class Call:
     @cached_property
     def keyword_tensors(self) -> list[Tensor]:
         """The tensors among the keyword arguments."""
-        return [leaf for leaf in _trees.flatten(list(self.kwargs.values()))[0] if isinstance(leaf, Tensor)] if self.kwargs else []
+        return _trees.tensors_in(_trees.flatten(list(self.kwargs.values()))[0]) if self.kwargs else []
 
     def evaluate(self, leaves: Sequence[Any], batch: bool = False, copies: bool = False) -> tuple[Tensor, Any]:
         """Call fn on one sample's leaves, or with `batch` on those of the whole batch -> (loss, aux).

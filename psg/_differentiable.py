@@ -5,7 +5,7 @@ which runs only if it is asked for, differentiates the reference: `vmap(grad(fn)
 Inside torch.func transforms the reference runs from the start, since they can differentiate it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -60,15 +60,11 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
         own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
         renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.found, others))
-        return _tensors(_trees.flatten(compute(renewed, reference))[0])
+        return _trees.tensors_in(_trees.flatten(compute(renewed, reference))[0])
 
     leaves, spec = _trees.flatten(result)
-    attached = _Primitive.apply(again, _tensors(leaves), *call.tensors, *outside.found)
+    attached = _Primitive.apply(again, _trees.tensors_in(leaves), *call.tensors, *outside.found)
     return _trees.unflatten(spec, _trees.fill(leaves, attached))
-
-
-def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _Primitive(torch.autograd.Function):

@@ -78,7 +78,7 @@ class _Outputs:
         if not self.call.has_aux:
             return (loss,)
         self.tree = _trees.flatten(aux)
-        return (loss, *(leaf for leaf in self.tree[0] if isinstance(leaf, Tensor)))
+        return (loss, *_trees.tensors_in(self.tree[0]))
 
     def aux(self, tensors: Sequence[Tensor]) -> Any:
         """The auxiliary output with these tensors in the places of its own; None without one."""

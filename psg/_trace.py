@@ -66,7 +66,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
         with _ambient.compiling(), _ConstantsAsInputs(tensors, name), _Reads(generators):
             result[:] = _trees.flatten(fn(*args, **kwargs))
-        return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
+        return tuple(_trees.tensors_in(result[0]))
 
     before = _python_randomness()
     graph = _make_fx(flat, tensors)
@@ -150,13 +150,13 @@ _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_b
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an op writes into."""
     if func in _BATCH_NORMS and args[5]:
-        return [leaf for leaf in args[3:5] if isinstance(leaf, Tensor)]
+        return _trees.tensors_in(args[3:5])
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return []
     arguments = zip(func._schema.arguments, args, strict=False)
     written = [value for argument, value in arguments if argument.is_write]
     written += [kwargs[argument.name] for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
-    return [leaf for leaf in _trees.flatten(written)[0] if isinstance(leaf, Tensor)]
+    return _trees.tensors_in(_trees.flatten(written)[0])
 
 
 def _storage(tensor: Tensor) -> int:

@@ -136,8 +136,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the leaves, in order."""
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The leaves, with the tensors among them replaced by these, in order."""
+    """The leaves, with `tensors_in` them replaced by these, in order."""
     rest = iter(tensors)
     return [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 

@@ -179,7 +179,7 @@ class Jitted:
         leaves, spec, orders = _flatten((args, kwargs))
         # Compilers read memory as it is, and would miss that a tensor is marked as negated or conjugated.
         leaves = [leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = _trees.tensors_in(leaves)
         if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._fn(*args, **kwargs)
         if any(tensor.numel() == 0 for tensor in tensors):
@@ -213,7 +213,7 @@ class Jitted:
 
     def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", list[Callable[[], Hashable]]]:
         """A new entry, and the `cache_key` functions of what the trace depends on beside the signature."""
-        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [tensor.detach() for tensor in _trees.tensors_in(leaves)]
         signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         name = self._name
         start, state = time.perf_counter(), _random.get_state(tensors)
@@ -333,7 +333,7 @@ def _nudged(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _is_rounding(actual: Any, expected: Any, nudged: Sequence[Any]) -> bool:
     """Whether each leaf of a result is off by at most ten times what nudging the inputs changes the eager result by."""
     # Rounding may push a ReLU's input across zero, and the gradient jumps.
-    own, *others = [[leaf for leaf in _trees.flatten(tree)[0] if isinstance(leaf, Tensor)] for tree in (expected, actual, *nudged)]
+    own, *others = (_trees.tensors_in(_trees.flatten(tree)[0]) for tree in (expected, actual, *nudged))
     for want, *found in zip(own, *others, strict=True):
         exact = not (want.is_floating_point() or want.is_complex())
         off, *jumps = [float((other != want).any() if exact else (other - want).abs().amax()) if want.numel() else 0.0 for other in found]

@@ -21,7 +21,6 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from psg import _functorch, _machine, _trees
 from psg._errors import InputError
@@ -147,8 +146,7 @@ def may_keep(count: int) -> bool:
 
 
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
-    held = [leaf for leaf in _trees.flatten(factor)[0] if isinstance(leaf, Tensor)]
-    layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in held)
+    layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _trees.tensors_in(_trees.flatten(factor)[0]))
     key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, _machine.settings(factor.device)
     if key not in _measured:
         seconds = {answer: _time(run, answer, factor.device) for answer in costs}

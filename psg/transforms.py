@@ -432,7 +432,7 @@ def _over_batches(
             tree = _trees.flatten(result.aux)
             first = first or tree
             _trees.expect_same(first, tree, "aux", lead=1)
-            aux.add(start, [leaf for leaf in tree[0] if isinstance(leaf, Tensor)])
+            aux.add(start, _trees.tensors_in(tree[0]))
 
         _chunks.run(call, method, sizes, collect)
         leaves, spec = first

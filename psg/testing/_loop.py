@@ -12,7 +12,7 @@ from psg import _pass, _random
 from psg._copies import contiguous_copy_of, copy_of
 from psg._errors import InputError
 from psg._guards import Repaired
-from psg._trees import NAMESPACE, Tree, flatten, unflatten
+from psg._trees import NAMESPACE, Tree, flatten, tensors_in, unflatten
 
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations do not allow users' trees
 
@@ -63,7 +63,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         batch = Batch(args, argnums, in_dims)
         values, auxes, rows = [], [], []
         for i in range(batch.n):
-            state = _random.get_state(leaf for leaf in batch.leaves if isinstance(leaf, Tensor))
+            state = _random.get_state(tensors_in(batch.leaves))
             found = one(batch, i, shared, False)
             if found is None:
                 _random.set_state(state)
