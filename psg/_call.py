@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from psg import _ambient, _copies, _functorch, _random, _trees, memory
 from psg._errors import InputError, code_of, is_integer, warn_once
@@ -104,14 +103,9 @@ class Call:
     @property
     def needs_derivative(self) -> bool:
         """Whether the result of this call must be differentiable, for a torch.func transform or for plain autograd."""
-        if _functorch.transform_active() or self.has_tangent:
+        if _functorch.is_transformed():
             return True
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.found))
-
-    @property
-    def has_tangent(self) -> bool:
-        """Whether inputs, tensors that fn closes over and clip norms may carry tangents of torch.autograd.forward_ad."""
-        return forward_ad._current_level >= 0
 
     def shared_draws(self) -> _random.State | None:
         """The generators' states if randomness="same", for every attempt and chunk to draw the same random numbers; else None."""

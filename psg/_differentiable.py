@@ -32,7 +32,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     Returns:
         The tree that compute returns.
     """
-    if _functorch.transform_active() or call.has_tangent or not torch.is_grad_enabled():
+    if _functorch.is_transformed() or not torch.is_grad_enabled():
         return compute(call, method)
     # Every method except capture gives differentiable results itself.
     reference = "auto" if method == "capture" else method

@@ -38,6 +38,16 @@ def transform_active() -> bool:
     return _C.peek_interpreter_stack() is not None
 
 
+def tangents_active() -> bool:
+    """Whether tensors may carry tangents of forward-mode autograd (torch.autograd.forward_ad)."""
+    return forward_ad._current_level >= 0
+
+
+def is_transformed() -> bool:
+    """Whether a transform, of torch.func or of forward-mode autograd, sees every op."""
+    return transform_active() or tangents_active()
+
+
 def is_traced() -> bool:
     """Whether something below torch.func, such as a tracer, sees every op: then no op may return a Python value."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -50,7 +60,7 @@ def is_recorded() -> bool:
 
 def is_watched() -> bool:
     """Whether a tracer or a transform, of torch.func or of forward-mode autograd, sees every op."""
-    return is_traced() or transform_active() or forward_ad._current_level >= 0
+    return is_traced() or is_transformed()
 
 
 def can_read(tensor: Tensor) -> bool:

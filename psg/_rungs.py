@@ -87,7 +87,7 @@ class _Outputs:
 
 
 def _run_capture(call: Call) -> Result:
-    if _functorch.transform_active() or call.has_tangent:
+    if _functorch.is_transformed():
         where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
         raise InputError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
     state = call.shared_draws()

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
 from psg import _ambient, _functorch, _random, _trees, plans
@@ -150,7 +149,7 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, compiled for this signature."""
-        if _functorch.is_traced() or forward_ad._current_level >= 0:
+        if _functorch.is_traced() or _functorch.tangents_active():
             return self._fn(*args, **kwargs)  # a tracer cannot see the ops of a compiled graph, which carries no tangents either
         if self._sizes is not None and self._batching is not None:
             args, kwargs, n = self._batching.pad(args, kwargs, self._sizes)

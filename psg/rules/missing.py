@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from psg import _functorch
 from psg._ops import leaves_of
@@ -153,7 +152,7 @@ def _in_parts(op: Any) -> None:
     @decomposition(op)
     def parts(*args: Any, **kwargs: Any) -> Any:
         tensors = (leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-        if "out" in kwargs or not any(map(_functorch.is_sampled, tensors)) or forward_ad._current_level >= 0:
+        if "out" in kwargs or not any(map(_functorch.is_sampled, tensors)) or _functorch.tangents_active():
             return NotImplemented
         return _functorch.in_parts(op, args, kwargs)
 
