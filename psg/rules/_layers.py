@@ -159,7 +159,13 @@ def is_autocast(tensor: Tensor) -> bool:
 
 
 def states_of(kind: Kind, hx: Any) -> list[Tensor]:
+    """The states of torch's argument hx, or output: a single tensor unless there are several."""
     return list(hx) if kind.states > 1 else [hx]
+
+
+def as_hx(kind: Kind, states: Sequence[Tensor]) -> Any:
+    """The inverse of `states_of`."""
+    return tuple(states) if kind.states > 1 else states[0]
 
 
 def weights_of(kind: Kind, params: Sequence[Tensor], has_biases: bool, directions: int) -> list[Weights] | None:

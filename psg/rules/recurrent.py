@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psg._errors import PsgError
 from psg.rules._gates import Elman, Gru, Lstm, Relu, Weights
-from psg.rules._layers import Cell, Kind, Layer, compute_dtype, is_autocast, run_layer, states_of, weights_of
+from psg.rules._layers import Cell, Kind, Layer, as_hx, compute_dtype, is_autocast, run_layer, states_of, weights_of
 from psg.rules._registry import decomposition, has_history, rule
 
 _REFUSED = "recurrent op: the sizes or dtypes of the input, the states and the weights do not fit together"
@@ -51,7 +51,7 @@ def _layer(op: Any, kind: Kind) -> None:
             # Which dtypes come out depends on the kernel: ask torch, with one step of one sample.
             step = input[0, :, :1] if batch_first else input[0, :1]
             with torch.no_grad():
-                first = _as_hx(kind, [state[0] for state in states])
+                first = as_hx(kind, [state[0] for state in states])
                 dtypes = [output.dtype for output in op(step, first, params, has_biases, 1, 0.0, False, bidirectional, batch_first)]
         run = Layer(kind, weights, compute, dtypes, time_first=not batch_first)
         builders = [run.builder(d, name) for d, own in enumerate(weights) for name in own.names()]
@@ -93,15 +93,11 @@ def _layer(op: Any, kind: Kind) -> None:
                 input = F.dropout(input, dropout)
             first, own = [state.chunk(num_layers)[k] for state in states], params[k * count : (k + 1) * count]
             if sizes is None:
-                input, *last = op(input, _as_hx(kind, first), own, has_biases, 1, 0.0, train, bidirectional, False)
+                input, *last = op(input, as_hx(kind, first), own, has_biases, 1, 0.0, train, bidirectional, False)
             else:
                 input, *last = layer_by_layer(input, sizes, first, own, has_biases, 1, 0.0, train, bidirectional)
             final.append(last)
         return [input, *(torch.cat(parts) for parts in zip(*final, strict=True))]
-
-
-def _as_hx(kind: Kind, states: list[Tensor]) -> Any:
-    return states if kind is Lstm else states[0]
 
 
 def _written_out(
@@ -173,11 +169,11 @@ def _cell(op: Any, kind: Kind) -> None:
         dtypes = [input.dtype] * len(states)
         if is_autocast(input):
             with torch.no_grad():
-                found = op(input[0, :1], _as_hx(kind, [state[0, :1] for state in states]), w_ih, w_hh, b_ih, b_hh)
+                found = op(input[0, :1], as_hx(kind, [state[0, :1] for state in states]), w_ih, w_hh, b_ih, b_hh)
                 dtypes = [output.dtype for output in states_of(kind, found)]
         run = Cell(kind, [weights], compute, [dtypes[0], *dtypes], time_first=False)
         outputs = run_layer(run, input, *states)
-        return outputs if kind is Lstm else outputs[0], {name: run.builder(0, name) for name in weights.names()}
+        return as_hx(kind, outputs), {name: run.builder(0, name) for name in weights.names()}
 
     @decomposition(op, overload)
     def written_out(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:
@@ -187,7 +183,7 @@ def _cell(op: Any, kind: Kind) -> None:
         if not sized or compute_dtype(kind, input, states, [weights]) is None:
             raise PsgError(_REFUSED)
         new = kind.step(F.linear(input, w_ih, b_ih), states, weights)
-        return tuple(new) if kind is Lstm else new[0]
+        return as_hx(kind, new)
 
 
 for _name, _kind in (("rnn_tanh", Elman), ("rnn_relu", Relu), ("gru", Gru), ("lstm", Lstm)):
