@@ -32,13 +32,12 @@ def embedding(
     def factor(cotangent: Tensor) -> Rows:
         index = input.reshape(input.shape[0], input.shape[1:].numel()).long()
         cotangent = cotangent.reshape(*index.shape, features)
-        ignored = None if padding_idx is None else index == padding_idx % rows
         if scale_grad_by_freq:
             # The frequency within the sample: fn sees one sample only.
             count = (index[:, :, None] == index[:, None, :]).sum(2, keepdim=True)
             cotangent = cotangent / count
-        if ignored is not None:
-            cotangent = cotangent.masked_fill(ignored[:, :, None], 0)
+        if padding_idx is not None:
+            cotangent = cotangent.masked_fill((index == padding_idx % rows)[:, :, None], 0)
         return Rows(index, cotangent, rows)
 
     return output, {"weight": factor}

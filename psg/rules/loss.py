@@ -204,7 +204,7 @@ def kl_div(
     terms = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
     if reduction == "batchmean":
         return terms.sum() / input.shape[0] if input.ndim else terms.sum()
-    return {"none": lambda: terms, "sum": terms.sum, "mean": terms.mean}[reduction]()
+    return _reduced(terms, reduction)
 
 
 @decomposition(F.margin_ranking_loss)
