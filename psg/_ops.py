@@ -1,4 +1,4 @@
-"""What the capture pass knows about torch's functions, and helpers that take their arguments apart."""
+"""What psg knows of torch's functions, and helpers that take their arguments apart."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
