@@ -61,25 +61,34 @@ from psg.rules.rows import split_rows
 from psg.rules.unlifted import ELEMENTWISE, EXPANSIONS, IN_PLACE, WRITTEN_OUT
 
 
-def capture_batch(
-    function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]],
-    tensors: Sequence[Tensor],
-    in_dims: Sequence[int | None],
-    beside: Sequence[Tensor],
-    params: dict[int, str],
-    n: int,
-    look: Callable[..., None],
-) -> Captured:
+class BatchTask(NamedTuple):
+    """The input of a pass.
+
+    Attributes:
+        function: Maps the tensors of a batch, and whether to copy those in `keyword_tensors`, to a tuple of tensors, the first of which
+            are the losses [n].
+        tensors: The function's arguments.
+        keyword_tensors: Other tensors that the function is given.
+        in_dims: For each tensor the dimension of the samples, or None.
+        params: The positions among `tensors` of those to differentiate, and their names in messages.
+        n: The number of samples, at least 1.
+        look: Called with every op of the function and its arguments.
+    """
+
+    function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
+    tensors: Sequence[Tensor]
+    keyword_tensors: Sequence[Tensor]
+    in_dims: Sequence[int | None]
+    params: dict[int, str]
+    n: int
+    look: Callable[..., None]
+
+
+def capture_batch(task: BatchTask) -> Captured:
     """Run the pass described at the top of this file.
 
     Args:
-        function: Takes the tensors of a batch, and whether to copy its other arguments; returns a tuple of tensors, first the losses [n].
-        tensors: The function's tensor arguments.
-        in_dims: For each of them the dimension of the samples, or None.
-        beside: Tensors among the function's other arguments.
-        params: The parameters' positions among `tensors`, and their names in messages.
-        n: The number of samples, at least 1.
-        look: Called with every op of the function and its arguments.
+        task: What to run.
 
     Returns:
         The outputs and the factors.
@@ -89,16 +98,11 @@ def capture_batch(
         StateError: Two losses depend on one row.
         NotFinite: A row's cotangent is infinite or NaN.
     """
-    tensors = [tensor.detach() for tensor in tensors]
     choices, copied = _Choices({}, set()), False
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
     while True:
         try:
-            # New copies for each pass: a pass that failed may have written into its own.
-            given = [_copies.copy_of(tensor) if copied and i not in params else tensor for i, tensor in enumerate(tensors)]
-            inputs = [] if copied else [*given, *beside]
-            sampled = Sampled(tensor for tensor, dim in zip(given, in_dims, strict=True) if dim is not None)
-            return _one_pass(lambda tensors: function(tensors, copied), given, params, n, inputs, sampled, look, choices)  # noqa: B023
+            return _one_pass(task, copied, choices)
         except _WritesInput:
             # For example an in-place activation on the batch itself: on a copy it does not change the caller's tensor.
             copied = True
@@ -157,24 +161,20 @@ class NotFinite(PsgError):
         self.groups = [*together.split(1)] if len(alone) == 0 else [together, *alone.split(1)][len(together) == 0 :]
 
 
-def _one_pass(
-    function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
-    tensors: Sequence[Tensor],
-    params: dict[int, str],
-    n: int,
-    inputs: Sequence[Tensor],
-    sampled: Sampled,
-    look: Callable[..., None],
-    choices: _Choices,
-) -> Captured:
-    tensors = list(tensors)
-    values = [Lifted.parameter(tensors[position], None, n, name) for position, name in params.items()]
-    mode = _BatchMode(n, values, inputs, sampled, look, choices)
-    for position, value in zip(params, values, strict=True):
+def _one_pass(task: BatchTask, copied: bool, choices: _Choices) -> Captured:
+    """Run one pass; with `copied` on copies of all arguments but the parameters, so that the function may write into them."""
+    n, tensors = task.n, [tensor.detach() for tensor in task.tensors]
+    if copied:  # new copies for each pass: a pass that failed may have written into its own
+        tensors = [tensor if i in task.params else _copies.copy_of(tensor) for i, tensor in enumerate(tensors)]
+    inputs = [] if copied else [*tensors, *task.keyword_tensors]
+    sampled = Sampled(tensor for tensor, dim in zip(tensors, task.in_dims, strict=True) if dim is not None)
+    values = [Lifted.parameter(tensors[position], None, n, name) for position, name in task.params.items()]
+    mode = _BatchMode(n, values, inputs, sampled, task.look, choices)
+    for position, value in zip(task.params, values, strict=True):
         tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
     called = _pass.Pass()
     with torch.enable_grad(), _pass.opened(called), mode:
-        outputs = function(tensors)
+        outputs = task.function(tensors, copied)
     if mode.failure is not None:
         raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]

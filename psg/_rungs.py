@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _trees
 from psg._agreed import Diverged
-from psg._batch import NotFinite, capture_batch
+from psg._batch import BatchTask, NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import CaptureTask, capture
 from psg._errors import InputError, PsgError, Stale, StateError
@@ -139,9 +139,9 @@ def _capture_together(call: Call) -> Result:
     task = CaptureTask(
         function=lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies),
         tensors=call.tensors,
+        keyword_tensors=call.keyword_tensors,
         in_dims=call.tensor_dims,
         params=call.tensor_params,
-        keyword_tensors=call.keyword_tensors,
         n=call.n,
         randomness=call.randomness,
         look=call.outside.look,
@@ -304,7 +304,16 @@ def _batch_together(call: Call) -> Result:
         return values
 
     params = {i: call.paths[position] for i, position in zip(call.tensor_params, call.params, strict=True)}
-    captured = capture_batch(function, call.tensors, call.tensor_dims, call.keyword_tensors, params, call.n, call.outside.look)
+    task = BatchTask(
+        function=function,
+        tensors=call.tensors,
+        keyword_tensors=call.keyword_tensors,
+        in_dims=call.tensor_dims,
+        params=params,
+        n=call.n,
+        look=call.outside.look,
+    )
+    captured = capture_batch(task)
     values, *extra = captured.outputs
     if call.n > 1 and not _functorch.is_traced():
         _exchange.refuse_meeting(call, values, *states)
