@@ -1,7 +1,7 @@
 """Runs a call chunk by chunk: how many samples a chunk takes, and how the chunks' results are joined."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from psg import _functorch, _ladder, _random, _rungs, memory
 from psg._call import Call
 from psg._rungs import Result
+from psg.clipping import ClippedSums
 from psg.factors._base import widen
 from psg.tree import concat
 
@@ -112,27 +113,16 @@ class FactorCollector:
         return self.parts[0] if len(self.parts) == 1 else concat(self.parts)
 
 
-class ClippedBatch(NamedTuple):
-    """What clipped_grad keeps of a chunk, or of the whole batch: the losses, then the fields of `clipping.ClippedSums`."""
-
-    values: Tensor
-    sums: list[Tensor]
-    norms: Tensor
-    coefs: list[Tensor]
-    group_norms: list[Tensor]
-    nonfinite: Tensor
-
-
 class ClippedCollector:
-    """Joins the chunks of clipped_grad: adds up clipped sums in at least float32, and joins the rest by a `RowCollector`."""
+    """Joins clipped sums of chunks: adds up the sums in at least float32, and joins the rest by a `RowCollector`."""
 
     def __init__(self, n: int) -> None:
         self.rows = RowCollector(n)
         self.sums: list[Tensor] = []
         self.dtypes: list[torch.dtype] = []
 
-    def add(self, start: int, part: ClippedBatch) -> None:
-        self.rows.add(start, [part.norms, part.values, *part.coefs, *part.group_norms])
+    def add(self, start: int, part: ClippedSums) -> None:
+        self.rows.add(start, [part.norms, *part.coefs, *part.group_norms])
         sums = [*part.sums, part.nonfinite]
         if not self.sums:
             self.sums, self.dtypes = sums, [total.dtype for total in sums]
@@ -143,12 +133,12 @@ class ClippedCollector:
         else:
             torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
 
-    def result(self) -> ClippedBatch:
-        norms, values, *groups = self.rows.result()
+    def result(self) -> ClippedSums:
+        norms, *groups = self.rows.result()
         sums = zip(self.sums, self.dtypes, strict=True)
         *sums, nonfinite = [total if total.dtype == dtype else total.to(dtype) for total, dtype in sums]
         half = len(groups) // 2
-        return ClippedBatch(values, sums, norms, groups[:half], groups[half:], nonfinite)
+        return ClippedSums(sums, norms, groups[:half], groups[half:], nonfinite)
 
 
 def _has_history(tensor: Tensor) -> bool:

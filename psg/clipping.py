@@ -411,6 +411,12 @@ class ClippedSums(NamedTuple):
     group_norms: list[Tensor]
     nonfinite: Tensor
 
+    def by_leaf(self, groups: Sequence[Group]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The sums, the coefficients and the group norms, each in the order of the leaves; `groups` as `clipped_sums` took them."""
+        group_of = {leaf: k for k, group in enumerate(groups) for leaf in group.leaves}
+        order = [group_of[leaf] for leaf in range(len(self.sums))]
+        return self.sums, [self.coefs[k] for k in order], [self.group_norms[k] for k in order]
+
 
 def clipped_sums(
     factors: Sequence[Factor], groups: list[Group], choose: Callable[[Tensor, float | Tensor], Tensor], mask: Tensor | None
@@ -455,12 +461,6 @@ def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
         return False
     # Norms are not negative: their sum is finite only if each of them is.
     return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))
-
-
-def by_leaf(groups: list[Group], values: list[Tensor]) -> list[Tensor]:
-    """From one value for each group to one for each leaf."""
-    own = {leaf: value for group, value in zip(groups, values, strict=True) for leaf in group.leaves}
-    return [own[i] for i in range(len(own))]
 
 
 def check_mask(name: str, mask: Any, n: int) -> None:

@@ -365,18 +365,20 @@ def clipped_grad(
         mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
         groups: list[clipping.Group] = []
 
-        def reduce(call: Call, result: Result, start: int) -> _chunks.ClippedBatch:
+        def reduce(call: Call, result: Result, start: int) -> clipping.ClippedSums:
             return _clip(call, result, groups, chosen, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
             groups.extend(clipping.groups_of(clip_norm, call.gradient_spec, chosen))
             clipping.check_mask("clipped_grad", mask, call.n)
 
-        call, (reduced, _, aux) = run(args, kwargs, reduce, check)
-        leaves = reduced.sums, clipping.by_leaf(groups, reduced.coefs), clipping.by_leaf(groups, reduced.group_norms)
-        grads, coefs, group_norms = map(call.gradient_tree, leaves)
+        call, (found, values, aux) = run(args, kwargs, reduce, check)
+        if mask is not None:
+            with _ambient.off():  # no inference tensor, as the rest of the result
+                values = torch.where(mask, values, 0)
+        grads, coefs, group_norms = map(call.gradient_tree, found.by_leaf(groups))
         bound = clipping.sensitivity(groups, chosen)
-        return ClippedGrad(grads, reduced.norms, coefs, reduced.values, aux, reduced.nonfinite, bound, group_norms)
+        return ClippedGrad(grads, found.norms, coefs, values, aux, found.nonfinite, bound, group_norms)
 
     return _wrap("clipped_grad", fn, options, clipped, _first_clipped, masked=True)
 
@@ -569,11 +571,10 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
     return [Joint(result.factors).norm]
 
 
-def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> _chunks.ClippedBatch:
+def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> clipping.ClippedSums:
     # A policy may close over a tensor that the caller differentiates.
     coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, policy))
-    values = result.values if mask is None else torch.where(mask, result.values, 0)
-    return _chunks.ClippedBatch(values, *clipping.clipped_sums(result.factors, groups, coefficients, mask))
+    return clipping.clipped_sums(result.factors, groups, coefficients, mask)
 
 
 # How a transform makes its result from the whole batch

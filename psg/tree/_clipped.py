@@ -87,8 +87,7 @@ def clip(
     groups = clipping.groups_of(clip_norm, spec, chosen)
     clipping.check_mask("psg.tree.clip", mask, factors[0].n)
     found = clipping.clipped_sums(factors, groups, functools.partial(clipping.coefficients, chosen), mask)
-    leaves = found.sums, clipping.by_leaf(groups, found.coefs), clipping.by_leaf(groups, found.group_norms)
-    grads, coefs, group_norms = (_trees.unflatten(spec, own) for own in leaves)
+    grads, coefs, group_norms = (_trees.unflatten(spec, own) for own in found.by_leaf(groups))
     return Clipped(grads, found.norms, coefs, found.nonfinite, clipping.sensitivity(groups, chosen), group_norms)
 
 
