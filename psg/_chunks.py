@@ -8,8 +8,8 @@ from torch import Tensor
 
 from psg import _functorch, _ladder, _random, _rungs, memory
 from psg._call import Call
+from psg._clipped_sums import ClippedSums
 from psg._rungs import Result
-from psg.clipping import ClippedSums
 from psg.factors._base import widen
 from psg.tree import concat
 

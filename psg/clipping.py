@@ -1,4 +1,4 @@
-"""Clip coefficients from norms (policies), groups of leaves that are clipped together, and clipped sums.
+"""Clip coefficients from norms (policies), and clip norms for leaves and for groups of leaves.
 
 A policy is a function `policy(norms, clip_norm) -> clip_coef`, [n] to [n]. With norms |g_n| and clip norm C:
 
@@ -17,18 +17,15 @@ A policy of your own must be elementwise in the norms, as these are: it is calle
 
 import math
 import numbers
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees
+from psg import _functorch
 from psg._errors import InputError
-from psg.factors import Factor
-from psg.factors._joint import Joint, norm_of
 
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "bounded", "clip", "normalize"]
 
@@ -254,85 +251,6 @@ class PerGroup:
     clip_norm: Mapping[Any, Any]
 
 
-class Group(NamedTuple):
-    """Leaves that are clipped together."""
-
-    leaves: tuple[int, ...]
-    clip_norm: Any
-
-
-def groups_of(clip_norm: Any, spec: optree.PyTreeSpec, policy: Policy) -> list[Group]:
-    """The groups in which a clip norm clips the leaves of a tree.
-
-    Args:
-        clip_norm: A number or scalar tensor (one group), a `PerLeaf` or a `PerGroup`.
-        spec: The structure of the tree of parameters.
-        policy: The policy by which they are clipped.
-
-    Returns:
-        The groups; every leaf is in exactly one.
-
-    Raises:
-        InputError: A clip norm is not a number, negative or NaN, or inf under a policy that scales gradients by it; a label has no clip
-            norm, or no leaf; `PerLeaf`'s tree does not fit.
-    """
-    indices = range(spec.num_leaves)
-    if isinstance(clip_norm, PerLeaf):
-        params = _trees.unflatten(spec, indices)
-        _expect_keys(clip_norm.clip_norm, params)
-        norms = _trees.broadcast(clip_norm.clip_norm, params, "PerLeaf(clip_norm)")
-        groups = [Group((i,), norm) for i, norm in enumerate(norms)]
-    elif isinstance(clip_norm, PerGroup):
-        if not isinstance(clip_norm.clip_norm, Mapping):
-            raise InputError(
-                f"PerGroup(clip_norm=...): expected a mapping from labels to clip norms, got a {type(clip_norm.clip_norm).__name__}."
-            )
-        members: dict[Hashable, list[int]] = {}
-        for i, path in enumerate(_trees.keys(_trees.unflatten(spec, indices))):
-            members.setdefault(_label(clip_norm, path), []).append(i)
-        try:
-            groups = [Group(tuple(own), clip_norm.clip_norm[label]) for label, own in members.items()]
-        except KeyError as error:
-            raise InputError(
-                f"PerGroup(label=...) gives {error.args[0]!r}, which has no clip norm; clip_norm has {list(clip_norm.clip_norm)!r}."
-            ) from None
-        if unused := [label for label in clip_norm.clip_norm if label not in members]:
-            raise InputError(
-                f"PerGroup(clip_norm=...): no leaf has the label {unused[0]!r}; there are {list(members)!r}. label takes the path of a "
-                "leaf, a tuple of keys, and a parameter's name is path[0]."
-            )
-    else:
-        groups = [Group(tuple(indices), clip_norm)]
-    for group in groups:
-        check_clip_norm(group.clip_norm)
-    _expect_finite(groups, policy)
-    return [group if isinstance(group.clip_norm, Tensor) else group._replace(clip_norm=float(group.clip_norm)) for group in groups]
-
-
-def _label(groups: PerGroup, path: tuple[Any, ...]) -> Hashable:
-    try:
-        label = groups.label(path)
-    except Exception as error:
-        error.add_note(
-            f"PerGroup(label=...) was given {path!r}: it takes the path of a leaf, a tuple of keys. A parameter's name is path[0]."
-        )
-        raise
-    if not isinstance(label, Hashable):
-        raise InputError(f"PerGroup(label=...) gives {label!r} for {path!r}; expected a label that is hashable.")
-    return label
-
-
-def _expect_keys(norms: Any, params: Any) -> None:
-    """Raise InputError if two mappings, of clip norms and of parameters, differ in their keys."""
-    if not isinstance(norms, Mapping) or not isinstance(params, Mapping):
-        return
-    missing, unknown = [key for key in params if key not in norms], [key for key in norms if key not in params]
-    if missing or unknown:
-        parts = [f"no clip norm for {', '.join(map(repr, missing))}"] if missing else []
-        parts += [f"one for {', '.join(map(repr, unknown))}, which is no parameter"] if unknown else []
-        raise InputError(f"PerLeaf(clip_norm): there is {', and '.join(parts)}.")
-
-
 def check_clip_norm(clip_norm: Any) -> None:
     """Raise unless `clip_norm` is a number that is at least 0 (inf included), or a scalar tensor of one, checked where reading it is free.
 
@@ -349,15 +267,6 @@ def check_clip_norm(clip_norm: Any) -> None:
         raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.")
     if not float(clip_norm) >= 0:
         raise InputError(f"clip_norm={clip_norm}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
-
-
-def _expect_finite(groups: list[Group], policy: Policy) -> None:
-    """Raise InputError for a clip norm of inf under a policy that scales gradients by it: every bounded one but "clip"."""
-    if policy is clip or not _is_bounded(policy):
-        return
-    asked = (group.clip_norm for group in groups if not isinstance(group.clip_norm, Tensor) or _functorch.can_read_now(group.clip_norm))
-    if any(clip_norm == math.inf for clip_norm in asked):
-        raise InputError('clip_norm=inf: this policy needs a finite clip norm. policy="clip" takes inf, and leaves gradients as they are.')
 
 
 def policy_of(policy: str | Policy) -> Policy:
@@ -395,72 +304,11 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
     Raises:
         InputError: The policy returns anything but a tensor [n].
     """
-    coefs = policy(norms if _is_bounded(policy) else norms.clone(), clip_norm)  # a user's policy may write into its input
+    coefs = policy(norms if is_bounded(policy) else norms.clone(), clip_norm)  # a user's policy may write into its input
     if not isinstance(coefs, Tensor) or coefs.shape != norms.shape:
         got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
         raise InputError(f"the policy has to give a coefficient for each norm, {tuple(norms.shape)}; it gave {got}.")
     return coefs
-
-
-class ClippedSums(NamedTuple):
-    """What `clipped_sums` returns: `sums` in the order of the leaves, `coefs` and `group_norms` in the order of the groups."""
-
-    sums: list[Tensor]
-    norms: Tensor
-    coefs: list[Tensor]
-    group_norms: list[Tensor]
-    nonfinite: Tensor
-
-    def by_leaf(self, groups: Sequence[Group]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The sums, the coefficients and the group norms, each in the order of the leaves; `groups` as `clipped_sums` took them."""
-        group_of = {leaf: k for k, group in enumerate(groups) for leaf in group.leaves}
-        order = [group_of[leaf] for leaf in range(len(self.sums))]
-        return self.sums, [self.coefs[k] for k in order], [self.group_norms[k] for k in order]
-
-
-def clipped_sums(
-    factors: Sequence[Factor], groups: list[Group], choose: Callable[[Tensor, float | Tensor], Tensor], mask: Tensor | None
-) -> ClippedSums:
-    """The sums of clipped per-sample gradients.
-
-    Args:
-        factors: One for each leaf.
-        groups: Which leaves are clipped together, and their clip norms.
-        choose: From norms [n] and a clip norm to clip coefficients [n].
-        mask: Booleans [n], or None: a sample where it is False contributes exactly zero.
-
-    Returns:
-        The sums, norms and coefficients. Samples whose norm is not finite contribute exactly zero and are counted.
-    """
-    factors = [factor.settle() for factor in factors]
-    joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
-    norms = norm_of(joints)
-    apart = [norms] if len(groups) == 1 else [joint.norm for joint in joints]
-    keep, nonfinite = None, torch.zeros((), dtype=torch.int64, device=norms.device)
-    if not _all_count(norms, mask):
-        finite = norms < math.inf  # False for NaN
-        keep = finite if mask is None else finite & mask
-        nonfinite = (~finite if mask is None else ~finite & mask).sum()
-        if mask is not None:
-            norms, *apart = (torch.where(mask, value, 0) for value in (norms, *apart))
-        # A weight of zero times inf or NaN would be NaN: such samples are zeroed in the factors themselves.
-        joints = [joint.zero(keep) for joint in joints]
-
-    coefs = []
-    sums: dict[int, Tensor] = {}
-    for group, joint, own in zip(groups, joints, apart, strict=True):
-        coef = choose(own, group.clip_norm)
-        coefs.append(coef if keep is None else torch.where(keep, coef, 0))
-        sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
-    return ClippedSums([sums[i] for i in range(len(factors))], norms, coefs, apart, nonfinite)
-
-
-def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
-    """Whether every sample counts: none masked, all norms finite. False where that is unknown: on other devices and in a trace."""
-    if not _functorch.can_read_now(norms):
-        return False
-    # Norms are not negative: their sum is finite only if each of them is.
-    return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))
 
 
 def check_mask(name: str, mask: Any, n: int) -> None:
@@ -470,28 +318,6 @@ def check_mask(name: str, mask: Any, n: int) -> None:
         raise InputError(f"{name}: mask: expected a bool tensor of shape ({n},), got {got}.")
 
 
-def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
-    """The most that one sample can add to the L2 norm of the clipped sum.
-
-    Args:
-        groups: The groups and their clip norms C.
-        policy: The policy.
-
-    Returns:
-        sqrt(sum over groups of C^2), in the units of the gradient; inf for a user's policy that `bounded` does not wrap.
-    """
-    if not _is_bounded(policy):
-        return math.inf
-    if len(groups) == 1:
-        only = groups[0].clip_norm
-        return only.clone() if isinstance(only, Tensor) else only  # a copy: the clip norm may be adapted in place
-    if any(isinstance(group.clip_norm, Tensor) for group in groups):
-        device = next(group.clip_norm.device for group in groups if isinstance(group.clip_norm, Tensor))
-        # Times 1.0, because vector_norm takes no integers.
-        return torch.linalg.vector_norm(torch.stack([1.0 * torch.as_tensor(group.clip_norm, device=device) for group in groups]))
-    return math.hypot(*(group.clip_norm for group in groups))
-
-
-def _is_bounded(policy: Policy) -> bool:
+def is_bounded(policy: Policy) -> bool:
     """Whether none of the policy's coefficients leaves a gradient longer than the clip norm."""
     return policy is clip or policy is normalize or isinstance(policy, (_Automatic, _Bounded))

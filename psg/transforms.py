@@ -57,6 +57,7 @@ from torch import Tensor
 
 from psg import _ambient, _chunks, _differentiable, _trees, clipping
 from psg._call import Call, Method, Options, Randomness, prepare
+from psg._clipped_sums import ClippedSums, Group, clipped_sums, groups_of, sensitivity
 from psg._errors import InputError
 from psg._rungs import Result
 from psg.factors import Factor
@@ -363,13 +364,13 @@ def clipped_grad(
 
     def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
         mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
-        groups: list[clipping.Group] = []
+        groups: list[Group] = []
 
-        def reduce(call: Call, result: Result, start: int) -> clipping.ClippedSums:
+        def reduce(call: Call, result: Result, start: int) -> ClippedSums:
             return _clip(call, result, groups, chosen, None if mask is None else mask[start : start + len(result.values)])
 
         def check(call: Call) -> None:
-            groups.extend(clipping.groups_of(clip_norm, call.gradient_spec, chosen))
+            groups.extend(groups_of(clip_norm, call.gradient_spec, chosen))
             clipping.check_mask("clipped_grad", mask, call.n)
 
         call, (found, values, aux) = run(args, kwargs, reduce, check)
@@ -377,7 +378,7 @@ def clipped_grad(
             with _ambient.off():  # no inference tensor, as the rest of the result
                 values = torch.where(mask, values, 0)
         grads, coefs, group_norms = map(call.gradient_tree, found.by_leaf(groups))
-        bound = clipping.sensitivity(groups, chosen)
+        bound = sensitivity(groups, chosen)
         return ClippedGrad(grads, found.norms, coefs, values, aux, found.nonfinite, bound, group_norms)
 
     return _wrap("clipped_grad", fn, options, clipped, _first_clipped, masked=True)
@@ -571,10 +572,10 @@ def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
     return [Joint(result.factors).norm]
 
 
-def _clip(call: Call, result: Result, groups: list[clipping.Group], policy: clipping.Policy, mask: Tensor | None) -> clipping.ClippedSums:
+def _clip(call: Call, result: Result, groups: list[Group], policy: clipping.Policy, mask: Tensor | None) -> ClippedSums:
     # A policy may close over a tensor that the caller differentiates.
     coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, policy))
-    return clipping.clipped_sums(result.factors, groups, coefficients, mask)
+    return clipped_sums(result.factors, groups, coefficients, mask)
 
 
 # How a transform makes its result from the whole batch

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from psg import _functorch, _trees, clipping
 from psg._ambient import unaffected
+from psg._clipped_sums import clipped_sums, groups_of, sensitivity
 from psg._errors import InputError
 from psg.factors._base import as_real, wide, widen
 from psg.tree._leaves import factors_of, is_factor, place_of
@@ -84,11 +85,11 @@ def clip(
     """
     factors, spec = factors_of(tree, "clip")
     chosen = clipping.policy_of(policy)
-    groups = clipping.groups_of(clip_norm, spec, chosen)
+    groups = groups_of(clip_norm, spec, chosen)
     clipping.check_mask("psg.tree.clip", mask, factors[0].n)
-    found = clipping.clipped_sums(factors, groups, functools.partial(clipping.coefficients, chosen), mask)
+    found = clipped_sums(factors, groups, functools.partial(clipping.coefficients, chosen), mask)
     grads, coefs, group_norms = (_trees.unflatten(spec, own) for own in found.by_leaf(groups))
-    return Clipped(grads, found.norms, coefs, found.nonfinite, clipping.sensitivity(groups, chosen), group_norms)
+    return Clipped(grads, found.norms, coefs, found.nonfinite, sensitivity(groups, chosen), group_norms)
 
 
 @unaffected
