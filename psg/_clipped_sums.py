@@ -37,37 +37,41 @@ def groups_of(clip_norm: Any, spec: optree.PyTreeSpec, policy: Policy) -> list[G
         InputError: A clip norm is not a number, negative or NaN, or inf under a policy that scales gradients by it; a label has no clip
             norm, or no leaf; `PerLeaf`'s tree does not fit.
     """
-    indices = range(spec.num_leaves)
     if isinstance(clip_norm, PerLeaf):
-        params = _trees.unflatten(spec, indices)
-        _expect_keys(clip_norm.clip_norm, params)
-        norms = _trees.broadcast(clip_norm.clip_norm, params, "PerLeaf(clip_norm)")
-        groups = [Group((i,), norm) for i, norm in enumerate(norms)]
+        groups = _leaf_by_leaf(clip_norm, spec)
     elif isinstance(clip_norm, PerGroup):
-        if not isinstance(clip_norm.clip_norm, Mapping):
-            raise InputError(
-                f"PerGroup(clip_norm=...): expected a mapping from labels to clip norms, got a {type(clip_norm.clip_norm).__name__}."
-            )
-        members: dict[Hashable, list[int]] = {}
-        for i, path in enumerate(_trees.keys(_trees.unflatten(spec, indices))):
-            members.setdefault(_label(clip_norm, path), []).append(i)
-        try:
-            groups = [Group(tuple(own), clip_norm.clip_norm[label]) for label, own in members.items()]
-        except KeyError as error:
-            raise InputError(
-                f"PerGroup(label=...) gives {error.args[0]!r}, which has no clip norm; clip_norm has {list(clip_norm.clip_norm)!r}."
-            ) from None
-        if unused := [label for label in clip_norm.clip_norm if label not in members]:
-            raise InputError(
-                f"PerGroup(clip_norm=...): no leaf has the label {unused[0]!r}; there are {list(members)!r}. label takes the path of a "
-                "leaf, a tuple of keys, and a parameter's name is path[0]."
-            )
+        groups = _by_label(clip_norm, spec)
     else:
-        groups = [Group(tuple(indices), clip_norm)]
+        groups = [Group(tuple(range(spec.num_leaves)), clip_norm)]
     for group in groups:
         check_clip_norm(group.clip_norm)
-    _expect_finite(groups, policy)
+    _check_finite(groups, policy)
     return [group if isinstance(group.clip_norm, Tensor) else group._replace(clip_norm=float(group.clip_norm)) for group in groups]
+
+
+def _leaf_by_leaf(given: PerLeaf, spec: optree.PyTreeSpec) -> list[Group]:
+    params = _trees.unflatten(spec, range(spec.num_leaves))
+    _check_keys(given.clip_norm, params)
+    return [Group((i,), norm) for i, norm in enumerate(_trees.broadcast(given.clip_norm, params, "PerLeaf(clip_norm)"))]
+
+
+def _by_label(given: PerGroup, spec: optree.PyTreeSpec) -> list[Group]:
+    norms = given.clip_norm
+    if not isinstance(norms, Mapping):
+        raise InputError(f"PerGroup(clip_norm=...): expected a mapping from labels to clip norms, got a {type(norms).__name__}.")
+    members: dict[Hashable, list[int]] = {}
+    for i, path in enumerate(_trees.keys(_trees.unflatten(spec, range(spec.num_leaves)))):
+        members.setdefault(_label(given, path), []).append(i)
+    try:
+        groups = [Group(tuple(own), norms[label]) for label, own in members.items()]
+    except KeyError as error:
+        raise InputError(f"PerGroup(label=...) gives {error.args[0]!r}, which has no clip norm; clip_norm has {list(norms)!r}.") from None
+    if unused := [label for label in norms if label not in members]:
+        raise InputError(
+            f"PerGroup(clip_norm=...): no leaf has the label {unused[0]!r}; there are {list(members)!r}. label takes the path of a "
+            "leaf, a tuple of keys, and a parameter's name is path[0]."
+        )
+    return groups
 
 
 def _label(groups: PerGroup, path: tuple[Any, ...]) -> Hashable:
@@ -83,7 +87,7 @@ def _label(groups: PerGroup, path: tuple[Any, ...]) -> Hashable:
     return label
 
 
-def _expect_keys(norms: Any, params: Any) -> None:
+def _check_keys(norms: Any, params: Any) -> None:
     """Raise InputError if two mappings, of clip norms and of parameters, differ in their keys."""
     if not isinstance(norms, Mapping) or not isinstance(params, Mapping):
         return
@@ -94,7 +98,7 @@ def _expect_keys(norms: Any, params: Any) -> None:
         raise InputError(f"PerLeaf(clip_norm): there is {', and '.join(parts)}.")
 
 
-def _expect_finite(groups: list[Group], policy: Policy) -> None:
+def _check_finite(groups: list[Group], policy: Policy) -> None:
     """Raise InputError for a clip norm of inf under a policy that scales gradients by it: every bounded one but "clip"."""
     if policy is clip or not is_bounded(policy):
         return
