@@ -1,11 +1,12 @@
 """Inner products between factors: the same sample (`inner`) and every pair of samples (`gram`).
 
-A table has one function for each pair of kinds, bilinear in its two arguments. Pairs that are not in the table are materialised.
+Each has a table with one function for each pair of kinds. Pairs that are not in the table are materialised.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,80 +23,97 @@ from psg.factors._segments import Segments
 from psg.factors._sum import Sum
 from psg.factors._views import Views
 
-Product = Callable[..., Tensor | None]
-_inner: dict[tuple[type, type], Product] = {}
-_gram: dict[tuple[type, type], Product] = {}
+Function = Callable[..., Tensor | None]
 
 
-def inner(x: Factor, y: Factor) -> Tensor:
-    """<x[n], y[n]> -> [n]."""
-    return _look_up(_inner, x, y, lambda product: product, _inner_dense_dense)
+class Product:
+    """A bilinear product of two factors: a table with one function for each pair of kinds.
 
+    Args:
+        dense: The product of two Dense factors.
+        swap: From the product of (y, x) to that of (x, y).
+        shape: The shape of the product of factors of n and of m samples.
+    """
 
-def gram(x: Factor, y: Factor) -> Tensor:
-    """<x[n], y[m]> -> [n, m]."""
-    return _look_up(_gram, x, y, lambda product: product.T, _gram_dense_dense)
+    def __init__(self, dense: Callable[[Dense, Dense], Tensor], swap: Callable[[Tensor], Tensor], shape: Callable[[int, int], Any]) -> None:
+        self.dense = dense
+        self.swap = swap
+        self.shape = shape
+        self._functions: dict[tuple[type, type], Function] = {}
 
+    def of(self, x: type, y: type) -> Callable[[Function], Function]:
+        """Register the decorated function for a pair of kinds; `Factor` is any kind. It returns None where materialising is cheaper."""
 
-def _look_up(table: dict, x: Factor, y: Factor, swap: Callable, dense: Callable[[Dense, Dense], Tensor]) -> Tensor:
-    total: Tensor | None = None
-    terms, others = _terms(x), _terms(y)
-    for i, j in itertools.product(range(len(terms)), range(len(others))):
-        if x is y and j < i:
-            continue  # for a factor with itself, compute each pair of terms once: the swapped pair has the same products
-        product = _of_pair(table, terms[i], others[j], swap)
-        if product is None:
-            # No function for this pair, or materialising is cheaper. Once one term is materialised, adding the others to it is cheapest.
-            formed = Dense(x.to(wide(x.dtype)).materialize())
-            return dense(formed, formed if x is y else Dense(y.to(wide(y.dtype)).materialize()))
-        if x is y and i != j:
-            product = product + swap(product)
-        total = product if total is None else total + product
-    if total is None:  # x or y is a Sum without terms: zero
-        shape = (x.n,) if table is _inner else (x.n, y.n)
-        return torch.zeros(shape, dtype=wide(x.dtype).to_real(), device=x.device)
-    return total
+        def register(function: Function) -> Function:
+            self._functions[x, y] = function
+            return function
 
+        return register
 
-def _of_pair(table: dict, one: Factor, other: Factor, swap: Callable) -> Tensor | None:
-    for x, y in ((one, other), (other, one)):
-        product = table.get((type(x), type(y)), table.get((type(x), Factor)))
-        found = None if product is None else product(x, y)
-        if found is not None:
-            return found if x is one else swap(found)
-    return None
+    def __call__(self, x: Factor, y: Factor) -> Tensor:
+        """The product, in the `wide` dtype."""
+        total: Tensor | None = None
+        terms, others = _terms(x), _terms(y)
+        for i, j in itertools.product(range(len(terms)), range(len(others))):
+            if x is y and j < i:
+                continue  # for a factor with itself, compute each pair of terms once: the swapped pair has the same products
+            product = self._of_pair(terms[i], others[j])
+            if product is None:
+                # No function for this pair, or materialising is cheaper. Once one term is materialised, adding the others is cheapest.
+                formed = _formed(x)
+                return self.dense(formed, formed if x is y else _formed(y))
+            if x is y and i != j:
+                product = product + self.swap(product)
+            total = product if total is None else total + product
+        if total is None:  # x or y is a Sum without terms: zero
+            return torch.zeros(self.shape(x.n, y.n), dtype=wide(x.dtype).to_real(), device=x.device)
+        return total
+
+    def _of_pair(self, x: Factor, y: Factor) -> Tensor | None:
+        product = self._one_way(x, y)
+        if product is not None:
+            return product
+        swapped = self._one_way(y, x)
+        return None if swapped is None else self.swap(swapped)
+
+    def _one_way(self, x: Factor, y: Factor) -> Tensor | None:
+        function = self._functions.get((type(x), type(y)), self._functions.get((type(x), Factor)))
+        return None if function is None else function(x, y)
 
 
 def _terms(factor: Factor) -> Sequence[Factor]:
     return factor.terms if isinstance(factor, Sum) else (factor,)
 
 
-def _pair(table: dict[tuple[type, type], Product], x: type, y: type) -> Callable[[Product], Product]:
-    def register(product: Product) -> Product:
-        table[x, y] = product
-        return product
+def _formed(factor: Factor) -> Dense:
+    return Dense(factor.to(wide(factor.dtype)).materialize())
 
-    return register
+
+def _inner_of_dense(x: Dense, y: Dense) -> Tensor:
+    return (widen(real_rows(x.values)) * widen(real_rows(y.values))).sum(1)
+
+
+def _gram_of_dense(x: Dense, y: Dense) -> Tensor:
+    return _matmul.pair_rows(widen(real_rows(x.values)), widen(real_rows(y.values)))
+
+
+inner = Product(_inner_of_dense, swap=lambda product: product, shape=lambda n, m: (n,))
+"""<x[n], y[n]> -> [n]."""
+
+gram = Product(_gram_of_dense, swap=lambda product: product.T, shape=lambda n, m: (n, m))
+"""<x[n], y[m]> -> [n, m]."""
 
 
 # Dense x anything
 
 
-def _inner_dense_dense(x: Dense, y: Dense) -> Tensor:
-    return (widen(real_rows(x.values)) * widen(real_rows(y.values))).sum(1)
-
-
-def _gram_dense_dense(x: Dense, y: Dense) -> Tensor:
-    return _matmul.pair_rows(widen(real_rows(x.values)), widen(real_rows(y.values)))
-
-
-@_pair(_inner, Outer, Dense)
+@inner.of(Outer, Dense)
 def _(x: Outer, y: Dense) -> Tensor:
     # sum_t left_t^T Y right_t
     return (wide_bmm(x.left, y.values) * widen(x.right)).sum((1, 2))
 
 
-@_pair(_inner, Rows, Dense)
+@inner.of(Rows, Dense)
 def _(x: Rows, y: Dense) -> Tensor:
     # sum_t <Y[index_t], c_t>
     index = x.index[:, :, None].expand(x.cotangent.shape)
@@ -105,7 +123,7 @@ def _(x: Rows, y: Dense) -> Tensor:
 # Outer x Outer: sum_{t,s} <left_t, left'_s> <right_t, right'_s>
 
 
-@_pair(_inner, Outer, Outer)
+@inner.of(Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
     t, s = x.positions, y.positions
     if t * s * sum(x.shape) > (t + s) * x.shape.numel():
@@ -114,7 +132,7 @@ def _(x: Outer, y: Outer) -> Tensor | None:
     return (left * right).sum((1, 2))
 
 
-@_pair(_gram, Outer, Outer)
+@gram.of(Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
     (n, t, _), (m, s, _) = x.left.shape, y.left.shape
     fresh, reused = _machine.fresh_byte(x.device, x.dtype), _machine.reused_byte(x.device, x.dtype)
@@ -158,20 +176,20 @@ def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Dense, De
     return None if total is None else product(Dense(expanded.values), Dense(total))
 
 
-for _kind in (Expanded, Scaled):
-    _inner[_kind, Factor] = partial(_with_expanded, product=_inner_dense_dense)
-    _gram[_kind, Factor] = partial(_with_expanded, product=_gram_dense_dense)
+for _product in (inner, gram):
+    for _kind in (Expanded, Scaled):
+        _product.of(_kind, Factor)(partial(_with_expanded, product=_product.dense))
 
 
 # Segments x anything: segments of similar size at a time, as one factor
 
 
-@_pair(_inner, Segments, Factor)
+@inner.of(Segments, Factor)
 def _(x: Segments, y: Factor) -> Tensor:
     return x.by_size(lambda own, members: own.inner(y.take(members)))
 
 
-@_pair(_gram, Segments, Factor)
+@gram.of(Segments, Factor)
 def _(x: Segments, y: Factor) -> Tensor:
     return x.by_size(lambda own, members: own.gram(y))
 
@@ -179,14 +197,12 @@ def _(x: Segments, y: Factor) -> Tensor:
 # Views x Views of the same regions: region by region
 
 
-@_pair(_inner, Views, Views)
-def _(x: Views, y: Views) -> Tensor | None:
-    return torch.stack([inner(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.regions == y.regions else None
+def _view_by_view(x: Views, y: Views, product: Product) -> Tensor | None:
+    return torch.stack(list(map(product, x.factors, y.factors))).sum(0) if x.regions == y.regions else None
 
 
-@_pair(_gram, Views, Views)
-def _(x: Views, y: Views) -> Tensor | None:
-    return torch.stack([gram(*pair) for pair in zip(x.factors, y.factors, strict=True)]).sum(0) if x.regions == y.regions else None
+for _product in (inner, gram):
+    _product.of(Views, Views)(partial(_view_by_view, product=_product))
 
 
 # Rows x Rows: sum_{t,s} [index_t = index'_s] <c_t, c'_s>
@@ -200,7 +216,7 @@ def _prefers_tables(x: Rows, other: int, samples: int, others: int) -> bool:
     return positions > rows * d * (2 * samples * others + (samples + others) * (fresh + reused) * size)
 
 
-@_pair(_inner, Rows, Rows)
+@inner.of(Rows, Rows)
 def _(x: Rows, y: Rows) -> Tensor | None:
     if _prefers_tables(x, y.index.shape[1], 1, 1):
         return None
@@ -208,7 +224,7 @@ def _(x: Rows, y: Rows) -> Tensor | None:
     return (wide_bmm(x.cotangent, y.cotangent.transpose(1, 2)) * same).sum((1, 2))
 
 
-@_pair(_gram, Rows, Rows)
+@gram.of(Rows, Rows)
 def _(x: Rows, y: Rows) -> Tensor | None:
     if _prefers_tables(x, y.index.shape[1], x.n, y.n):
         return None
@@ -225,7 +241,7 @@ def _(x: Rows, y: Rows) -> Tensor | None:
 # Rows x Outer, as for a tied embedding and head: sum_{t,s} left[s, index_t] <right_s, c_t>, with no gradient of the vocabulary's size
 
 
-@_pair(_inner, Rows, Outer)
+@inner.of(Rows, Outer)
 def _(x: Rows, y: Outer) -> Tensor | None:
     if _prefers_tables(x, y.positions, 1, 1):
         return None
@@ -234,7 +250,7 @@ def _(x: Rows, y: Outer) -> Tensor | None:
     return (left * wide_bmm(y.right, x.cotangent.transpose(1, 2))).sum((1, 2))
 
 
-@_pair(_gram, Rows, Outer)
+@gram.of(Rows, Outer)
 def _(x: Rows, y: Outer) -> Tensor | None:
     if _prefers_tables(x, y.positions, x.n, y.n):
         return None
@@ -246,7 +262,7 @@ def _(x: Rows, y: Outer) -> Tensor | None:
 # Conv x Conv: as Outer x Outer over patches, group by group
 
 
-@_pair(_inner, Conv, Conv)
+@inner.of(Conv, Conv)
 def _(x: Conv, y: Conv) -> Tensor | None:
     t, s = x.positions, y.positions
     if x.geometry.groups != y.geometry.groups or t * s * (x.shape[0] + x.shape[1:].numel()) > (t + s) * x.shape.numel():
@@ -255,7 +271,7 @@ def _(x: Conv, y: Conv) -> Tensor | None:
     return inner(own, own if x is y else y._by_group()).reshape(x.n, x.geometry.groups).sum(1)
 
 
-@_pair(_gram, Conv, Conv)
+@gram.of(Conv, Conv)
 def _(x: Conv, y: Conv) -> Tensor | None:
     groups = x.geometry.groups
     if groups != y.geometry.groups or x.positions * y.positions * 8 > x.shape.numel() // groups:
