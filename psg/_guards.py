@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _autograd, _functorch, _kernels, _pass
 from psg._call import Call
+from psg._control_flow import CONTROL_FLOW
 from psg._errors import PsgError, StateError
 from psg._marks import Marks
 from psg._ops import DIFFERENTIATING, LIKENESSES, leaves_of, target_of
@@ -41,6 +42,9 @@ class VmapGuard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
+            if func in CONTROL_FLOW:
+                with self:
+                    return CONTROL_FLOW[func](*args, **kwargs)
             leaves = leaves_of(args, kwargs)
             marked = self.own.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves)
@@ -92,6 +96,9 @@ class Repaired(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in CONTROL_FLOW:
+            with self:
+                return CONTROL_FLOW[func](*args, **kwargs)
         if is_misderived(func):
             decompose = find_decomposition(func, differentiated=True)
             higher = self.differentiated or _functorch.transform_active()

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _pass, _random
+from psg import _ambient, _pass, _random
 from psg._copies import contiguous_copy_of, copy_of
 from psg._errors import InputError
 from psg._guards import Repaired
@@ -49,7 +49,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         with torch.inference_mode(False), torch.enable_grad():
             arguments = batch.sample(i)
             targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in batch.positions]
-            with _pass.opened(called), Repaired(differentiated) as repaired:
+            with _ambient.uncompiled(), _pass.opened(called), Repaired(differentiated) as repaired:
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
             if repaired.is_misderived:
                 return None

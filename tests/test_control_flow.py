@@ -1,0 +1,120 @@
+"""torch's control flow. Its functions close over parameters and data, which torch finds by compiling them; psg compiles nothing in fn."""
+
+import pytest
+import torch
+from agreement import assert_agrees
+from cases import Problem
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
+
+import psg
+from psg.testing import assert_trees_close, loop_grad
+
+
+def by_scan(p, x):
+    def step(carry, item):
+        hidden, seen = carry["hidden"], carry["seen"]
+        hidden = (hidden @ p["w"] + item[0]).tanh()
+        return {"hidden": hidden, "seen": seen + item[1]}, (hidden.sin(), seen * p["b"])
+
+    carry, (rows, others) = scan(step, {"hidden": p["b"].exp(), "seen": x[0]}, (x, x.cos()), reverse=True)
+    return carry["hidden"].sum() + (carry["seen"] * p["b"]).sum() + rows.square().sum() + others.sum()
+
+
+def by_hand(p, x):
+    hidden, seen, total = p["b"].exp(), x[0], 0
+    for item in x.flip(0):
+        hidden, before = (hidden @ p["w"] + item).tanh(), seen
+        seen = seen + item.cos()
+        total = total + hidden.sin().square().sum() + (before * p["b"]).sum()
+    return hidden.sum() + (seen * p["b"]).sum() + total
+
+
+def by_while_loop(p, x):
+    last = torch.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, (h @ p["w"] + p["b"]).sin()), (torch.tensor(0), x[0]))[1]
+    return last.sum()
+
+
+def by_hand_thrice(p, x):
+    hidden = x[0]
+    for _ in range(3):
+        hidden = (hidden @ p["w"] + p["b"]).sin()
+    return hidden.sum()
+
+
+def by_map(p, x):
+    rows, scaled = torch_map(lambda row, b: ((row @ p["w"] + b).tanh(), row * b), x, p["b"])
+    return rows.square().sum() + scaled.sin().sum()
+
+
+def by_hand_together(p, x):
+    return (x @ p["w"] + p["b"]).tanh().square().sum() + (x * p["b"]).sin().sum()
+
+
+def by_cond(p, x):
+    return torch.cond(x.sum() > 0, lambda x: (x @ p["w"]).sin().sum(), lambda x: (x @ p["w"] + p["b"]).cos().sum(), (x,))
+
+
+def by_hand_apart(p, x):
+    return (x @ p["w"]).sin().sum() if x.sum() > 0 else (x @ p["w"] + p["b"]).cos().sum()
+
+
+WRITTEN = {by_scan: by_hand, by_while_loop: by_hand_thrice, by_map: by_hand_together, by_cond: by_hand_apart}
+
+
+@pytest.fixture
+def drawn(device):
+    params = {"w": torch.randn(3, 3, device=device), "b": torch.randn(3, device=device)}
+    return params, torch.randn(5, 4, 3, device=device)
+
+
+@pytest.mark.parametrize("method", ["capture", "loop"])
+@pytest.mark.parametrize("fn", WRITTEN, ids=lambda fn: fn.__name__)
+def test_closed_over_parameters_are_differentiated(fn, method, drawn):
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(*drawn), loop_grad(WRITTEN[fn])(*drawn))
+
+
+@pytest.mark.parametrize("fn", WRITTEN, ids=lambda fn: fn.__name__)
+def test_equals_the_loop(fn, drawn):
+    assert_agrees(Problem(fn, drawn))
+
+
+def test_inside_a_transform(drawn):
+    def fn(p, x):
+        return torch.func.grad(lambda x: by_scan(p, x))(x).square().sum()
+
+    def written(p, x):
+        return torch.func.grad(lambda x: by_hand(p, x))(x).square().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn)(*drawn), loop_grad(written)(*drawn))
+
+
+def test_method_batch(drawn):
+    def losses(p, x):
+        _, rows = scan(lambda h, row: ((h + torch.nn.functional.linear(row, p["w"], p["b"])).tanh(), h.sin()), x[:, 0], x.movedim(1, 0))
+        return rows.square().sum((0, 2))
+
+    def loss(p, x):
+        h, total = x[0], 0
+        for row in x:
+            h, total = (h + torch.nn.functional.linear(row, p["w"], p["b"])).tanh(), total + h.sin().square().sum()
+        return total
+
+    assert_trees_close(psg.per_sample_grad(losses, method="batch")(*drawn), loop_grad(loss)(*drawn))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.export
+@pytest.mark.parametrize("fn", [by_scan, by_map, by_cond], ids=lambda fn: fn.__name__)
+def test_exported(fn, drawn):
+    params, x = drawn
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.b = map(torch.nn.Parameter, (params["w"], params["b"]))
+
+        def forward(self, x):
+            return fn({"w": self.w, "b": self.b}, x[0])
+
+    loss, held = psg.stateless(torch.export.export(Module(), (x[:1],)).module())
+    assert_trees_close(psg.per_sample_grad(loss)(held, x), loop_grad(WRITTEN[fn])(params, x))
