@@ -30,8 +30,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from psg import _copies, _functorch, _kernels, _pass
 from psg._capture import Captured
-from psg._control_flow import CONTROL_FLOW
 from psg._errors import InputError, PsgError, StateError, user_line
+from psg._higher_order import HIGHER_ORDER
 from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._operands import run_rule
 from psg._ops import (
@@ -221,9 +221,9 @@ class _BatchMode(Watch):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
-        if func in CONTROL_FLOW:
+        if func in HIGHER_ORDER:
             with self:
-                return CONTROL_FLOW[func](*args, **kwargs)
+                return HIGHER_ORDER[func](*args, **kwargs)
         leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
         try:
             output = self._route(func, args, kwargs, leaves, target)

@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _autograd, _functorch, _kernels, _pass
 from psg._call import Call
-from psg._control_flow import CONTROL_FLOW
 from psg._errors import PsgError, StateError
+from psg._higher_order import HIGHER_ORDER, refuse_others
 from psg._marks import Marks
 from psg._ops import DIFFERENTIATING, LIKENESSES, leaves_of, target_of
 from psg.rules._registry import find_decomposition, find_leak, is_misderived
@@ -42,9 +42,9 @@ class VmapGuard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
-            if func in CONTROL_FLOW:
+            if func in HIGHER_ORDER:
                 with self:
-                    return CONTROL_FLOW[func](*args, **kwargs)
+                    return HIGHER_ORDER[func](*args, **kwargs)
             leaves = leaves_of(args, kwargs)
             marked = self.own.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves)
@@ -96,9 +96,10 @@ class Repaired(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in CONTROL_FLOW:
+        if func in HIGHER_ORDER:
             with self:
-                return CONTROL_FLOW[func](*args, **kwargs)
+                return HIGHER_ORDER[func](*args, **kwargs)
+        refuse_others(func, args)
         if is_misderived(func):
             decompose = find_decomposition(func, differentiated=True)
             higher = self.differentiated or _functorch.transform_active()

@@ -10,9 +10,9 @@ from torch._functorch.autograd_function import custom_function_call
 
 from psg import _autograd, _functorch, _random, _trees
 from psg._agreed import run_agreed
-from psg._control_flow import CONTROL_FLOW
 from psg._errors import Unsupported
 from psg._habits import Habits, Retry
+from psg._higher_order import HIGHER_ORDER
 from psg._inside import Product
 from psg._lifted import Lifted, Watch, with_history
 from psg._marks import Marks
@@ -80,9 +80,9 @@ class Router(Watch):
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
             kwargs = kwargs or {}
-            if func in CONTROL_FLOW:
+            if func in HIGHER_ORDER:
                 with self:
-                    return CONTROL_FLOW[func](*args, **kwargs)
+                    return HIGHER_ORDER[func](*args, **kwargs)
             tensors, others = operands_of(args, kwargs)
             marked = self.own.owns(tensors) and func not in LIKENESSES
             if others and any(isinstance(other, torch.Generator) for other in others):

@@ -1,11 +1,15 @@
-"""torch's control flow. Its functions close over parameters and data, which torch finds by compiling them; psg compiles nothing in fn."""
+"""Ops that are given functions. These close over parameters and data, which torch finds by compiling them; psg compiles nothing in fn."""
+
+import math
 
 import pytest
 import torch
 from agreement import assert_agrees
 from cases import Problem
+from torch._higher_order_ops.foreach_map import foreach_map
 from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import psg
 from psg.testing import assert_trees_close, loop_grad
@@ -118,3 +122,54 @@ def test_exported(fn, drawn):
 
     loss, held = psg.stateless(torch.export.export(Module(), (x[:1],)).module())
     assert_trees_close(psg.per_sample_grad(loss)(held, x), loop_grad(WRITTEN[fn])(params, x))
+
+
+def attend(p, x):
+    """[heads, t, d], with a learned bias for each distance and a gain for each head. Queries 0 and 1 see no key; two heads share a key."""
+    numbers = torch.arange(x.shape[1], device=x.device)
+    query, key, value = x * p["gain"][:, None, None], x[::2].sin(), x[::2].cos()
+    key, value = key.repeat_interleave(2, 0), value.repeat_interleave(2, 0)
+    scores = query @ key.mT * 0.3 + p["bias"][(numbers[:, None] - numbers).abs()]
+    allowed = (numbers[:, None] >= numbers) & (numbers[:, None] > 1)
+    weights = scores.masked_fill(~allowed, -math.inf)[:, 2:].softmax(-1)
+    return (weights @ value).square().sum() + scores.masked_fill(~allowed, -math.inf)[:, 2:].logsumexp(-1).sum()
+
+
+def attend_flexibly(p, x):
+    # The op itself: the function around it refuses queries that require grad on CPUs.
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q > 1), None, None, x.shape[1], x.shape[1], device=x.device)
+    query, key, value = (x * p["gain"][:, None, None])[None], x[None, ::2].sin(), x[None, ::2].cos()
+    bias = lambda score, b, h, q, k: score + p["bias"][(q - k).abs()]  # noqa: E731
+    output, logsumexp, _ = torch.ops.higher_order.flex_attention(query, key, value, bias, mask.as_tuple(), 0.3, {})
+    return output.square().sum() + math.log(2) * logsumexp[:, :, 2:].sum()
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+def test_flex_attention(method, device):
+    params, x = {"gain": torch.randn(4, device=device), "bias": torch.randn(6, device=device)}, torch.randn(3, 4, 6, 5, device=device)
+    assert_trees_close(psg.per_sample_grad(attend_flexibly, method=method)(params, x), loop_grad(attend)(params, x))
+    assert_agrees(Problem(attend_flexibly, (params, x)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_by_its_public_name(device):
+    def fn(bias, x):
+        return flex_attention(x, x, x, score_mod=lambda score, b, h, q, k: score + bias[h, (q - k).abs()]).square().sum()
+
+    def written(bias, x):
+        numbers = torch.arange(x.shape[2], device=x.device)
+        return ((x @ x.mT / math.sqrt(x.shape[3]) + bias[:, (numbers[:, None] - numbers).abs()]).softmax(-1) @ x).square().sum()
+
+    bias, x = torch.randn(2, 6, device=device), torch.randn(3, 1, 2, 6, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(bias, x), loop_grad(written)(bias, x))
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_other_ops_that_are_given_functions_are_refused(method):
+    def fn(p, x):
+        return foreach_map(lambda row: row * p, [x])[0].sum()
+
+    with pytest.raises(psg.InputError, match="foreach_map, a higher-order op for which psg has no rule"):
+        psg.per_sample_grad(fn, method=method)(torch.ones(3), torch.ones(2, 3))
+    with pytest.raises(psg.InputError, match="foreach_map"):
+        loop_grad(fn)(torch.ones(3), torch.ones(2, 3))
