@@ -7,6 +7,7 @@ of factor: every factor of one gradient has the same sketch.
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ class _Hash:
         return 1 - 2 * (_polynomial(self._sign, index) % 2)
 
 
-def _polynomial(coefficients: list[int], index: Tensor) -> Tensor:
-    value = torch.full_like(index, coefficients[0])
-    for coefficient in coefficients[1:]:
+def _polynomial(coefficients: Sequence[Any], index: Tensor) -> Tensor:
+    value, *rest = coefficients
+    for coefficient in rest:
         value = (value * index + coefficient) % _PRIME  # exact: below 2^62
     return value
 
@@ -113,9 +114,7 @@ def sketch_side_by_side(rows: Tensor, sketches: Sequence[Sketch], shapes: Sequen
     index = torch.stack([place // columns, place % columns], dim=1)[:, :, None]  # a and b of every entry
     # [entry, side, bucket or sign, coefficient]
     coefficients = torch.tensor([[[side._bucket, side._sign] for side in sketch._sides] for sketch in sketches])[owner]
-    value = coefficients[..., 0]
-    for k in range(1, coefficients.shape[-1]):
-        value = (value * index + coefficients[..., k]) % _PRIME
+    value = _polynomial(coefficients.unbind(-1), index)
     bucket, sign = (value[:, :, 0] % dim).sum(1) % dim, (1 - 2 * (value[:, :, 1] % 2)).prod(1)
     signed = widen(rows) * sign.to(rows.device)
     return signed.new_zeros(len(rows), dim).scatter_add(1, bucket.to(rows.device).expand(signed.shape), signed)
