@@ -220,15 +220,14 @@ def _call(
     versions = {name: buffer._version for name, buffer in buffers.items()}
     scripted = isinstance(module, torch.jit.ScriptModule)
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest, **buffers})
-    holding = partial(_locked, lock, held)
     guarded = {key: name for key, name in unregistered.items() if name in params}
     refuse = _refuses_writes(children, buffers)
-    with holding(), _writes.refusing(refuse) if buffers else contextlib.nullcontext():
+    with held(), _writes.refusing(refuse) if buffers else contextlib.nullcontext():
         with _OwnParameterGuard(guarded, _KEPT_BY_MODULE) if guarded else contextlib.nullcontext():
             output = run({id(parameter): name for name, parameter in own.items() if name in params})
         now = buffers if scripted else _held(buffer_slots)
-    # Layers that run again in the backward pass (checkpoints) must find the same parameters.
-    _pass.remember(module, params, holding)
+    # Layers that run again in the backward pass (checkpoints) must find the same parameters, and take the lock, which the caller holds now.
+    _pass.remember(module, params, partial(_locked, lock, held))
     # A buffer that was assigned anew is another tensor; one that was written into has a new version.
     changed = [name for name, buffer in buffers.items() if now.get(name) is not buffer or buffer._version != versions[name]]
     if changed:
