@@ -105,8 +105,7 @@ def settings_key() -> Hashable:
     """The current settings of `using`, as a key: equal where they ask for the same."""
     choices, *rest = _settings.get()
     # A lambda written at the call site is a new object each time: compare its code.
-    keys = {question: _choice_key(answer) for question, answer in choices.items()}
-    return tuple(sorted(keys.items(), key=lambda item: item[0])), *rest
+    return tuple((question, _choice_key(choices[question])) for question in sorted(choices)), *rest
 
 
 def _choice_key(answer: Choice) -> Hashable:
