@@ -200,12 +200,7 @@ def _quantile(name: str) -> None:
         # [*rest, several] -> [several, *rest]: the shares first, then the remaining dimensions of the input.
         whole = found.movedim(-1, 0)
         if keepdim:
-            rest = (
-                [1] * input.ndim
-                if dim is None or not input.ndim
-                else [*input.shape[: dim % input.ndim], 1, *input.shape[dim % input.ndim + 1 :]]
-            )
-            whole = whole.reshape(-1, *rest)
+            whole = whole.reshape(-1, *(1,) * input.ndim) if dim is None or not input.ndim else whole.unsqueeze(1 + dim % input.ndim)
         return whole if several else whole[0]
 
 
