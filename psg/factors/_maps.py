@@ -15,7 +15,7 @@ from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sum import Sum
-from psg.factors._views import Region, Views
+from psg.factors._views import Region, Views, strides_of
 
 Scale = Tensor | float
 
@@ -250,8 +250,7 @@ def reshaped(factor: Factor, shape: torch.Size) -> Factor:
 def _viewed(factor: Factor, shape: torch.Size) -> Factor:
     if factor.shape == shape:
         return factor
-    region = Region(tuple(factor.shape), tuple(factor.shape[k + 1 :].numel() for k in range(len(factor.shape))), 0)
-    return Views([factor], [region], shape)
+    return Views([factor], [Region(tuple(factor.shape), strides_of(factor.shape), 0)], shape)
 
 
 @reshaped.register

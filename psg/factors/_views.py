@@ -10,6 +10,11 @@ from psg import memory
 from psg.factors._base import Additive, Factor
 
 
+def strides_of(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    return tuple(shape[k + 1 :].numel() for k in range(len(shape)))
+
+
 class Region(NamedTuple):
     """The size, strides and offset of a view of a contiguous parameter; no two entries of the view coincide.
 
@@ -44,7 +49,7 @@ class Region(NamedTuple):
         """The view's range (start, stop) in each dimension of the parameter; None for a view that merges dimensions."""
         if shape.numel() == 0:
             return None
-        strides = [shape[k + 1 :].numel() for k in range(len(shape))]
+        strides = strides_of(shape)
         rest, starts = self.offset, []
         for stride in strides:
             start, rest = divmod(rest, stride)
@@ -139,8 +144,7 @@ class Views(Additive):
     def is_reshaped(self) -> bool:
         """Whether there is one view, a reshape of the whole parameter."""
         region, size = self.regions[0], torch.Size(self.regions[0].size)
-        in_order = region.stride == tuple(size[k + 1 :].numel() for k in range(len(size)))
-        return len(self.regions) == 1 and in_order and size.numel() == self.shape.numel()
+        return len(self.regions) == 1 and region.stride == strides_of(size) and size.numel() == self.shape.numel()
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"

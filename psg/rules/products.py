@@ -18,6 +18,8 @@ from torch import Tensor
 
 from psg import _functorch
 from psg.factors import Dense, Factor, Outer, Region, Views
+from psg.factors._maps import reshaped
+from psg.factors._views import strides_of
 from psg.rules._registry import decomposition, reshape, rule, transposable_form, transpose
 from psg.rules.linear import flatten_positions, linear
 
@@ -103,16 +105,13 @@ def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, s
     if tuple(found[name] for name in labels) != tuple(shape):
         return None
     x, c = (flatten_positions(side.flatten(len(along))) for side in (x, c))
-    first = contracted if labels.startswith(contracted) else produced
-    factor = Outer(x, c) if first is contracted else Outer(c, x)
+    factor, order = (Outer(x, c), contracted + produced) if labels.startswith(contracted) else (Outer(c, x), produced + contracted)
     if len(labels) == 2:
         return factor
     # View the matrix with all its labels, then permute these into the parameter's order.
-    order = contracted + produced if first is contracted else produced + contracted
-    whole = torch.Size(found[name] for name in order)
-    strides = {name: shape[k + 1 :].numel() for k, name in enumerate(labels)}
-    factor = Views([factor], [Region(tuple(factor.shape), (factor.shape[1], 1), 0)], whole)
-    return factor if order == labels else Views([factor], [Region(tuple(whole), tuple(strides[name] for name in order), 0)], shape)
+    whole, strides = torch.Size(found[name] for name in order), dict(zip(labels, strides_of(shape), strict=True))
+    viewed = reshaped(factor, whole)
+    return viewed if order == labels else Views([viewed], [Region(tuple(whole), tuple(strides[name] for name in order), 0)], shape)
 
 
 def _dense(
