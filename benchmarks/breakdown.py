@@ -14,22 +14,18 @@ It also lists the ops that take longer than in plain training, in milliseconds a
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from methods import METHODS, Call
-from run import describe
+from run import set_up, write
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 from workloads import WORKLOADS, build
-
-import psg
 
 PAIR = ("plain", "psg_clip")
 WARM_UP, REPEATS = 20, 15
@@ -42,17 +38,13 @@ def main() -> None:
     parser.add_argument("--keep-pages", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.device, args.dtype, args.tf32, args.repeats = "cpu", "float32", False, REPEATS
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(args.threads)
-    if args.keep_pages and not psg.keep_pages():
-        raise SystemExit("--keep-pages: this C library cannot")
+    args.device, args.repeats = "cpu", REPEATS
+    set_up(args)
     rows = []
     for name in WORKLOADS if args.workloads == "all" else args.workloads.split(","):
         rows.append({"workload": name, **measure(name)})
         print(f"{name:>14}  ops {rows[-1]['ops']:.2f}  wall {rows[-1]['wall']:.2f}   {rows[-1]['more_ms']}")
-    if args.out:
-        args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
+    write(args, results=rows)
 
 
 def measure(workload: str) -> dict[str, Any]:

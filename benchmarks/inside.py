@@ -11,16 +11,14 @@ All results are checked against vmap(grad) in double precision before anything i
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from run import describe, interleave
+from run import interleave, set_up, write
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
@@ -202,15 +200,9 @@ def main(problems: dict[str, Callable[[], Problem]] = PROBLEMS, description: str
     parser.add_argument("--compile", action="store_true", help="also time psg.jit of the clipped sum, and torch.compile of vmap(grad)'s")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.dtype, args.tf32 = "float32", False
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(args.threads)
-    if args.keep_pages and not psg.keep_pages():
-        raise SystemExit("--keep-pages: this C library cannot")
+    set_up(args)
     rows = [row for name in args.problems.split(",") for row in measure(name, problems[name], args)]
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
+    write(args, results=rows)
 
 
 def measure(name: str, make: Callable[[], Problem], args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -9,16 +9,14 @@ than vmap(grad). Per-sample gradients are compared with those of vmap(grad) befo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from run import describe, interleave
+from run import interleave, set_up, write
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -177,13 +175,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.dtype, args.tf32 = "float32", False
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(args.threads)
+    set_up(args)
     rows = {name: measure(name, args) for name in args.functions.split(",")}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**describe(args), "bar": BAR, "results": rows}, indent=1) + "\n")
+    write(args, bar=BAR, results=rows)
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import statistics
-import warnings
 from pathlib import Path
 
 import peers  # noqa: F401  (registers the other libraries' methods)
-import torch
 from methods import METHODS
 from reference import Reference
-from run import check, describe, interleave
+from run import check, interleave, set_up, write
 from workloads import build
 
 DEFAULT = "plain,loop,vmap_grad,vmap_norm,vmap_clip,psg_grad,psg_norm,psg_clip,opacus_hooks,opacus_ghost_clip,backpack_grad"
@@ -36,9 +33,8 @@ def main() -> None:
     parser.add_argument("--profile", metavar="METHOD", help="print the functions that take this method's time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.threads, args.dtype, args.tf32, args.limit = 1, "float32", False, 1
-    warnings.simplefilter("ignore")  # some peers warn on every call
-    torch.set_num_threads(args.threads)
+    args.threads, args.limit = 1, 1
+    set_up(args)
     if args.profile:
         profile(args.profile, args)
         return
@@ -51,9 +47,7 @@ def main() -> None:
         rows[name]["us"] = round(1e6 * statistics.median(seconds), 1)
     for name, row in rows.items():
         print(f"{name:<20}" + (f"{row['us']:>10.0f} us" if "us" in row else f"{row['status']:>13}"))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
+    write(args, results=rows)
 
 
 def profile(name: str, args: argparse.Namespace) -> None:

@@ -10,16 +10,14 @@ before anything is timed; times are medians of interleaved calls.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from methods import METHODS
-from run import describe, interleave
+from run import interleave, set_up, write
 from torch import Tensor
 from workloads import Workload, build
 
@@ -39,15 +37,9 @@ def main() -> None:
     parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.dtype, args.tf32 = "float32", False
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(args.threads)
-    if args.keep_pages and not psg.keep_pages():
-        raise SystemExit("--keep-pages: this C library cannot")
+    set_up(args)
     rows = {name: measure(name, [int(dim) for dim in args.dims.split(",")], args) for name in args.workloads.split(",")}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**describe(args), "results": rows}, indent=1) + "\n")
+    write(args, results=rows)
 
 
 def measure(name: str, dims: list[int], args: argparse.Namespace) -> dict[str, Any]:

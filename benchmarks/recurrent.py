@@ -18,9 +18,7 @@ Each way is checked against `tapped` before it is timed; times are medians of in
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from methods import METHODS
 from reference import TOLERANCE, Reference
-from run import describe, interleave
+from run import interleave, set_up, write
 from torch import Tensor, nn
 from workloads import Workload
 
@@ -72,15 +70,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.dtype, args.tf32 = "float32", False
-    warnings.simplefilter("ignore")  # some peers warn on every call
-    torch.set_num_threads(args.threads)
-    report = {**describe(args), "samples": args.samples, "steps": args.steps}
-    report["ways"] = measure_ways(args)
-    report["models"] = {kind: measure_model(kind, args) for kind in args.kinds.split(",")}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    set_up(args)
+    ways = measure_ways(args)
+    models = {kind: measure_model(kind, args) for kind in args.kinds.split(",")}
+    write(args, samples=args.samples, steps=args.steps, ways=ways, models=models)
 
 
 def measure_model(kind: str, args: argparse.Namespace) -> dict[str, dict[str, float | str]]:

@@ -13,7 +13,6 @@ An op that mixes devices fails, as on a real device. Reading a tensor's value in
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import warnings
 from collections import Counter
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from methods import METHODS
-from run import describe
+from run import write
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
@@ -72,9 +71,7 @@ def main() -> None:
             for op, seconds in (found.seconds - first.seconds).most_common(args.ops):
                 more = (found.bytes - first.bytes)[op] / 1e9
                 print(f"{op:>36} {found.kernels[op]:6d} kernels  +{more:.1f} GB  +{1e3 * seconds:.2f} ms")
-    if args.out:
-        about = {**describe(args), "device": "H100 (SXM), by published figures, counted not measured", "dtype": args.precision}
-        args.out.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+    write(args, device="H100 (SXM), by published figures, counted not measured", dtype=args.precision, results=rows)
 
 
 def pretend() -> torch.device:

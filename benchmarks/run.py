@@ -51,22 +51,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 def main() -> None:
     args = parse_arguments()
-    warnings.simplefilter("ignore")  # peers warn on every call; check() records the warnings that matter
-    torch.set_num_threads(args.threads)
-    if args.keep_pages and not psg.keep_pages():
-        raise SystemExit("--keep-pages: this C library cannot")
+    set_up(args)
     if args.peak:
         print(json.dumps(peak_memory(args.workloads[0], METHODS[args.methods[0]], args)))
         return
-    report: dict[str, Any] = {**describe(args), "results": []}
+    rows = []
     for name in args.workloads:
         for row in measure(name, args):
-            report["results"].append(row)
+            rows.append(row)
             print(f"  {name:>14} {line(row)}", file=sys.stderr)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+    print(table(write(args, results=rows)))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -94,6 +88,25 @@ def parse_arguments() -> argparse.Namespace:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     return args
+
+
+def set_up(args: argparse.Namespace) -> None:
+    """Sets the process up as the options of a script ask; without options for them, in float32 and with freed pages given back."""
+    for option, default in (("dtype", "float32"), ("tf32", False), ("keep_pages", False)):
+        vars(args).setdefault(option, default)
+    warnings.simplefilter("ignore")  # peers warn on every call; check() records the warnings that matter
+    torch.set_num_threads(args.threads)
+    if args.keep_pages and not psg.keep_pages():
+        raise SystemExit("--keep-pages: this C library cannot")
+
+
+def write(args: argparse.Namespace, **found: Any) -> dict[str, Any]:
+    """Writes what was found, and everything that it depends on, to the file of `--out`, if there is one; returns both."""
+    report = {**describe(args), **found}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
