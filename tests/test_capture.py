@@ -379,6 +379,7 @@ def test_a_value_of_the_parameters_that_fn_keeps_is_refused_by_the_loop(calls, d
         grad(w, x, key=calls)
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # samples with different numbers cannot run as one batch
 @pytest.mark.parametrize("number", [lambda x: torch.tensor(0.5, device=x.device), lambda x: x[0, 0].abs()])
 @pytest.mark.parametrize(
     "fn",
@@ -399,15 +400,14 @@ def test_a_tensor_in_the_place_of_a_number_counts_for_its_value(fn, number, devi
         return score(fn(p, x, number(x)))
 
     values, grads = loop_value_and_grad(loss)(params, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)  # samples with different numbers cannot run as one batch
-        found_values, found = psg.per_sample_value_and_grad(loss)(params, x)
+    found_values, found = psg.per_sample_value_and_grad(loss)(params, x)
     assert_trees_close(found_values, values)
     assert_trees_close(found, grads)
     agreeing = x[:1].expand(3, -1, -1)
     assert_trees_close(psg.per_sample_grad(loss, method="capture")(params, agreeing), loop_grad(loss)(params, agreeing))
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize(
     "inner",
     [
@@ -423,12 +423,10 @@ def test_what_vmap_gets_wrong_is_sent_around_inside_transforms_too(transform, in
         return transform(lambda y: inner(w, y))(x).sin().sum()
 
     w, x = torch.randn(3, 3, device=device), torch.randn(3, 3, device=device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        found = psg.per_sample_grad(fn)(w, x)
-    assert_trees_close(found, loop_grad(fn)(w, x))
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_a_frozen_matrix_that_is_written_into_after_it_was_read(device):
     """The product's backward would read the matrix's new values; plain PyTorch raises too."""
 
@@ -439,8 +437,7 @@ def test_a_frozen_matrix_that_is_written_into_after_it_was_read(device):
         return product.sum()
 
     w, x = torch.randn(3, 3, device=device), torch.randn(5, 3, device=device)
-    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
+    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
         psg.per_sample_grad(fn)(w, x)
 
 
@@ -832,6 +829,7 @@ def test_constants_that_fn_keeps_serve_on_every_rung(make, method, write, device
     assert_trees_close(first, second)
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_a_mask_may_be_made_in_place_and_named(device):
     def fn(w, x):
         mask = torch.zeros(4, dtype=torch.bool, device=x.device)
@@ -840,10 +838,7 @@ def test_a_mask_may_be_made_in_place_and_named(device):
         return (w @ x * mask).sin().sum() + (w @ x).masked_select(mask=same).cos().sum()
 
     w, x = torch.randn(4, 4, device=device), torch.randn(6, 4, device=device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        found = psg.per_sample_grad(fn)(w, x)
-    assert_trees_close(found, loop_grad(fn)(w, x))
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
 
 
 # --- constants that are computed from parameters ------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Same inputs and seed, same bits; and torch.use_deterministic_algorithms is respected."""
 
 import ast
-import warnings
 from pathlib import Path
 
 import pytest
@@ -50,20 +49,14 @@ def _threads(request):
 
 
 @pytest.fixture
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        yield
-
-
-@pytest.fixture
 def _deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("_quiet", "_threads")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.usefixtures("_threads")
 @each_case(lambda case: case.name in MODELS)
 def test_the_same_bits_every_time(case, device):
     problem = case.build(device)
@@ -72,7 +65,8 @@ def test_the_same_bits_every_time(case, device):
         assert_same_bits(results(problem), expected)
 
 
-@pytest.mark.usefixtures("_quiet", "_threads")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_of_a_large_model(dtype, device):
     """Large enough for kernels to split their work among threads."""
@@ -90,7 +84,7 @@ def test_the_same_bits_of_a_large_model(dtype, device):
     assert not torch.equal(psg.per_sample_norm(loss)(params, *batch), psg.per_sample_norm(loss)(params, *batch))  # dropout draws anew
 
 
-@pytest.mark.usefixtures("_quiet")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_the_same_bits_under_autograd(device):
     model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Flatten(), torch.nn.Linear(40, 3)).to(device)
     loss, params = psg.stateless(model, torch.nn.functional.cross_entropy)
@@ -103,7 +97,8 @@ def test_the_same_bits_under_autograd(device):
     assert_same_bits(slopes(), slopes())
 
 
-@pytest.mark.usefixtures("_quiet", "_deterministic")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.usefixtures("_deterministic")
 @each_case(lambda case: case.name in MODELS)
 def test_deterministic_algorithms(case, device):
     problem = case.build(device)

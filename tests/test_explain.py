@@ -1,7 +1,6 @@
 """The report: rung, reasons, factor kinds, ops and sizes."""
 
 import functools
-import warnings
 
 import pytest
 import torch
@@ -41,15 +40,14 @@ def test_sizes(device):
     assert leaf.factored_bytes == N * 2 * (30 + 20) * w.element_size()
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_the_lower_rungs_say_why(device):
     w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
 
     def fn(w, x):
         return score(F.linear(x, w)) * x[0].item()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        report = psg.explain(fn)(w, x)
+    report = psg.explain(fn)(w, x)
     assert report.rung == "loop"
     assert [rung for rung, _ in report.reasons] == ["capture", "vmap"]
     assert all("item" in reason for _, reason in report.reasons)

@@ -50,12 +50,11 @@ def writes_into_the_parameter(w, x):
 
 
 @each_case()
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_every_case_runs_on_the_rung_that_its_row_says(case, device):
     problem = case.build(device)
     expected = "capture" if not case.not_capture else "vmap" if not case.not_vmap else "loop"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        report = psg.explain(problem.fn, **problem.options)(*problem.args, **problem.shared)
+    report = psg.explain(problem.fn, **problem.options)(*problem.args, **problem.shared)
     assert report.rung == expected, report.reasons
 
 
@@ -223,17 +222,16 @@ def test_a_python_value_that_all_samples_share(value, args):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_every_transform_falls(args):
     grads = loop_grad(asks_the_sample)(*args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        values, found = psg.per_sample_value_and_grad(asks_the_sample)(*args)
-        assert_trees_close(values, loop_value_and_grad(asks_the_sample)(*args)[0])
-        assert_trees_close(found, grads)
-        assert_trees_close(psg.per_sample_norm(asks_the_sample)(*args), grads.flatten(1).norm(dim=1))
-        assert_trees_close(psg.factored_grad(asks_the_sample)(*args).materialize(), grads)
-        clipped = psg.clipped_grad(asks_the_sample, float("inf"))(*args)
-        assert_trees_close(clipped.grads, grads.sum(0), per_sample=False)
+    values, found = psg.per_sample_value_and_grad(asks_the_sample)(*args)
+    assert_trees_close(values, loop_value_and_grad(asks_the_sample)(*args)[0])
+    assert_trees_close(found, grads)
+    assert_trees_close(psg.per_sample_norm(asks_the_sample)(*args), grads.flatten(1).norm(dim=1))
+    assert_trees_close(psg.factored_grad(asks_the_sample)(*args).materialize(), grads)
+    clipped = psg.clipped_grad(asks_the_sample, float("inf"))(*args)
+    assert_trees_close(clipped.grads, grads.sum(0), per_sample=False)
 
 
 # --- whose error --------------------------------------------------------------------------------------------
@@ -437,12 +435,11 @@ LEAKS = {
 
 
 @pytest.mark.parametrize("name", LEAKS)
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_leak(name, args):
     fn = LEAKS[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        values, grads = psg.per_sample_value_and_grad(fn)(*args)
-        norms = psg.per_sample_norm(fn)(*args)
+    values, grads = psg.per_sample_value_and_grad(fn)(*args)
+    norms = psg.per_sample_norm(fn)(*args)
     expected_values, expected = loop_value_and_grad(fn)(*args)
     assert_trees_close(values, expected_values)
     assert_trees_close(grads, expected)
@@ -553,10 +550,9 @@ def test_parameters_that_are_wrappers_seen_by_the_function_look_like_parameters(
     assert seen == [(True, False, w.shape, w.dtype, w.device.type, 2, w.stride(), 4)]
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_chunks_fall_together(args):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        grads = psg.per_sample_grad(asks_the_sample, chunk_size=2)(*args)
+    grads = psg.per_sample_grad(asks_the_sample, chunk_size=2)(*args)
     assert_trees_close(grads, loop_grad(asks_the_sample)(*args))
 
 
@@ -810,6 +806,7 @@ def test_hooks_of_others_do_not_fire(device):
     assert len(calls) == 2  # the hooks are back
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize("method", ["loop", "auto"])
 def test_samples_that_fn_differentiates_for_on_the_loop(method, device):
     def fn(w, x):
@@ -820,10 +817,7 @@ def test_samples_that_fn_differentiates_for_on_the_loop(method, device):
         return slope.square().sum() + (made * w).sum()
 
     w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
 
 
 @pytest.mark.parametrize("way", ["checkpointed"])

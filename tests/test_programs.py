@@ -4,8 +4,9 @@ Every value is a [3, 3] matrix, so that any instruction may follow any other: ru
 parameters, views, writes in place, detached and no_grad sections, in combinations that nobody wrote down.
 """
 
-import warnings
+from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.nn.functional as F
 from cases import score
@@ -104,6 +105,7 @@ def program(instructions):
     return fn
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # some drawn programs are beyond capture or vmap
 @given(instructions=st.lists(instruction, min_size=1, max_size=8), n=st.integers(1, 3), seed=st.integers(0, 2**16), rules=st.booleans())
 def test_programs(instructions, n, seed, rules, device):
     generator = torch.Generator().manual_seed(seed)
@@ -113,16 +115,9 @@ def test_programs(instructions, n, seed, rules, device):
     fn = program(instructions)
     values, expected = loop_value_and_grad(fn)(params, x)
     atol = 1e4 * torch.finfo(x.dtype).eps
-    with warnings.catch_warnings():
-        # Some drawn programs are beyond capture or vmap; every rung must be right.
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        if rules:
-            found_values, found = psg.per_sample_value_and_grad(fn)(params, x)
-            norms = psg.per_sample_norm(fn)(params, x)
-        else:
-            with psg.rules.disabled():
-                found_values, found = psg.per_sample_value_and_grad(fn)(params, x)
-                norms = psg.per_sample_norm(fn)(params, x)
+    with nullcontext() if rules else psg.rules.disabled():
+        found_values, found = psg.per_sample_value_and_grad(fn)(params, x)
+        norms = psg.per_sample_norm(fn)(params, x)
     assert_trees_close(found_values, values, atol=atol, name="values")
     assert_trees_close(found, expected, atol=atol, name="grads")
     assert_trees_close(norms, reference_norm(expected), atol=atol, name="norm")

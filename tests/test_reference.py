@@ -129,14 +129,7 @@ def args(device):
     return {"w": torch.randn(4, 3, device=device)}, x
 
 
-@pytest.fixture
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", psg.FallbackWarning)
-        yield
-
-
-@pytest.mark.usefixtures("_quiet")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize("method", ["auto", "loop"])
 @pytest.mark.parametrize("fn", ONLY_A_LOOP)
 def test_plain_autograd(fn, method, args):
@@ -161,7 +154,7 @@ OUTER = {
 }
 
 
-@pytest.mark.usefixtures("_quiet")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize("method", ["auto", "loop"])
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("fn", IN_TRANSFORMS)
