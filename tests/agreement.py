@@ -91,3 +91,24 @@ def linear_args(device, n=N):
     """Parameters and a batch for `linear_loss`."""
     p = {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}
     return p, torch.randn(n, 5, 3, device=device)
+
+
+def two_layer_loss(p, x):
+    """The loss of a small network, for tests to which the function does not matter."""
+    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
+
+
+def two_layer_params(device):
+    """Parameters for `two_layer_loss`, which takes samples of three features."""
+    shapes = {"a": (4, 3), "b": (2, 4), "c": (4,)}
+    return {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+
+
+def rows_loss(p, x):
+    """A loss whose gradient at sample n is x[n] itself, so that norms can be chosen."""
+    return (p * x).sum()
+
+
+def rows(*norms, device="cpu"):
+    """A batch of rows with these norms, and a parameter for `rows_loss`."""
+    return torch.tensor([[norm, 0.0] for norm in norms], device=device), torch.zeros(2, device=device)

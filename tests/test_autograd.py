@@ -6,6 +6,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import two_layer_loss as fn
+from agreement import two_layer_params
 from cases import N, score
 from test_transformability import FUNCTIONS, flat, gradients, live, reference_clipped, slopes, weigh
 from torch import nn
@@ -16,13 +18,9 @@ import psg
 from psg.testing import assert_trees_close
 
 
-def fn(p, x):
-    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
-
-
 @pytest.fixture
 def args(device):
-    p = {"a": torch.randn(4, 3), "b": torch.randn(2, 4), "c": torch.randn(4)}
+    p = two_layer_params(device)
     rest = {"direction": tree_map(torch.randn_like, p), "weights": torch.randn(N), "clip_norm": torch.tensor(1.3)}
     return tree_map(lambda leaf: leaf.to(device) / 2, (p, torch.randn(N, 3), rest))
 
@@ -146,9 +144,9 @@ def test_under_autocast_functions_are_warned_of_one_by_one(device):
     """Under autocast one wrapper calls all functions: once its code told functions apart, and the second got no warning."""
     outer = torch.ones(3, requires_grad=True, device=device)
     w, x = torch.ones(3, device=device), torch.ones(2, 3, device=device)
-    for fn in (lambda w, x: (w * x * outer).sum(), lambda w, x: (w + x * outer).square().sum()):
+    for loss in (lambda w, x: (w * x * outer).sum(), lambda w, x: (w + x * outer).square().sum()):
         with torch.autocast(device.type, torch.bfloat16), pytest.warns(psg.FallbackWarning, match="closes over a tensor"):
-            psg.factored_grad(fn)(w, x)
+            psg.factored_grad(loss)(w, x)
 
 
 CONSTANTS = {

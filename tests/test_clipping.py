@@ -8,9 +8,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-import torch.nn.functional as F
-from agreement import summed
-from cases import score
+from agreement import rows, rows_loss, summed, two_layer_params
+from agreement import two_layer_loss as loss
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,23 +29,9 @@ from psg.testing._loop import tree_map
 N = 5
 
 
-def loss(p, x):
-    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
-
-
 @pytest.fixture
 def args(device):
-    params = {"a": torch.randn(4, 3, device=device), "b": torch.randn(2, 4, device=device), "c": torch.randn(4, device=device)}
-    return params, torch.randn(N, 6, 3, device=device)
-
-
-def scaled(p, x):
-    """A loss whose gradient at sample n is x[n] itself, so that norms can be chosen."""
-    return (p * x).sum()
-
-
-def rows(*norms, device="cpu"):
-    return torch.tensor([[norm, 0.0] for norm in norms], device=device), torch.zeros(2, device=device)
+    return two_layer_params(device), torch.randn(N, 6, 3, device=device)
 
 
 # --- the clip norm ------------------------------------------------------------------------------------------
@@ -135,17 +120,17 @@ def test_clip_norm_may_be_a_tensor(args, device):
 def test_a_zero_norm_counts_as_coefficient_one(device):
     x, p = rows(0.0, 2.0, 0.5, device=device)
     for policy, expected in (("clip", [1.0, 0.5, 1.0]), ("normalize", [1.0, 0.5, 2.0])):
-        out = psg.clipped_grad(scaled, 1.0, policy=policy)(p, x)
+        out = psg.clipped_grad(rows_loss, 1.0, policy=policy)(p, x)
         assert out.clip_coef.tolist() == expected
-    assert psg.clipped_grad(scaled, 0.0)(p, x).clip_coef[0] == 1.0
+    assert psg.clipped_grad(rows_loss, 0.0)(p, x).clip_coef[0] == 1.0
 
 
 def test_no_epsilon_is_added(device):
     # A norm that is exactly the clip norm is left alone, bit for bit, and a tiny one is clipped exactly.
     x, p = rows(3.0, 4.0, device=device)
-    assert psg.clipped_grad(scaled, 3.0)(p, x).clip_coef.tolist() == [1.0, 0.75]
+    assert psg.clipped_grad(rows_loss, 3.0)(p, x).clip_coef.tolist() == [1.0, 0.75]
     x, p = rows(1e-12, 2e-12, device=device)
-    out = psg.clipped_grad(scaled, 1e-12)(p, x)
+    out = psg.clipped_grad(rows_loss, 1e-12)(p, x)
     assert out.grads[0].item() == pytest.approx(2e-12, rel=1e-6)
 
 
@@ -153,14 +138,14 @@ def test_no_epsilon_is_added(device):
 def test_clipped_sum_over_drawn_norms(clip_norm, scale, seed, device):
     torch.manual_seed(seed)
     p, x = torch.randn(4, device=device), scale * torch.randn(N, 4, device=device)
-    grads = loop_grad(scaled)(p, x)
-    out = psg.clipped_grad(scaled, clip_norm)(p, x)
+    grads = loop_grad(rows_loss)(p, x)
+    out = psg.clipped_grad(rows_loss, clip_norm)(p, x)
     summed(out.grads, reference_clipped_sum(grads, clip_norm), "grads")
     # Clipping twice is clipping once, and no clipped sample is longer than the clip norm.
     clipped = grads * out.clip_coef[:, None]
     tight = 1 + 8 * torch.finfo(x.dtype).eps
     assert (reference_norm(clipped) <= clip_norm * tight).all()
-    again = psg.clipped_grad(scaled, clip_norm * tight)(p, clipped)
+    again = psg.clipped_grad(rows_loss, clip_norm * tight)(p, clipped)
     assert (again.clip_coef == 1).all()
 
 
@@ -536,7 +521,7 @@ def test_norms_of_groups(masked, chunk_size, args):
 
 def test_a_tiny_norm_is_not_brought_beyond_the_dtype(device):
     x, p = rows(1e-30, 3e-40, 0.0, 1.0, device=device)
-    out = psg.clipped_grad(scaled, 1.0, policy="normalize")(p.float(), x.float())
+    out = psg.clipped_grad(rows_loss, 1.0, policy="normalize")(p.float(), x.float())
     assert out.grads.isfinite().all() and out.nonfinite == 0 and out.clip_coef.max() < 1e28
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from cases import N, score
+from agreement import two_layer_loss as loss
+from agreement import two_layer_params
+from cases import N
 from test_transformability import live, stacked
 from torch import nn
 from torch.func import grad, vmap
@@ -20,14 +22,9 @@ from psg.testing import assert_trees_close, loop_grad
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
-def loss(p, x):
-    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
-
-
 @pytest.fixture
 def args(device):
-    p = {"a": torch.randn(4, 3), "b": torch.randn(2, 4), "c": torch.randn(4)}
-    return {name: leaf.to(device) / 2 for name, leaf in p.items()}, torch.randn(N, 3, device=device)
+    return {name: leaf / 2 for name, leaf in two_layer_params(device).items()}, torch.randn(N, 3, device=device)
 
 
 @pytest.fixture(params=["eager", "aot_eager"])

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import summed
+from agreement import rows_loss, summed, two_layer_params
+from agreement import two_layer_loss as loss
 from cases import score
 
 import psg
@@ -18,23 +19,9 @@ from psg.testing._loop import tree_map
 N = 5
 
 
-def loss(p, x):
-    return score(F.linear(F.linear(x, p["a"], p["c"]).tanh(), p["b"]))
-
-
 @pytest.fixture
 def args(device):
-    params = {"a": torch.randn(4, 3, device=device), "b": torch.randn(2, 4, device=device), "c": torch.randn(4, device=device)}
-    return params, torch.randn(N, 6, 3, device=device)
-
-
-def scaled(p, x):
-    """A loss whose gradient at sample n is x[n] itself, so that norms can be chosen."""
-    return (p * x).sum()
-
-
-def rows(*norms, device="cpu"):
-    return torch.tensor([[norm, 0.0] for norm in norms], device=device), torch.zeros(2, device=device)
+    return two_layer_params(device), torch.randn(N, 6, 3, device=device)
 
 
 # --- masks --------------------------------------------------------------------------------------------------
@@ -133,7 +120,7 @@ def test_a_bad_sample_in_one_leaf_is_left_out_of_all(args, device):
 def test_a_gradient_whose_norm_overflows(device):
     # Finite entries, but no finite norm in float32: no coefficient can clip the sample, so it is left out.
     x = torch.tensor([[1e30, 1e30], [3.0, 4.0]], dtype=torch.float32, device=device)
-    out = psg.clipped_grad(scaled, 1.0)(torch.zeros(2, dtype=torch.float32, device=device), x)
+    out = psg.clipped_grad(rows_loss, 1.0)(torch.zeros(2, dtype=torch.float32, device=device), x)
     assert_trees_close(out.grads, torch.tensor([0.6, 0.8], dtype=torch.float32, device=device), per_sample=False)
     assert out.nonfinite.item() == 1
 

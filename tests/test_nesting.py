@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import two_layer_params
 from cases import N, score
 from test_transformability import flat, gradients, live, reference_clipped, scalar, slopes, stacked, weigh
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -24,8 +25,7 @@ def loss(p, x):
 @pytest.fixture
 def args(device):
     """Parameters, and N tasks of five support points and one query point each."""
-    p = {"a": torch.randn(4, 3), "b": torch.randn(2, 4), "c": torch.randn(4)}
-    p = {name: leaf.to(device) / 2 for name, leaf in p.items()}
+    p = {name: leaf / 2 for name, leaf in two_layer_params(device).items()}
     return p, torch.randn(N, 5, 3, device=device), torch.randn(N, 3, device=device)
 
 

@@ -5,7 +5,9 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import N, score
+from agreement import linear_args
+from agreement import linear_loss as loss
+from cases import N
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -167,13 +169,9 @@ def test_integers_must_be_equal():
 # --- check --------------------------------------------------------------------------------------------------
 
 
-def loss(p, x):
-    return score(F.linear(x, p["w"], p["b"]))
-
-
 @pytest.fixture
 def args(device):
-    return {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}, torch.randn(N, 5, 3, device=device)
+    return linear_args(device)
 
 
 def test_check_passes_and_reports(args):
