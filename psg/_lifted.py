@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch
-from psg._carries import Carry, Step, carry_of, part_of, terms_of
+from psg._carries import Step, carry_of, part_of, terms_of
 from psg._errors import InputError
 from psg._ops import name_of
 from psg.factors import Dense, Factor, Sum, merge
@@ -63,16 +63,6 @@ class Lifted:
         """Whether an autograd.Function of the user's has computed this value."""
         return self.made_by is not None and self.made_by[0].name == "custom_function_call"
 
-    def carry(self) -> "tuple[Carry | None, list[Lifted | None]]":
-        """The map that carries factors over to the sides of this value's step, or None if they must be materialised; and the sides."""
-        if self.made_by is None:
-            return None, []
-        step, parents = self.made_by
-        by_attached = {id(value.attached): value for value in parents}
-        sides = [by_attached.get(id(side)) for side in step.sides]
-        all_in = set(map(id, parents)) <= set(map(id, sides))  # every lifted argument is a side
-        return carry_of(step) if all_in else None, sides
-
     @cached_property
     def root(self) -> Tensor | None:
         """For a parameter, an autograd leaf over `value`, from which derived values are computed."""
@@ -89,9 +79,14 @@ class Lifted:
 
     def carry_terms(self) -> None:
         """Carry the terms over to the values from which this one was computed, where their kind allows it."""
-        if not self.terms:
+        if not self.terms or self.made_by is None:
             return
-        carry, sides = self.carry()
+        step, parents = self.made_by
+        by_attached = {id(value.attached): value for value in parents}
+        sides = [by_attached.get(id(side)) for side in step.sides]
+        if not set(map(id, parents)) <= set(map(id, sides)):
+            return  # a lifted argument is no side of the step
+        carry = carry_of(step)
         terms = None if carry is None else terms_of(self.terms)
         if carry is None or terms is None:
             return
