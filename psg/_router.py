@@ -351,8 +351,8 @@ class Router(Watch):
         if target_of(func, args, kwargs) is not None:
             return NotImplemented
         # Inside a differentiating transform fn may run again: reuse the output. (Not if there are other tensors: they may have changed.)
-        given, records = call_key(args, kwargs), _functorch.records_below(self.level)
-        key = None if others or given is None else (func, given, records, _functorch.autocast_dtype(lifted[0].leaf))
+        arguments, records = call_key(args, kwargs), _functorch.records_below(self.level)
+        key = None if others or arguments is None else (func, arguments, records, _functorch.autocast_dtype(lifted[0].leaf))
         if key in self.derivations:
             return self.derivations[key][0]
         given = args, kwargs
