@@ -67,10 +67,7 @@ def test_ignored_positions(seed, reduction, device):
     def fn(w, x, y):
         return weighted(F.cross_entropy(F.linear(x, w), y, reduction=reduction))
 
-    values, grads = loop_value_and_grad(fn)(w, x, y)
-    found_values, found = psg.per_sample_value_and_grad(fn, method="capture")(w, x, y)
-    assert_trees_close(found_values, values)
-    assert_trees_close(found, grads)
+    assert_agrees(Problem(fn, (w, x, y)))
 
 
 def test_a_sample_that_ignores_all_its_positions(device):
@@ -141,10 +138,7 @@ def test_probabilities_and_images_take_the_lifted_path(device):
         (lambda w, x, y: F.cross_entropy(F.linear(x, w), y), torch.rand(2, 5, 4, device=device).softmax(-1)),
         (lambda w, x, y: F.cross_entropy(F.linear(x, w).T[None], y[None]), torch.randint(4, (2, 5), device=device)),
     ):
-        values, grads = loop_value_and_grad(fn)(w, x, y)
-        found_values, found = psg.per_sample_value_and_grad(fn, method="capture")(w, x, y)
-        assert_trees_close(found_values, values)
-        assert_trees_close(found, grads)
+        assert_agrees(Problem(fn, (w, x, y)))
 
 
 # --- losses with margins, and of a variance ---------------------------------------------------------------------------
