@@ -27,7 +27,7 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def test_readme(monkeypatch, tmp_path, capsys):
+def test_readme(monkeypatch, tmp_path):
     """Every python block, one after the other in one namespace, with torch's own defaults."""
     monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
     monkeypatch.chdir(tmp_path)

@@ -732,8 +732,7 @@ def test_convs_of_other_geometry_meet(n, make):
 
 
 @each_count
-@pytest.mark.parametrize("gram", ["pixels", "patches"])
-@pytest.mark.parametrize("norm", ["keep", "gram", "chunks"])
+@pytest.mark.parametrize("norm, gram", [("keep", None), ("gram", "pixels"), ("gram", "patches"), ("chunks", None)])
 @pytest.mark.parametrize("materialize", ["convolution", "samples", "patches"])
 @pytest.mark.parametrize("size", CONVS)
 def test_conv_by_every_plan(size, materialize, norm, gram, n, make):

@@ -89,7 +89,7 @@ def test_a_mask_that_does_not_fit_is_an_error(mask, message, args, device):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("policy", ["clip", "automatic", "normalize"])
 @pytest.mark.parametrize("clip_norm", [0.5, math.inf, 0.0], ids=str)
-def test_a_bad_sample_contributes_exactly_zero_and_is_counted(bad, policy, clip_norm, args, device):
+def test_a_bad_sample_contributes_exactly_zero_and_is_counted(bad, policy, clip_norm, args):
     if clip_norm == math.inf and policy != "clip":
         clip_norm = 1e6  # these policies cannot scale to an infinite norm
     params, x = args
@@ -103,7 +103,7 @@ def test_a_bad_sample_contributes_exactly_zero_and_is_counted(bad, policy, clip_
     assert all(coef[1] == 0 for coef in out.clip_coef.values())
 
 
-def test_a_bad_sample_in_one_leaf_is_left_out_of_all(args, device):
+def test_a_bad_sample_in_one_leaf_is_left_out_of_all(args):
     # With one clip norm per leaf too: a sample is left out as a whole, never in part.
     params, x = args
 

@@ -151,7 +151,7 @@ def test_a_function_that_chooses_may_write_into_the_costs(device):
     assert seen[0] == seen[1] and len(seen[0]) == 2
 
 
-def test_settings_are_put_back_after_an_error(device):
+def test_settings_are_put_back_after_an_error():
     before = plans.settings_key()
     with pytest.raises(ZeroDivisionError), plans.using(norm="gram", keep_bytes=3, measure=True):
         raise ZeroDivisionError

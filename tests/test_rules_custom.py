@@ -128,7 +128,7 @@ def test_an_autograd_function(n, device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(weight, x), loop_grad(fn)(weight, x), rtol=1e-9)
 
 
-def test_a_python_function_that_no_mode_sees(device):
+def test_a_python_function_that_no_mode_sees():
     with pytest.raises(psg.InputError, match=r"psg.rule\('positions'\).*psg\.primitive"):
         psg.rule(positions, params=("tensor",))(lambda tensor: tensor)
 
@@ -182,7 +182,7 @@ def test_a_function_without_a_module(gained, device):
     psg.check(lambda p, x: gained(x, p).sum())(torch.ones(2, device=device), torch.ones(4, 2, device=device))
 
 
-def test_annotations_may_be_written_as_text(device):
+def test_annotations_may_be_written_as_text():
     def plain(x, factor: "float | None" = None): ...
 
     def unknown(x, factor: "Nowhere" = None): ...  # noqa: F821

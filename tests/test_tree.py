@@ -407,8 +407,8 @@ def test_take_undoes_concat(n, split, seed, device):
     assert_trees_close(psg.tree.norm(psg.tree.take(tree, order)), psg.tree.norm(tree)[order])
 
 
-@given(n=st.integers(1, 5), seed=st.integers(0, 2**16))
-def test_cauchy_schwarz_and_symmetry(n, seed, device):
+@pytest.mark.parametrize("n", range(1, 6))
+def test_cauchy_schwarz_and_symmetry(n, device):
     tree = factored_tree(n, device)
     gram, norms = psg.tree.gram(tree), psg.tree.norm(tree)
     assert_trees_close(gram, gram.T)
