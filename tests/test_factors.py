@@ -232,7 +232,9 @@ ALL = {**MATRICES, **ENTRY_BY_ENTRY, **SEGMENTS}
 MATRIX_ROWS = [(kind, size, recipe) for kind, recipe in ALL.items() for size in SIZES]
 CONV_ROWS = [(kind, size, recipe) for kind, recipe in (("Conv", conv), ("Segments", segments(conv))) for size in CONVS]
 ROWS = [*MATRIX_ROWS, *CONV_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
-each_factor = pytest.mark.parametrize("kind, size, recipe", ROWS, ids=[f"{kind}, {size}" for kind, size, _ in ROWS])
+each_matrix, each_factor = (
+    pytest.mark.parametrize("kind, size, recipe", rows, ids=[f"{kind}, {size}" for kind, size, _ in rows]) for rows in (MATRIX_ROWS, ROWS)
+)
 each_count = pytest.mark.parametrize("n", [0, 1, 3])
 
 
@@ -276,7 +278,7 @@ def spoil(factor, at):
 
 
 @each_count
-@pytest.mark.parametrize("kind, size, recipe", MATRIX_ROWS, ids=[f"{kind}, {size}" for kind, size, _ in MATRIX_ROWS])
+@each_matrix
 def test_linear_maps(kind, size, recipe, n, make):
     """Each map gives the right factor, or None where the gradient has to be formed."""
     factor, tensor = make(recipe, n, size)
@@ -352,12 +354,8 @@ class TestOneFactor:
 
     def test_trees_of_factors_go_through_tree_map(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
-
-        def double(part):
-            return part
-
-        by_optree = optree.tree_map(double, {"w": factor}, namespace=NAMESPACE)["w"]
-        by_torch = torch_pytree.tree_map(double, {"w": factor})["w"]
+        by_optree = optree.tree_map(torch.clone, {"w": factor}, namespace=NAMESPACE)["w"]
+        by_torch = torch_pytree.tree_map(torch.clone, {"w": factor})["w"]
         for copy in (by_optree, by_torch):
             assert type(copy) is type(factor)
             assert (copy.n, copy.shape) == (factor.n, factor.shape)
@@ -641,8 +639,8 @@ def test_sizes_of_segments_are_integers():
     assert users.to(torch.float32).weighted_sum(torch.ones(2)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("n", [0, 1, 3])
-@pytest.mark.parametrize("kind, size, recipe", MATRIX_ROWS, ids=[f"{kind}, {size}" for kind, size, _ in MATRIX_ROWS])
+@each_count
+@each_matrix
 def test_precondition(kind, size, recipe, n, make, device):
     factor, tensor = make(recipe, n, size)
     diagonal = torch.rand(tensor.shape[1:], device=device) + 0.1
