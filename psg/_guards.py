@@ -48,7 +48,7 @@ class VmapGuard(TorchFunctionMode):
             leaves = leaves_of(args, kwargs)
             marked = self.own.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves)
-            output = self._run(func, *self.outside.replace((args, kwargs)))
+            output = self._run(func, leaves, *self.outside.replace((args, kwargs)))
             if marked:
                 self.own.claim(output, target_of(func, args, kwargs))
             return output
@@ -56,11 +56,11 @@ class VmapGuard(TorchFunctionMode):
             self.failure = str(error)
             raise
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
         # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
         reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
-        if any(isinstance(leaf, torch.Generator) for leaf in leaves_of(args, kwargs)):
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             reason = OWN_GENERATOR
         if _functorch.is_traced() and not self.traced:
             reason = "a tracer inside fn, such as torch.func.linearize's, takes the tensors that it meets under vmap as constants"
