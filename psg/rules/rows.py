@@ -164,7 +164,7 @@ def _product(equation: str, *names: str) -> Splitter:
 
     def splitter(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
         operands: dict[Place, Tensor] = {(name, None): arguments[name] for name in names}
-        if any(tensor.ndim != len(own) for tensor, own in zip(operands.values(), labels, strict=True)):
+        if any(tensor.ndim != len(label) for tensor, label in zip(operands.values(), labels, strict=True)):
             return None
         return _contraction(operands, labels, out, [place for place in own if place in operands])
 
