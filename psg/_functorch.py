@@ -33,6 +33,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on for this tensor's device."""
+    return autocast_dtype(tensor) is not None
+
+
 def transform_active() -> bool:
     """Whether the caller runs inside a torch.func transform (grad, vmap, jvp, ...)."""
     return _C.peek_interpreter_stack() is not None

@@ -420,7 +420,7 @@ class Router(Watch):
         if any(map(_functorch.is_wrapped, operands_of((), others)[0])):
             return NotImplemented  # an argument beside the data differs from sample to sample
         product = Product(self, func, own, others, self.habits.recorded)
-        unfit = torch.is_autocast_enabled(data.device.type) or not _functorch.can_descend(self.level)
+        unfit = _functorch.is_autocast(data) or not _functorch.can_descend(self.level)
         return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
 
     def _run_rule(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:

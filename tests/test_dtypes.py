@@ -135,6 +135,16 @@ def test_autocast_of_a_recurrent_layer_of_data_in_the_low_dtype(device):
     assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x), rtol=psg.testing.default_rtol(torch.bfloat16))
 
 
+@pytest.mark.parametrize("kind", ["group norm", "lstm"])
+def test_a_device_that_autocast_does_not_know(kind):
+    """torch raises if it is asked whether autocast is on for tensors without values."""
+    with torch.device("meta"):
+        layer = {"group norm": torch.nn.GroupNorm(2, 4), "lstm": torch.nn.LSTM(4, 4)}[kind]
+        loss, params = psg.stateless(layer, lambda output, _: (output if kind == "group norm" else output[0]).square().sum())
+        grads = psg.per_sample_grad(loss, method="capture")(params, torch.empty(N, 4, 4), torch.empty(N))
+    assert {name: grad.shape for name, grad in grads.items()} == {name: (N, *leaf.shape) for name, leaf in params.items()}
+
+
 def test_derivatives_of_weighted_sums_of_16_bits(device):
     left = torch.randn(N, 2, 3, device=device).to(torch.bfloat16).requires_grad_()
     weights = torch.randn(N, device=device, dtype=torch.float32)

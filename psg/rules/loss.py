@@ -87,7 +87,7 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
 
 def _in_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The arguments of a loss that torch computes in float32 under autocast, converted to float32 there."""
-    if _functorch.autocast_dtype(tensors[0]) is None:
+    if not _functorch.is_autocast(tensors[0]):
         return tensors
     return tuple(tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor for tensor in tensors)
 
