@@ -54,8 +54,12 @@ def median_ms(candidates: Candidates, seconds: float = 0.4, most: int = 25) -> d
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def report(rows: list[tuple[str, Candidates]], columns: list[str], floors: tuple[str, ...] = ()) -> None:
-    """Checks, times and prints rows of candidates; `floors` are columns for comparison only, never the best of a row."""
+def report(rows: list[tuple[str, Candidates]], columns: list[str] | None = None, floors: tuple[str, ...] = ()) -> None:
+    """Checks, times and prints rows of candidates; `floors` are columns for comparison only, never the best of a row.
+
+    Without `columns`, the candidates are in the order in which they first occur.
+    """
+    columns = columns or list(dict.fromkeys(name for _, candidates in rows for name in candidates))
     print("| | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
     for title, candidates in rows:
         agree({name: call for name, call in candidates.items() if name not in floors})
@@ -93,7 +97,7 @@ def squared_norm() -> None:
             "norm a row": lambda v=v: torch.stack([row.norm() for row in v]).square(),
         }
         rows.append((f"({n}, {p})", candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 @question
@@ -110,7 +114,7 @@ def weighted_sum() -> None:
             "4 blocks": lambda v=v, w=w: torch.bmm(w.expand(4, 1, -1), v.unflatten(1, (4, -1)).transpose(0, 1)).flatten(),
         }
         rows.append((f"({n}, {p})", candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 # Embeddings
@@ -130,7 +134,7 @@ def embedding_gradient() -> None:
             "scatter_add_": lambda i=index, c=c, z=zeros: z().scatter_add_(0, i[:, None].expand_as(c), c),
         }
         rows.append((f"n t={count}, d={d}, V={vocab}", candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 @question
@@ -172,7 +176,7 @@ def rows_norm() -> None:
             "mask @ rows": mask_product,
         }
         rows.append((f"n={n}, t={t}, d={d}", candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 # Norm layers
@@ -190,7 +194,7 @@ def layer_norm_weight() -> None:
             "einsum": lambda x=x, c=c: torch.einsum("ntd,ntd->nd", F.layer_norm(x, x.shape[2:]), c),
         }
         rows.append((f"({n}, {t}, {d})", candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 @question
@@ -206,7 +210,7 @@ def group_norm_weight() -> None:
             "einsum": lambda x=x, c=c: torch.einsum("nchw,nchw->nc", x, c),
         }
         rows.append((str(shape), candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 # Matrix products
@@ -224,7 +228,7 @@ def product() -> None:
             sides = left.T.unflatten(0, (blocks, -1)), right.expand(blocks, k, b)
             candidates[f"{blocks} blocks"] = lambda sides=sides: torch.bmm(*sides)
         rows.append((f"({k}, {a}, {b})", candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 @question
@@ -242,7 +246,7 @@ def affine() -> None:
                 "oneDNN": lambda x=left, y=right: onednn(x, y.T, None, "none", [], ""),
             }
             rows.append((f"({k}, {i}, {o})" + ("" if right.is_contiguous() else ", transposed"), candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 @question
@@ -256,7 +260,7 @@ def gram() -> None:
             sides = v.unflatten(1, (blocks, -1)).transpose(0, 1)
             candidates[f"{blocks} blocks"] = lambda x=sides: torch.bmm(x, x.mT).sum(0)
         rows.append((f"({n}, {p})", candidates))
-    report(rows, list(rows[0][1]))
+    report(rows)
 
 
 @question
@@ -291,7 +295,7 @@ def outer_norm() -> None:
             name = "all at once" if size == n else f"chunks of {size}"
             for_all[name] = lambda x=left, y=right, s=size: _chunked(x, y, s)
         rows.append((f"({n}, {t}, {a}, {b})", for_all))
-    report(rows, ["gram", "chunks of 1", "chunks of 4", "all at once"])
+    report(rows)
 
 
 def _chunked(left: Tensor, right: Tensor, size: int) -> Tensor:
@@ -342,8 +346,7 @@ def conv() -> None:
     `raw` leaves the input channels innermost, [n, o, k, k, i]: a norm does not depend on the layout.
     """
     rows = [(f"{name} {shape}", _conv_candidates(*shape)) for name, shape in CONVOLUTIONS.items()]
-    columns = list(dict.fromkeys(name for _, candidates in rows for name in candidates))
-    report(rows, columns, ("native sum", "patches NHWC raw", "shifts NHWC raw"))
+    report(rows, floors=("native sum", "patches NHWC raw", "shifts NHWC raw"))
 
 
 def _conv_candidates(n: int, i: int, o: int, size: int, k: int, stride: int, pad: int, groups: int) -> Candidates:
