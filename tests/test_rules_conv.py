@@ -34,7 +34,7 @@ def conv_problems(draw, dims):
     spatial = tuple(max(r - 2 * p, 1) + draw(st.integers(0, 3)) for r, p in zip(reach, pads, strict=True))
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     if draw(st.booleans()) and dims > 1:
-        options = {**options, "stride": stride[0], "dilation": dilation}
+        options["stride"] = stride[0]
     params = {"weight": draw(tensors((o, i // groups, *kernel)))}
     if draw(st.booleans()):
         params["bias"] = draw(tensors((o,)))
