@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _trees
-from psg._ops import LIKE_ANOTHER, name_of, substitute
+from psg._ops import LIKE_ANOTHER, name_of, operands_of, substitute
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
@@ -32,10 +32,9 @@ class Step:
         is_outdated: Whether one of `tensors` has been written into since.
     """
 
-    def __init__(self, run: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor, name: str) -> None:
+    def __init__(self, run: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], output: Tensor, name: str) -> None:
         self.run, self.args, self.kwargs, self.output, self.name = run, args, kwargs, output, name
-        lists = [given if isinstance(given, (list, tuple)) else (given,) for given in (*args, *kwargs.values())]
-        self.tensors = [item for items in lists for item in items if isinstance(item, Tensor)]
+        self.tensors = operands_of(args, kwargs)[0]
         self._versions = [tensor._version for tensor in self.tensors]
 
     @property
