@@ -52,3 +52,8 @@ def settings(device: torch.device) -> Hashable:
 def chunk_bytes(device: torch.device) -> int:
     """How many bytes of a temporary to form at a time: what fits a CPU's cache; on other devices enough to keep them busy."""
     return (4 if device.type == "cpu" else 256) << 20
+
+
+def items_at_a_time(device: torch.device, nbytes: int, chunks: int = 1) -> int:
+    """How many temporaries of `nbytes` bytes fit into so many `chunk_bytes`; at least one."""
+    return max(1, chunks * chunk_bytes(device) // max(1, nbytes))

@@ -310,7 +310,7 @@ class Factor(ABC):
     def parts(self) -> Iterator[Tensor]:
         """Yield the gradients materialised, a few samples at a time, in order; at least one part."""
         # Four times the cache: with parts of single samples, products would leave some of four cores idle.
-        size = max(1, 4 * _machine.chunk_bytes(self.device) // max(1, self.shape.numel() * self.dtype.itemsize))
+        size = _machine.items_at_a_time(self.device, self.shape.numel() * self.dtype.itemsize, chunks=4)
         return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
     def sparse_sum(self, weights: Tensor) -> Tensor:

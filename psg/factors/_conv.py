@@ -127,7 +127,7 @@ class Conv(Planned):
             patches = some.reshape(-1, *matrix) if channels_last else some.reshape(-1, *matrix[::-1]).mT
             return left[chunk].flatten(0, 1), patches
 
-        size = max(1, _machine.chunk_bytes(self.device) // self._patch_bytes())
+        size = _machine.items_at_a_time(self.device, self._patch_bytes())
         if size >= self.n or self.is_differentiated:  # writes by `out=` have no derivative
             gradient = multiply(*sides(slice(None)))
         else:
@@ -229,7 +229,7 @@ class Conv(Planned):
 
     def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
         """Apply a function to a few samples at a time, so that its temporaries, `size` bytes a sample, stay in cache."""
-        count = max(1, 4 * _machine.chunk_bytes(self.device) // max(1, size))
+        count = _machine.items_at_a_time(self.device, size, chunks=4)
         if count >= self.n:
             return function(self)
         chunks = zip(self.cotangent.split(count), self.input.split(count), strict=True)

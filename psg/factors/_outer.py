@@ -90,7 +90,7 @@ class Outer(Planned):
 
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time: the memory is reused and, on a CPU, the norm reads from cache.
-        size = max(1, _machine.chunk_bytes(self.device) // max(1, self._bytes()))
+        size = _machine.items_at_a_time(self.device, self._bytes())
         chunks = zip(self.left.transpose(1, 2).split(size), self.right.split(size), strict=True)
         return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])
 

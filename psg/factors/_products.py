@@ -154,7 +154,7 @@ _MAX_POSITION_PAIRS = 16  # with more pairs of positions than this, products pai
 def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
     """One pair of positions at a time, for blocks of samples of x that are small enough for the products to stay in cache."""
     left, right = ([widen(side[:, s]).T for s in range(y.positions)] for side in (y.left, y.right))
-    size = max(1, _machine.chunk_bytes(x.device) // max(1, y.n * wide(x.dtype).itemsize))
+    size = _machine.items_at_a_time(x.device, y.n * wide(x.dtype).itemsize)
     blocks = []
     for lefts, rights in zip(widen(x.left).split(size), widen(x.right).split(size), strict=True):
         total: Tensor | None = None

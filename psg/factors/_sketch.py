@@ -63,7 +63,7 @@ class Sketch:
         """[n, a, b] -> [n, dim]."""
         n, a, b = values.shape
         total = widen(values).new_zeros(n, self.dim)
-        size = max(1, _machine.chunk_bytes(values.device) // max(1, n * b * values.element_size()))
+        size = _machine.items_at_a_time(values.device, n * b * values.element_size())
         rows, columns = torch.arange(a, device=values.device), torch.arange(b, device=values.device)
         for index, part in zip(rows.split(size), values.split(size, dim=1), strict=True):
             bucket, sign = self._at(index[:, None], columns)
@@ -80,7 +80,7 @@ class Sketch:
         n, t = left.shape[:2]
         if n * t == 0:
             return widen(left).new_zeros(n, self.dim)  # torch has no Fourier transform of an empty tensor
-        size = max(1, _machine.chunk_bytes(left.device) // (t * self.dim * widen(left).element_size()))
+        size = _machine.items_at_a_time(left.device, t * self.dim * widen(left).element_size())
         chunks = zip(left.split(size), right.split(size), strict=True)
         return torch.cat([torch.fft.irfft((self._spectra(x, 0) * self._spectra(y, 1)).sum(1), n=self.dim) for x, y in chunks])
 
