@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from agreement import two_layer_loss as fn
 from agreement import two_layer_params
 from cases import N, score
-from test_transformability import FUNCTIONS, flat, gradients, live, reference_clipped, slopes, weigh
+from differentiation import FUNCTIONS, flat, gradients, live, reference_clipped, slopes, weigh
 from torch import nn
 from torch.func import grad, hessian, jacfwd, vmap
 from torch.utils._pytree import tree_leaves, tree_map

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from agreement import two_layer_loss as loss
 from agreement import two_layer_params
 from cases import N
-from test_transformability import live, stacked
+from differentiation import live, stacked
 from torch import nn
 from torch.func import grad, vmap
 

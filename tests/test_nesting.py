@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from agreement import two_layer_params
 from cases import N, score
-from test_transformability import flat, gradients, live, reference_clipped, scalar, slopes, stacked, weigh
+from differentiation import flat, gradients, live, reference_clipped, scalar, slopes, stacked, weigh
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import psg

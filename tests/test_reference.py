@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, score
-from test_transformability import live, scalar, slopes, stacked, weigh
+from differentiation import live, scalar, slopes, stacked, weigh
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._pytree import tree_map
