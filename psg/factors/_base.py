@@ -219,6 +219,10 @@ class Factor(ABC):
         """Bytes of the tensors that the factor holds."""
         return sum(held.nbytes for held in self._held())
 
+    def _bytes(self) -> int:
+        """The bytes of one sample's materialised gradient."""
+        return self.shape.numel() * self.dtype.itemsize
+
     @property
     def is_differentiated(self) -> bool:
         """Whether results computed from this factor may be differentiated."""
@@ -310,7 +314,7 @@ class Factor(ABC):
     def parts(self) -> Iterator[Tensor]:
         """Yield the gradients materialised, a few samples at a time, in order; at least one part."""
         # Four times the cache: with parts of single samples, products would leave some of four cores idle.
-        size = _machine.items_at_a_time(self.device, self.shape.numel() * self.dtype.itemsize, chunks=4)
+        size = _machine.items_at_a_time(self.device, self._bytes(), chunks=4)
         return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
@@ -355,7 +359,7 @@ class Factor(ABC):
     def _segment_sum(self, division: Division) -> "Factor":
         from psg.factors._dense import Dense
 
-        size = self.n * self.shape.numel() * self.dtype.itemsize
+        size = self.n * self._bytes()
         if size <= _TINY and self.dtype == wide(self.dtype):  # in half precision, sums would be rounded or overflow
             return Dense(self.materialize())._segment_sum(division)
         # Of gradients no larger than their factor, the sums are smaller still.

@@ -74,10 +74,6 @@ class Planned(Additive):
         shapes = (getattr(self, name).shape for name in self.fields)
         return type(self), *shapes, self.dtype, self.device, *(getattr(self, name) for name in self.constants)
 
-    def _bytes(self) -> int:
-        """The size of one sample's gradient."""
-        return self.shape.numel() * self.dtype.itemsize
-
     def _planned_norm(self) -> Tensor:
         """The squared norm, when no weighted sum follows, or when `settle` has already decided against "keep"."""
         return self._norm_by(plans.choose("norm", self._norm_costs(), self, self._norm_by))

@@ -102,7 +102,7 @@ class Sum(Additive):
     @property
     def is_kept(self) -> bool:
         # Once one term is materialised, adding the others to it costs less than inner products with it.
-        mixed = self.is_mixed and plans.may_keep(self.n * self.shape.numel() * self.dtype.itemsize)
+        mixed = self.is_mixed and plans.may_keep(self.n * self._bytes())
         return mixed or any(term.is_kept for term in self.terms)
 
     def plan(self) -> str:
