@@ -162,6 +162,26 @@ def test_group_norm_with_parameters_of_any_layout(layout, device):
         assert_trees_close(psg.per_sample_grad(function, method="capture")(p, x), loop_grad(function)(p, x))
 
 
+@pytest.mark.parametrize(
+    "norm", [lambda h, p: F.group_norm(h, 1, p["weight"], p["bias"]), lambda h, p: F.instance_norm(h, None, None, p["weight"])]
+)
+def test_norms_of_one_channel(norm, device):
+    # The weight, repeated for all samples, was a view of one number: the native kernel read beyond it, and what came before the norm had
+    # gradients made of stray memory in all samples but the first.
+    params = {name: torch.randn(1, device=device) for name in ("scale", "weight", "bias")}
+    x = torch.randn(8, 1, 1, 5, device=device)
+
+    def fn(p, x):
+        return (norm(x * p["scale"], p) ** 3).sum()
+
+    for part in (params, {"scale": params["scale"]}, {"scale": params["scale"], "bias": params["bias"]}):
+
+        def some(p, x):
+            return fn({**params, **p}, x)
+
+        assert_trees_close(psg.per_sample_grad(some, method="capture")(part, x), loop_grad(some)(part, x))
+
+
 @pytest.mark.parametrize("size", [4, 64])
 def test_group_norm_runs_backward_once(size, device):
     """Once for the data and all per-sample gradients, whether psg uses cotangents as they arrive (large) or asks autograd for them."""

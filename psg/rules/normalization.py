@@ -133,10 +133,11 @@ class _Norm:
     def _solve(self, cotangent: Tensor, data: bool) -> None:
         n, b, c, *_ = self.shape
         size = self.shape[3:].numel()
-        # On one image with n b c channels the native kernel keeps samples and images apart. It assumes contiguous memory.
+        # On one image with n b c channels the native kernel keeps samples and images apart. It assumes contiguous memory, the weight's
+        # too: `repeat` copies, where `expand` would leave a view of a single channel's weight.
         rows = (tensor.reshape(1, n * b * c, size).contiguous() for tensor in (cotangent, self.images))
         one = *rows, *(moment.reshape(1, -1) for moment in self.moments)
-        weight = (cotangent.new_ones(c) if self.weight is None else self.weight).expand(n * b, c).flatten()
+        weight = (cotangent.new_ones(c) if self.weight is None else self.weight).repeat(n * b)
         options = 1, n * b * c, size, n * b * self.groups, [data, True, True]
         found, *own = torch.ops.aten.native_group_norm_backward(*one, weight, *options)
         self.solved_for, self.c_input = cotangent, found if data else None
