@@ -390,8 +390,8 @@ def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Pat
     sizes = {position: leaf.shape[dim] for position, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)) if dim is not None}
     if not sizes:
         raise InputError(
-            f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims. Arguments passed by keyword "
-            "are the same for all samples."
+            f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims. Only tensors have one: turn lists "
+            "into tensors. Arguments passed by keyword are the same for all samples."
         )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{paths[position]} has {size}" for position, size in sizes.items())

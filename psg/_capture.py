@@ -116,14 +116,16 @@ def _one_pass(task: CaptureTask, tensors: list[Tensor], habits: Habits) -> tuple
     dims, n = list(task.in_dims), task.n
     data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in task.params]
     inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.keyword_tensors]
-    noncontiguous = not habits.copied and not all(
-        dim is None or (tensor if dim == 0 else tensor.movedim(dim, 0)).is_contiguous() for tensor, dim in data
-    )
+    laid_out = [
+        tensor
+        for tensor, dim in zip(tensors, dims, strict=True)
+        if dim is None or (tensor if dim == 0 else tensor.movedim(dim, 0)).is_contiguous()
+    ]
     lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
     for position, value in zip(task.params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = Router(n, lifted, inputs, noncontiguous, habits, task.look)
+    mode = Router(n, lifted, inputs, laid_out, habits, task.look)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in task.params])
@@ -137,6 +139,7 @@ def _one_pass(task: CaptureTask, tensors: list[Tensor], habits: Habits) -> tuple
         if mode.failure is not None:
             # The function caught an error that may be vmap's or psg's, and took a path that no sample would take in a loop.
             raise Unsupported(f"the function handles an error: {mode.failure}")
+        mode.aliases.read("the result", outputs)
         return outputs
 
     with torch.enable_grad():

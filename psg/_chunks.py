@@ -20,15 +20,18 @@ def run(call: Call, method: str, sizes: "Sizes", collect: Callable[[int, Result]
     if call.n == 0:
         collect(0, _rungs.empty(call.with_sample_fn() if method == "batch" else call))
         return
-    state, start = call.shared_draws(), 0
+    state, start, unused = call.shared_draws(), 0, True
     while start < call.n:
         _random.set_state(state)
         chunk = call.chunk(start, sizes.next(call))
         result = _ladder.run(chunk, method)
         sizes.learn(call, chunk.n, result)
+        unused = unused and result.is_unused
         collect(start, result)
         del result  # frees its memory before the next chunk runs
         start += chunk.n
+    if unused:
+        _ladder.warn_of_unused(call)
 
 
 class Sizes:

@@ -12,7 +12,9 @@ from psg._call import Call
 from psg._errors import PsgError, StateError
 from psg._higher_order import HIGHER_ORDER, refuse_others
 from psg._marks import Marks
-from psg._ops import DIFFERENTIATING, LIKENESSES, leaves_of, target_of
+from psg._ops import DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of
+from psg._trees import tensors_in
+from psg._writes import Aliases, written
 from psg.rules._registry import find_decomposition, find_leak, is_misderived
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
@@ -38,6 +40,7 @@ class VmapGuard(TorchFunctionMode):
         grad = _functorch.current_level()
         self.own = Marks(grad - 1, grad)
         self.own.claim(samples)
+        self.aliases = Aliases(samples, follows=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,16 +51,23 @@ class VmapGuard(TorchFunctionMode):
             leaves = leaves_of(args, kwargs)
             marked = self.own.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves)
-            output = self._run(func, leaves, *self.outside.replace((args, kwargs)))
+            tensors = tensors_in(leaves)
+            if self.aliases.outdated and func not in METADATA:
+                self.aliases.read(name_of(func), tensors)
+            target = target_of(func, args, kwargs)
+            if target is not None:
+                self.aliases.write(name_of(func), written(target))
+            output = self._run(func, leaves, target, *self.outside.replace((args, kwargs)))
+            output = self.aliases.note(func, args, tensors, output)
             if marked:
-                self.own.claim(output, target_of(func, args, kwargs))
+                self.own.claim(output, target)
             return output
         except Exception as error:
             self.failure = str(error)
             raise
 
-    def _run(self, func: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Any:
-        refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
+    def _run(self, func: Any, leaves: Sequence[Any], target: Any, args: Any, kwargs: Any) -> Any:
+        refuse_updates(func, args, kwargs, target)
         # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
         reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):

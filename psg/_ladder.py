@@ -7,12 +7,12 @@ and is raised as it is.
 import inspect
 
 import torch
+from torch import nn
 
 from psg import _functorch, _pass, _random
 from psg._call import Call
 from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, warn_once
 from psg._rungs import RUNGS, Result
-from psg.factors import Sum
 from psg.rules._registry import are_disabled
 
 
@@ -52,6 +52,8 @@ def run(call: Call, method: str) -> Result:
         except Exception as error:
             _refuse_stale(call, error)
             if not rungs or isinstance(error, (InputError, StateError)):
+                if isinstance(error, TypeError) and isinstance(call.fn, nn.Module):
+                    error.add_note(f"psg.{call.name} calls fn(params, *sample); psg.stateless(module, criterion) makes that of a module.")
                 raise
             if isinstance(error, torch.OutOfMemoryError):
                 # The rungs below hold more at a time, or take n times as long.
@@ -64,15 +66,18 @@ def run(call: Call, method: str) -> Result:
         _random.set_state(state)
     if reasons and not pinned:
         _warn_of_descent(call, rung, reasons)
-    if rung == "capture" and all(isinstance(factor, Sum) and not factor.terms for factor in result.factors):
-        warn_once(
-            (code_of(call.fn), "unused"),
-            f"{call.name}: fn uses none of the tensors that it is differentiated for, so every gradient is zero. Call a module with the "
-            "parameters that fn is given: torch.func.functional_call(module, params, x), or psg.stateless(module, criterion). If fn does "
-            "compute with them, it does so detached, or under torch.no_grad().",
-            UserWarning,
-        )
     return result._replace(reasons=tuple(reasons)) if reasons else result
+
+
+def warn_of_unused(call: Call) -> None:
+    """Warn that no sample's gradient depends on anything that fn is differentiated for."""
+    warn_once(
+        (code_of(call.fn), "unused"),
+        f"{call.name}: fn uses none of the tensors that it is differentiated for, so every gradient is zero. Call a module with the "
+        "parameters that fn is given: torch.func.functional_call(module, params, x), or psg.stateless(module, criterion). If fn does "
+        "compute with them, it does so detached, or under torch.no_grad().",
+        UserWarning,
+    )
 
 
 def _refuse_stale(call: Call, error: Exception) -> None:

@@ -52,12 +52,12 @@ class Router(Watch):
         n: int,
         params: Sequence[Lifted],
         inputs: Sequence[Tensor],
-        noncontiguous: bool,
+        laid_out: Sequence[Tensor],
         habits: Habits,
         look: Callable[[Any, Any], None],
     ) -> None:
         super().__init__(n, params, inputs)
-        self.aliases = Aliases(noncontiguous)
+        self.aliases = Aliases(laid_out, habits.follows)
         self.look = look
         self.habits = habits
         self.hooks = _autograd.saved_tensor_hooks()
@@ -88,8 +88,11 @@ class Router(Watch):
             if others and any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
             target = target_of(func, args, kwargs)
+            if self.aliases.outdated:
+                self.aliases.read(name_of(func), tensors)
             output = self._route(func, args, kwargs, tensors, target)
-            self.aliases.note(func, args, tensors, output)
+            if id(output) not in self.by_handle:
+                output = self.aliases.note(func, args, tensors, output)
             if marked:
                 self.own.claim(output, target)
                 if target is None and self.constants and self.own.has_marked(tensors):
@@ -218,7 +221,7 @@ class Router(Watch):
         if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
             # All samples share the value only because it was computed once. Lifted, each sample has its own.
             raise Retry(f"{op} writes into a value computed from parameters", derives=False)
-        self.aliases.refuse(op, tensors)
+        self.aliases.write(op, tensors)
         if memories & self.given:
             # For example an in-place activation on the sample itself: on a copy, it does not reach the caller's tensor.
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)

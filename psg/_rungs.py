@@ -15,7 +15,7 @@ from psg._call import Call
 from psg._capture import CaptureTask, capture
 from psg._errors import InputError, PsgError, Stale, StateError
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
-from psg.factors import Dense, Factor, concat
+from psg.factors import Dense, Factor, Sum, concat
 
 
 class Result(NamedTuple):
@@ -38,6 +38,11 @@ class Result(NamedTuple):
     uses: list[list[str]]
     reasons: tuple[tuple[str, str], ...] = ()
     freed: int = 0
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether fn has used none of the leaves, as far as the rung can tell."""
+        return self.rung == "capture" and all(isinstance(factor, Sum) and not factor.terms for factor in self.factors)
 
 
 def empty(call: Call) -> Result:
@@ -171,6 +176,7 @@ def _vmap_together(call: Call) -> Result:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
+        guard.aliases.read("the result", values)
         return values[0], values
 
     gradient = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)

@@ -5,8 +5,9 @@ or the other way round.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,46 +44,86 @@ def written(target: Any) -> list[Tensor]:
 
 
 class Aliases:
-    """Tracks tensors that may be copies under vmap but views in a loop, or the other way round, and the tensors that they were made of.
+    """Tensors of which each may share memory with another in a loop over samples and not in this pass, or the other way round.
+
+    `reshape` and its kin return a view where the layout in memory allows one, and a copy elsewhere. For all samples together, vmap and
+    rules may lay a tensor out otherwise than a loop does. Selecting by a number of each sample's own gives a view in a loop, and a copy
+    under vmap. Once fn has written into one of two such tensors, it must not read the other.
+
+    Tensors that certainly share memory are one node. Nodes that may share memory are partners.
 
     Args:
-        noncontiguous: Whether samples are not contiguous in the batch; in a loop each is.
+        known: Tensors whose samples are laid out as in a loop, so that a reshape does the same.
+        follows: Whether to follow such tensors. If not, a write where there are some is refused by asking for a pass that does.
+
+    Attributes:
+        outdated: The nodes with a partner that has been written into.
     """
 
-    def __init__(self, noncontiguous: bool) -> None:
-        self._noncontiguous = noncontiguous
-        self._selected: set[Any] = set()
-        self._reshaped: set[Any] = set()
-        self._laid_out: set[Any] = set()  # their layout may differ from that in a loop
+    def __init__(self, known: Sequence[Tensor], follows: bool) -> None:
+        self._laid_out = known
+        self._follows = follows
+        self._any = False
+        self._named: dict[int, tuple[Tensor, Any]] = {}  # by id: the tensors whose node is not that of all others with their memory
+        self._partners: dict[Any, set[Any]] = {}
+        self.outdated: set[Any] = set()
 
-    def note(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> None:
-        """Track the result of an op that has run, given its arguments, the tensors among them and its output."""
-        if func is Tensor.__getitem__:
-            if _selects(args[1]):
-                self._selected.update(map(_functorch.storage_of, (args[0], output)))
-            elif _lays_out(args[1]):
-                self._laid_out.add(_functorch.storage_of(output))
-        elif func in _RESHAPING and (self._noncontiguous or self._laid_out):
-            storages = {_functorch.storage_of(tensors[0]), _functorch.storage_of(output)}
-            if self._noncontiguous:
-                self._reshaped |= storages
-            if storages & self._laid_out:
-                self._selected |= storages
+    @cached_property
+    def _known(self) -> set[Any]:
+        return set(map(_functorch.storage_of, self._laid_out))
 
-    def refuse(self, op: str, tensors: list[Tensor]) -> None:
-        """Raise if the op writes into a tracked tensor.
+    def note(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> Any:
+        """Track the result of an op that has run, given its arguments and the tensors among them; returns the result to go on with."""
+        if self._any and not self._follows:
+            return output
+        if func in _RESHAPING and _functorch.storage_of(tensors[0]) not in self._known or func is Tensor.__getitem__ and _selects(args[1]):
+            if _functorch.is_sampled(tensors[0]):
+                self._any = True
+                return self._pair(tensors[0], output) if self._follows else output
+        for tensor in tensors if self._named else ():
+            if id(tensor) in self._named:
+                node, storage = self._node(tensor), _functorch.storage_of(tensor)
+                for part in output if isinstance(output, (tuple, list)) else (output,):
+                    if isinstance(part, Tensor) and _functorch.storage_of(part) == storage:
+                        self._named[id(part)] = part, node
+        return output
+
+    def _pair(self, tensor: Tensor, output: Tensor) -> Tensor:
+        """Make a tensor and what a reshape has made of it partners."""
+        source, own = self._node(tensor), _functorch.storage_of(output)
+        if own == _functorch.storage_of(tensor):
+            output = output.view_as(output)  # perhaps the tensor itself
+            own = object()
+            self._named[id(output)] = output, own
+        group = self._partners.get(source, {source}) | {own}
+        self._partners |= dict.fromkeys(group, group)
+        return output
+
+    def write(self, op: str, tensors: Iterable[Tensor]) -> None:
+        """Note that an op is about to write into these tensors.
 
         Raises:
-            UnsupportedByVmap: It does, and vmap would get it wrong in every pass.
-            Retry: It does, and a pass on contiguous copies gets it right.
+            Retry: There are tensors to be followed.
         """
-        storages = set(map(_functorch.storage_of, tensors))
-        if storages & self._selected:
+        if self._any and not self._follows:
+            raise Retry(f"{op} writes into a tensor after a reshape", follows=True)
+        for node in map(self._node, tensors):
+            self.outdated |= self._partners.get(node, set()) - {node}
+
+    def read(self, op: str, tensors: Iterable[Tensor]) -> None:
+        """Check the tensors that are about to be read, or returned.
+
+        Raises:
+            UnsupportedByVmap: A tensor that may share memory with one of them has been written into since.
+        """
+        if self.outdated and not self.outdated.isdisjoint(map(self._node, tensors)):
             raise UnsupportedByVmap(
-                f"{op} writes into the result of indexing, or the indexed tensor: the result may be a view in a loop, and a copy under vmap"
+                f"{op} reads a tensor after a write into another, where one is a reshape of the other (also by flatten or contiguous), or "
+                "selected from it by a number of each sample's own: in a loop both may share memory, while under vmap one is a copy"
             )
-        if storages & self._reshaped:
-            raise Retry(f"{op} writes into a tensor in another shape, of samples that are not contiguous as each is by itself", copied=True)
+
+    def _node(self, tensor: Tensor) -> Any:
+        return self._named[id(tensor)][1] if id(tensor) in self._named else _functorch.storage_of(tensor)
 
 
 _RESHAPING = {
@@ -103,8 +144,3 @@ def _selects(index: Any) -> bool:
         and _functorch.is_sampled(item)
         for item in items
     )
-
-
-def _lays_out(index: Any) -> bool:
-    """Whether an index has tensors among other items: torch then lays out the result like the indexed tensor, vmap does not."""
-    return isinstance(index, (tuple, list)) and len(index) > 1 and any(isinstance(item, Tensor) and item.ndim > 0 for item in index)

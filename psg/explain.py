@@ -115,6 +115,8 @@ def explain(
             if call.n == 0:
                 raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")
             result = _ladder.run(call, method)
+            if result.is_unused:
+                _ladder.warn_of_unused(call)
         leaves = tuple(
             _leaf(call.paths[position], factor, uses)
             for position, factor, uses in zip(call.params, result.factors, result.uses, strict=True)

@@ -98,7 +98,8 @@ def jit(
         says why, and runs eagerly. The logger "psg.jit" reports every compilation at level INFO.
 
     Raises:
-        InputError: An option has a value that is not allowed. At a call: an argument is neither a tensor nor hashable.
+        InputError: `fn` is not a function, or an option has a value that is not allowed. At a call: an argument is neither a tensor nor
+            hashable.
         StateError: At a call: fn draws random numbers of Python or NumPy, which every later call would repeat; or fn writes into an
             argument or a tensor that it closes over, as an optimizer does. The error comes before anything is written.
 
@@ -113,6 +114,8 @@ def jit(
 
     Source: Frostig et al., "Compiling machine learning programs via high-level tracing", 2018 (JAX's jit).
     """
+    if not callable(fn):
+        raise InputError(f"psg.jit: expected a function, got {fn!r}.")
     return Jitted(fn, backend, mode, buckets, check)
 
 

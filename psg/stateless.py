@@ -84,8 +84,9 @@ def stateless(
 
     Raises:
         InputError: `module` is not a module, or is wrapped (DataParallel, FSDP, Opacus); no parameter requires grad; a lazy parameter has
-            no shape yet; or `batch_dim` is not a dimension. At a call: the target is missing; there is no criterion and the output is and
-            has no loss; `params` is not a mapping; or a name in it is not, or no longer, the first name of a parameter.
+            no shape yet; `criterion` is not a function, or a module with parameters of its own that require grad; or `batch_dim` is not a
+            dimension. At a call: the target is missing; there is no criterion and the output is and has no loss; `params` is not a mapping;
+            or a name in it is not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode or has no running statistics; the module changes one of its
             buffers; the module uses a parameter from an unregistered place, such as a list; or the criterion uses a parameter of the
             module to which it holds a reference of its own.
@@ -129,6 +130,10 @@ def stateless(
             UserWarning,
             stacklevel=2,
         )
+    if criterion is not None and (not callable(criterion) or isinstance(criterion, type)):
+        raise InputError(f"stateless: expected a criterion(output, target), got {criterion!r}. If it is a class, make an instance of it.")
+    if isinstance(criterion, nn.Module):
+        _refuse_trainable(criterion, module)
     takes_target = criterion is not None and _takes_two(criterion)
     # torch's own losses hold no tensors.
     own_loss = vars(F).get(getattr(criterion, "__name__", "")) is criterion
@@ -183,6 +188,18 @@ def stateless(
 
 _WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "FSDPModule", "GradSampleModule"}
 """Class names of wrapper modules, which copy, shard or hook parameters: no pure function does the same."""
+
+
+def _refuse_trainable(criterion: nn.Module, module: nn.Module) -> None:
+    """Raise if the criterion has parameters to train that are not the module's: they would get no gradient."""
+    own = set(map(id, module.parameters()))
+    names = [name for name, parameter in criterion.named_parameters() if parameter.requires_grad and id(parameter) not in own]
+    if names:
+        raise InputError(
+            f"stateless: the criterion {_kind(criterion)} has parameters of its own that require grad ({', '.join(names[:3])}), which "
+            "would get no gradient. Put module and criterion into one module whose output is the loss, or freeze the criterion: "
+            "criterion.requires_grad_(False)."
+        )
 
 
 def _takes_two(criterion: Callable[..., Any]) -> bool:

@@ -144,7 +144,7 @@ def per_sample_grad(
         `torch.autograd.grad`, leaves may share memory with each other or be expanded tensors: clone a leaf before you write into it.
 
     Raises:
-        InputError: An option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -187,7 +187,7 @@ def per_sample_value_and_grad(
         A function that takes fn's arguments for a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
 
     Raises:
-        InputError: An option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -233,7 +233,7 @@ def per_sample_norm(
         `(norms, aux)`. Rules materialise per-sample gradients only where that is cheapest, mostly a few samples at a time.
 
     Raises:
-        InputError: An option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -282,7 +282,7 @@ def factored_grad(
         which stands for a tensor [n, *shape], at every leaf; with has_aux `(tree, aux)`.
 
     Raises:
-        InputError: An option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed.
 
     Example:
         >>> import torch, psg
@@ -512,11 +512,13 @@ def label_of(function: Any) -> str | None:
 
 
 def expect_one_sample(name: str, fn: Any) -> None:
-    """Refuse a function that a transform has made, where a function of one sample is expected.
+    """Refuse anything but a function of one sample.
 
     Raises:
-        InputError: A transform has made `fn`.
+        InputError: `fn` is no function, or a transform has made it.
     """
+    if not callable(fn) or isinstance(fn, type):
+        raise InputError(f"{name}: expected a function of one sample, fn(params, *sample), got {fn!r}.")
     label = label_of(fn)
     if label is not None:
         raise InputError(

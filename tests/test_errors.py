@@ -425,6 +425,64 @@ def test_a_function_that_uses_no_parameter(params, x, device):
     assert (psg.per_sample_grad(lambda p, x: p + x.sum())(torch.ones((), device=device), x) == 1).all()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_chunk_that_uses_no_parameter_is_not_the_whole_batch(device):
+    def fn(p, x):
+        return (p * x).sum() if x[0] > 0 else x.sum()
+
+    p, x = torch.ones(2, device=device), torch.tensor([[3.0, 4.0], [-1.0, 2.0], [-3.0, 4.0]], device=device)
+    assert psg.per_sample_norm(fn, chunk_size=1)(p, x).tolist() == [5, 0, 0]
+    with pytest.warns(UserWarning, match="uses none of the tensors"):
+        psg.per_sample_norm(fn, chunk_size=1)(p, x[1:])
+    with pytest.warns(UserWarning, match="explain.*uses none of the tensors"):
+        psg.explain(lambda p, x: x.sum())(p, x)
+
+
+@pytest.mark.parametrize("fn", [None, 3, torch.nn.Linear])
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_norm, psg.factored_grad, lambda fn: psg.clipped_grad(fn, 1.0)])
+def test_what_is_no_function(transform, fn):
+    with pytest.raises(psg.InputError, match=r"expected a function of one sample, fn\(params, \*sample\), got"):
+        transform(fn)
+
+
+def test_a_module_in_the_place_of_a_function(x, device):
+    model = torch.nn.Linear(3, 4, device=device)
+    with pytest.raises(TypeError, match="positional arguments") as caught:
+        psg.per_sample_grad(model)(dict(model.named_parameters()), x)
+    assert "psg.stateless(module, criterion)" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("criterion", [torch.nn.CrossEntropyLoss, "cross_entropy"])
+def test_what_is_no_criterion(criterion):
+    with pytest.raises(psg.InputError, match=r"expected a criterion\(output, target\), got .*CrossEntropyLoss|got 'cross_entropy'"):
+        psg.stateless(torch.nn.Linear(3, 4), criterion)
+
+
+def test_a_criterion_with_parameters_of_its_own(x, device):
+    """They would be left out, and autograd would give every result a history."""
+
+    class Head(torch.nn.Module):
+        def __init__(self, features=None):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(4, device=device))
+            self.features = features
+
+        def forward(self, output, target):
+            return F.mse_loss(output * self.scale, target)
+
+    model = torch.nn.Linear(3, 4, device=device)
+    with pytest.raises(
+        psg.InputError, match=r"the criterion Head has parameters of its own that require grad \(scale\), which would get no"
+    ):
+        psg.stateless(model, Head())
+    with_features = Head(features=model)  # the module's own parameters have gradients
+    with_features.scale.requires_grad_(False)
+    loss, params = psg.stateless(model, with_features)
+    plain, _ = psg.stateless(model, F.mse_loss)
+    targets = torch.randn(N, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, targets), loop_grad(plain)(params, x, targets))
+
+
 def test_a_module_s_arguments_are_counted(x, device):
     loss, params = psg.stateless(torch.nn.Bilinear(3, 3, 4, device=device), F.mse_loss)
     with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:

@@ -513,6 +513,17 @@ def test_pivots_are_the_sample_s_own(fn, method, device):
     assert_trees_close(grads, expected)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize("dim", [(), (0,), (-1,)])
+def test_squeeze_in_place_leaves_the_samples_alone(dim, method, n, device):
+    def fn(w, x):
+        return (x * w).squeeze_(*dim).sum(0).exp().sum()
+
+    args = torch.randn(1, 2, 1, device=device), torch.randn(n, 1, 2, 1, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))
+
+
 @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
 @pytest.mark.parametrize(
     "op",

@@ -87,6 +87,16 @@ _aligned(torch.linalg.solve)
 _aligned(torch.linalg.solve_ex)
 
 
+@decomposition(Tensor.squeeze_)
+def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
+    """Squeeze one dimension after the other: without `dim`, vmap squeezes the dimension of the samples too, where there is one sample."""
+    if dims or options or not _functorch.is_sampled(input):
+        return NotImplemented
+    for dim in reversed(range(input.ndim)):
+        input.squeeze_(dim)  # does nothing in a dimension of another size than 1
+    return input
+
+
 @decomposition(F.group_norm)
 def contiguous_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Make the batch contiguous, as the kernel needs it: in a part of the channels each sample may be contiguous where the batch is not."""

@@ -124,8 +124,11 @@ def _without(dim: int) -> Callable[[Tensor], Tensor]:
 # Products. Rows run along the labels that all data and the output have, and no parameter.
 
 
-def _contraction(operands: dict[Place, Tensor], labels: list[str], out: str, own: Collection[Place]) -> Split:
-    """Split an einsum (one letter a dimension) into rows. The rule takes these for samples, in which their dimensions have size 1."""
+def _contraction(operands: dict[Place, Tensor], labels: list[str], out: str, own: Collection[Place], contiguous: bool = False) -> Split:
+    """Split an einsum (one letter a dimension) into rows. The rule takes these for samples, in which their dimensions have size 1.
+
+    `contiguous` says whether torch's output is: then fn may write into views that its own reshapes make of it.
+    """
     named = dict(zip(operands, labels, strict=True))
     data = {place: names for place, names in named.items() if place not in own}
     taken: set[str] = set()
@@ -152,7 +155,8 @@ def _contraction(operands: dict[Place, Tensor], labels: list[str], out: str, own
         rest = [name for name in out if name not in rows]
         kept = [size for name, size in zip(out, output.shape[1:], strict=True) if name not in rows]
         joined, order = reshape(output, (*lead, *kept)), [[*rows, *rest].index(name) for name in out]
-        return joined if order == sorted(order) else joined.permute(order)
+        joined = joined if order == sorted(order) else joined.permute(order)
+        return joined.contiguous() if contiguous else joined
 
     return Split({place: split(operands[place], names) for place, names in data.items()}, join)
 
@@ -166,7 +170,7 @@ def _product(equation: str, *names: str) -> Splitter:
         operands: dict[Place, Tensor] = {(name, None): arguments[name] for name in names}
         if any(tensor.ndim != len(label) for tensor, label in zip(operands.values(), labels, strict=True)):
             return None
-        return _contraction(operands, labels, out, [place for place in own if place in operands])
+        return _contraction(operands, labels, out, [place for place in own if place in operands], contiguous=True)
 
     return splitter
 
@@ -205,8 +209,9 @@ def _recurrent_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split 
     data["input", None] = input.unsqueeze(1) if batch_first else input.transpose(0, 1).unsqueeze(2)
 
     def join(output: Tensor, *final: Tensor) -> tuple[Tensor, ...]:
-        output = _without(1)(output) if batch_first else _without(2)(output).transpose(0, 1)
-        return output, *(_without(2)(state).transpose(0, 1) for state in final)
+        # In memory time comes first, as in torch: it decides whether fn's own reshape is a view, into which fn may write.
+        output = _without(1 if batch_first else 2)(output).transpose(0, 1).contiguous()
+        return output.transpose(0, 1) if batch_first else output, *(_without(2)(state).transpose(0, 1).contiguous() for state in final)
 
     return Split(data, join)
 

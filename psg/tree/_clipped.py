@@ -119,6 +119,8 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
 
     Source: Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, Appendix A (the Gaussian mechanism).
     """
+    if hasattr(tree, "clip_coef"):
+        raise InputError(f"psg.tree.add_noise: got a {type(tree).__name__}: pass its grads.")
     leaves, spec = _trees.flatten(tree, is_factor)
     if not leaves:
         raise InputError("psg.tree.add_noise: the tree has no leaves.")
@@ -136,7 +138,10 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         if std.ndim != 0:
             raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
     elif not (isinstance(std, numbers.Real) and 0 <= std < math.inf):
-        raise InputError(f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor.")
+        raise InputError(
+            f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor. The sensitivity of "
+            "a policy of your own is inf unless psg.clipping.bounded wraps it."
+        )
     scale = std if isinstance(std, Tensor) else float(std)
     parts = [as_real(leaf) for leaf in leaves]
     noisy: dict[int, Tensor] = {}

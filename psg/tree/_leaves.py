@@ -22,6 +22,11 @@ def place_of(tree: Any, root: str, i: int) -> str:
 
 def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
     """The leaves as factors, at least one, all with the same n, and the structure. Else InputError, naming psg.tree's function `name`."""
+    if hasattr(tree, "clip_coef"):  # a Clipped or a ClippedGrad, whose classes this module cannot import
+        raise InputError(
+            f"psg.tree.{name}: got a {type(tree).__name__}; expected per-sample gradients. Its grads are sums, without a batch dimension; "
+            "the samples' norms are in its norms."
+        )
     leaves, spec = _trees.flatten(tree, is_factor)
     if not leaves:
         raise InputError(f"psg.tree.{name}: the tree has no leaves.")
