@@ -80,8 +80,9 @@ def usable(leaf: Any) -> Any:
     return leaf.clone() if leaf.is_inference() else leaf.resolve_neg()
 
 
-def _may_compile() -> bool:
-    # A process that compiles has imported it already. Importing it takes half a second, which other processes need not spend.
+def may_compile() -> bool:
+    """Whether this process may compile: it has imported torch's compiler."""
+    # Importing it takes half a second, which other processes need not spend.
     return "torch._dynamo" in sys.modules
 
 
@@ -93,7 +94,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
         if disabled is None:
-            if not _may_compile():
+            if not may_compile():
                 return function(*args, **kwargs)
             made: Any = torch.compiler.disable(function)
             if torch.compiler.is_compiling():
@@ -148,7 +149,7 @@ _eager, _compiling = _ForAll(_force_eager), _ForAll(_say_compiling)
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     """A context: run the body as if nothing in it were compiled."""
-    return _eager if _may_compile() else contextlib.nullcontext()
+    return _eager if may_compile() else contextlib.nullcontext()
 
 
 def compiling() -> contextlib.AbstractContextManager[Any]:

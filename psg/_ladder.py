@@ -9,7 +9,7 @@ import inspect
 import torch
 from torch import nn
 
-from psg import _functorch, _pass, _random
+from psg import _ambient, _functorch, _pass, _random
 from psg._call import Call
 from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, warn_once
 from psg._rungs import RUNGS, Result
@@ -41,7 +41,7 @@ def run(call: Call, method: str) -> Result:
     else:
         rungs = ["vmap", "loop"] if are_disabled() or call.needs_derivative else ["capture", "vmap", "loop"]
     reasons: list[tuple[str, str]] = []
-    state = call.shared_draws()
+    state, compiles = call.shared_draws(), _ambient.may_compile()
     while True:
         rung = rungs.pop(0)
         forget = _functorch.attempt()
@@ -51,6 +51,12 @@ def run(call: Call, method: str) -> Result:
             break
         except Exception as error:
             _refuse_stale(call, error)
+            if _ambient.may_compile() and not compiles:
+                # fn has imported the compiler, by `torch.cond` say, and run into it. From now on psg keeps it from compiling.
+                compiles, rungs = True, [rung, *rungs]
+                forget()
+                _random.set_state(state)
+                continue
             if not rungs or isinstance(error, (InputError, StateError)):
                 if isinstance(error, TypeError) and isinstance(call.fn, nn.Module):
                     error.add_note(f"psg.{call.name} calls fn(params, *sample); psg.stateless(module, criterion) makes that of a module.")

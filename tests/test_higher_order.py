@@ -1,6 +1,8 @@
 """Ops that are given functions. These close over parameters and data, which torch finds by compiling them; psg compiles nothing in fn."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -173,3 +175,22 @@ def test_other_ops_that_are_given_functions_are_refused(method):
         psg.per_sample_grad(fn, method=method)(torch.ones(3), torch.ones(2, 3))
     with pytest.raises(psg.InputError, match="foreach_map"):
         loop_grad(fn)(torch.ones(3), torch.ones(2, 3))
+
+
+FRESH = """
+import sys, warnings, torch, psg
+warnings.simplefilter("error")
+
+def fn(p, x):
+    return torch.cond(x.sum() > 0, lambda x: (x * p).sin().sum(), lambda x: (x + p).cos().sum(), (x,))
+
+assert "torch._dynamo" not in sys.modules
+print(psg.per_sample_grad(fn, method=sys.argv[1])(torch.zeros(2), torch.ones(1, 2)).tolist())
+"""
+
+
+@pytest.mark.parametrize("method", ["capture", "loop"])
+def test_in_a_process_that_has_not_compiled_yet(method):
+    """The op imports torch's compiler, which psg then keeps from compiling fn."""
+    ran = subprocess.run([sys.executable, "-c", FRESH, method], capture_output=True, text=True)
+    assert ran.stdout == "[[1.0, 1.0]]\n", ran.stderr

@@ -387,6 +387,29 @@ def test_rows_by_the_matrices_of_their_experts(n, beyond, transposed, device):
         assert "_grouped_mm: rule" in str(psg.explain(fn)(params, x, choice))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+def test_rows_of_a_batch_by_the_matrices_of_their_experts(n, transposed, device):
+    """As models do it: all rows of the batch are sorted by their expert, which mixes the samples' rows."""
+    experts, t = 5, 7
+    w = torch.randn(experts, *((8, 4) if transposed else (4, 8)), device=device)
+    x, choice = torch.randn(n, t, 4, device=device), torch.randint(experts - 1, (n, t), device=device)  # one is idle
+
+    def fn(w, x, choice):
+        flat = choice.flatten()
+        order = flat.argsort(stable=True)
+        offsets = torch.bincount(flat, minlength=experts).cumsum(0).int()
+        matrices = w.mT if transposed else w
+        y = torch._grouped_mm(x.flatten(0, 1)[order].float(), matrices.float(), offs=offsets)
+        return y[order.argsort()].unflatten(0, (-1, t)).double().sin().square().sum((1, 2))
+
+    def plain(w, x, choice):
+        return torch.einsum("ti,tio->to", x, (w.mT if transposed else w)[choice]).sin().square().sum()
+
+    grads = psg.per_sample_grad(fn, method="batch")(w, x, choice)
+    assert_trees_close(grads, loop_grad(plain)(w, x, choice), rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_added_to_a_product_of_parameters(device):
     params = {"w": torch.randn(4, 3, device=device), "v": torch.randn(3, 5, device=device)}
 

@@ -116,6 +116,15 @@ def _where(condition: Tensor, *choices: Any) -> Any:
     return torch.where(condition, *(choice.expand(shape) if isinstance(choice, Tensor) else choice for choice in choices))
 
 
+def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if offs is None or bias is not None or out_dtype is not None or self.ndim != 2 or mat2.ndim != 3:
+        return NotImplemented
+    ends = offs.tolist()
+    groups = [self[start:end] @ matrix for start, end, matrix in zip([0, *ends], ends, mat2.unbind(), strict=False)]
+    # torch leaves rows beyond the last offset undefined; here they are zero.
+    return torch.cat([*groups, self.new_zeros(len(self) - ends[-1], mat2.shape[2])])
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other, **options: _difference(other, input, **options)),
@@ -124,6 +133,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     Tensor.expand_as: lambda input, other: input.expand(other.shape),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
+    torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage]
     torch.where: _where,
     Tensor.where: lambda self, condition, other: _where(condition, self, other),
 }
