@@ -138,7 +138,8 @@ def _(x: Outer, y: Outer) -> Tensor | None:
     fresh, reused = _machine.fresh_byte(x.device, x.dtype), _machine.reused_byte(x.device, x.dtype)
     in_blocks = t * s <= _MAX_POSITION_PAIRS and 3 * n * m * t * s * wide(x.dtype).itemsize > _machine.chunk_bytes(x.device)
     factored = n * m * t * s * (2 * sum(x.shape) + 3 * (reused if in_blocks else fresh) * x.left.element_size())
-    dense = x.shape.numel() * (2 * (n * t + m * s + n * m) + (n + m) * (fresh + reused) * x.left.element_size())
+    formed = ((n, t),) if x is y else ((n, t), (m, s))
+    dense = x.shape.numel() * (2 * n * m + sum(count * (2 * terms + (fresh + reused) * x.left.element_size()) for count, terms in formed))
     if factored > dense or n * m * t * s > 1 << 28:
         return None
     if in_blocks:
