@@ -257,8 +257,7 @@ class Conv(Planned):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._is_correlated:
             return Dense(self.materialize()).weighted_sum(weights)
-        if self.geometry.groups == 1 and 0 < self.n * self.positions <= 128:
-            # One small matrix product: the native kernel would reorder the whole weight for so few columns.
+        if self._is_summed_at_once:
             return self._unfolded().weighted_sum(weights).reshape(self.shape)
         cotangent, input = self.cotangent, self.input.flatten(0, 1)
         if self.dtype == torch.float16:  # a cotangent times its weight may leave the range of float16
@@ -387,6 +386,11 @@ class Conv(Planned):
         return fits and self.device.type == "cpu" and self.dtype in _NATIVE_DTYPES
 
     @property
+    def _is_summed_at_once(self) -> bool:
+        """Whether a weighted sum is one small product of patches: the native kernel would reorder the whole weight for so few columns."""
+        return self.geometry.groups == 1 and 0 < self.n * self.positions <= 128
+
+    @property
     def _is_correlated(self) -> bool:
         """Whether a weighted sum too is faster by `_correlation`: for depthwise kernels that are large, dilated or three-dimensional.
 
@@ -404,7 +408,9 @@ class Conv(Planned):
             return 8 * self.positions * self.shape.numel()  # at a quarter of the pace of products
         # The native kernels reorder their inputs first.
         read = (self.positions * self.shape[0] + self._pixels() * self.input.shape[2]) * self.dtype.itemsize
-        return 2 * self.positions * self.shape.numel() + 2 * _machine.reused_byte(self.device, self.dtype) * read
+        is_native = self.device.type == "cpu" and not self._is_summed_at_once
+        call = 2 * _NATIVE_CALL * torch.get_num_threads() / max(1, self.n) if is_native else 0
+        return call + 2 * self.positions * self.shape.numel() + 2 * _machine.reused_byte(self.device, self.dtype) * read
 
     def _patch_bytes(self) -> int:
         return self.positions * self.geometry.groups * self.shape[1:].numel() * self.cotangent.element_size()
