@@ -47,14 +47,23 @@ def flatten(tree: Any) -> Tensor:
         tree: Per-sample gradients.
 
     Returns:
-        [n, P], in the leaves' common dtype.
+        [n, P], in the leaves' common dtype. Factored leaves are materialised one after the other.
 
     Example:
         >>> import torch
         >>> flatten({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
         tensor([[1., 2., 3.]])
     """
-    return torch.cat([factor.materialize().reshape(factor.n, factor.shape.numel()) for factor in factors_of(tree, "flatten")[0]], dim=1)
+    factors, _ = factors_of(tree, "flatten")
+    sizes = [factor.shape.numel() for factor in factors]
+    if any(factor.is_differentiated for factor in factors):
+        return torch.cat([factor.materialize().reshape(factor.n, size) for factor, size in zip(factors, sizes, strict=True)], dim=1)
+    # One leaf at a time: all of them beside the result would take twice the memory.
+    dtype = functools.reduce(torch.promote_types, (factor.dtype for factor in factors))
+    flat = torch.empty(factors[0].n, sum(sizes), dtype=dtype, device=factors[0].device)
+    for factor, columns in zip(factors, flat.split(sizes, dim=1), strict=True):
+        columns.copy_(factor.materialize().reshape(columns.shape))
+    return flat
 
 
 def unflatten(flat: Tensor, like: Any) -> Any:
