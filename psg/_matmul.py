@@ -84,6 +84,9 @@ class _Affine(torch.autograd.Function):
 
 
 def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The op assumes that the bias is contiguous, and does not check. Of an expanded or overlapping weight it makes nothing.
+    weight = weight if weight.is_contiguous() or weight.T.is_contiguous() else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
 
 

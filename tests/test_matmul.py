@@ -66,6 +66,23 @@ def test_products_by_onednn(rows, inner, columns, transposed, untuned, monkeypat
 
 
 @needs_onednn
+@pytest.mark.parametrize("layout", ["expanded", "every other", "overlapping"])
+def test_weights_in_any_layout_by_onednn(layout, untuned):
+    def laid_out(*shape):
+        if layout == "expanded":
+            return torch.randn(()).float().expand(shape)
+        if layout == "every other":
+            return torch.randn(*shape, 2).float()[..., 0]
+        return torch.randn(sum(shape)).float().as_strided(shape, (1,) * len(shape))
+
+    left, weight, bias = torch.randn(5, 4).float(), laid_out(6, 4), laid_out(6)
+    assert _matmul.takes_onednn(left, weight.T)
+    torch.testing.assert_close(_matmul.product(left, weight.T), left @ weight.T.contiguous())
+    for own in (weight, torch.randn(6, 4).float()):
+        torch.testing.assert_close(_matmul.affine(left, own, bias), left @ own.T.contiguous() + bias)
+
+
+@needs_onednn
 @pytest.mark.parametrize("differentiated", [(True, False, False), (True, True, False), (False, False, True)])
 def test_derivatives(differentiated, untuned):
     sides = [torch.randn(*shape).float().requires_grad_(own) for shape, own in zip(((5, 4), (3, 4), (3,)), differentiated, strict=True)]
