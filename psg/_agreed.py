@@ -85,7 +85,9 @@ def _locate(watch: Watch, func: Any, tensor: Tensor, as_tuple: bool = False) -> 
     places = _places(watch, func, tensor != 0)
     if not _functorch.is_wrapped(places[0]):
         places = list(torch.nonzero(places[0], as_tuple=True))
-    return tuple(places) if as_tuple or func is torch.where else torch.stack(places, -1)
+    if as_tuple or func is torch.where:
+        return tuple(places)
+    return torch.stack(places, -1)[:, : tensor.ndim]  # a tensor [] has no dimensions to index, but one place in a tuple
 
 
 def _places(watch: Watch, func: Any, mask: Tensor) -> list[Tensor]:

@@ -58,7 +58,7 @@ class VmapGuard(TorchFunctionMode):
             if target is not None:
                 self.aliases.write(name_of(func), written(target))
             output = self._run(func, leaves, target, *self.outside.replace((args, kwargs)))
-            output = self.aliases.note(func, args, tensors, output)
+            output = self.aliases.note(func, args, kwargs, tensors, output)
             if marked:
                 self.own.claim(output, target)
             return output

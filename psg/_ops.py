@@ -168,7 +168,7 @@ def target_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _writes(func: Any) -> bool:
-    name = name_of(func)
+    name = name_of(func).split(".")[0]  # of an overload such as aten.mul_.Tensor
     if name in ("requires_grad_", "detach_"):
         return False  # these change what autograd records, and no values
     if name.startswith("__i"):

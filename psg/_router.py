@@ -92,7 +92,7 @@ class Router(Watch):
                 self.aliases.read(name_of(func), tensors)
             output = self._route(func, args, kwargs, tensors, target)
             if id(output) not in self.by_handle:
-                output = self.aliases.note(func, args, tensors, output)
+                output = self.aliases.note(func, args, kwargs, tensors, output)
             if marked:
                 self.own.claim(output, target)
                 if target is None and self.constants and self.own.has_marked(tensors):

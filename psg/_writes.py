@@ -50,7 +50,7 @@ class Aliases:
     rules may lay a tensor out otherwise than a loop does. Selecting by a number of each sample's own gives a view in a loop, and a copy
     under vmap. Once fn has written into one of two such tensors, it must not read the other.
 
-    Tensors that certainly share memory are one node. Nodes that may share memory are partners.
+    Tensors that certainly share memory are one node, that memory. Nodes that may share memory in a loop are partners.
 
     Args:
         known: Tensors whose samples are laid out as in a loop, so that a reshape does the same.
@@ -64,7 +64,6 @@ class Aliases:
         self._laid_out = known
         self._follows = follows
         self._any = False
-        self._named: dict[int, tuple[Tensor, Any]] = {}  # by id: the tensors whose node is not that of all others with their memory
         self._partners: dict[Any, set[Any]] = {}
         self.outdated: set[Any] = set()
 
@@ -72,30 +71,24 @@ class Aliases:
     def _known(self) -> set[Any]:
         return set(map(_functorch.storage_of, self._laid_out))
 
-    def note(self, func: Any, args: Any, tensors: list[Tensor], output: Any) -> Any:
+    def note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> Any:
         """Track the result of an op that has run, given its arguments and the tensors among them; returns the result to go on with."""
         if self._any and not self._follows:
             return output
-        if func in _RESHAPING and _functorch.storage_of(tensors[0]) not in self._known or func is Tensor.__getitem__ and _selects(args[1]):
-            if _functorch.is_sampled(tensors[0]):
-                self._any = True
-                return self._pair(tensors[0], output) if self._follows else output
-        for tensor in tensors if self._named else ():
-            if id(tensor) in self._named:
-                node, storage = self._node(tensor), _functorch.storage_of(tensor)
-                for part in output if isinstance(output, (tuple, list)) else (output,):
-                    if isinstance(part, Tensor) and _functorch.storage_of(part) == storage:
-                        self._named[id(part)] = part, node
+        # `to` and its kin look at the strides of the whole batch, even if they are asked for a layout that each sample has.
+        converts = func in _CONVERSIONS and kwargs.get("memory_format") is not None and output.dtype == tensors[0].dtype
+        reshapes = func in _RESHAPING and _functorch.storage_of(tensors[0]) not in self._known
+        if (converts or reshapes) and _functorch.is_sampled(tensors[0]) or func is Tensor.__getitem__ and _selects(args[1]):
+            self._any = True
+            return self._pair(tensors[0], output) if self._follows else output
         return output
 
     def _pair(self, tensor: Tensor, output: Tensor) -> Tensor:
-        """Make a tensor and what a reshape has made of it partners."""
-        source, own = self._node(tensor), _functorch.storage_of(output)
-        if own == _functorch.storage_of(tensor):
-            output = output.view_as(output)  # perhaps the tensor itself
-            own = object()
-            self._named[id(output)] = output, own
-        group = self._partners.get(source, {source}) | {own}
+        """Make a tensor and what a reshape has made of it partners, with memory of their own: these are told apart under any wrappers."""
+        source = _functorch.storage_of(tensor)
+        if _functorch.storage_of(output) == source:
+            output = output.clone()
+        group = self._partners.get(source, {source}) | {_functorch.storage_of(output)}
         self._partners |= dict.fromkeys(group, group)
         return output
 
@@ -107,7 +100,7 @@ class Aliases:
         """
         if self._any and not self._follows:
             raise Retry(f"{op} writes into a tensor after a reshape", follows=True)
-        for node in map(self._node, tensors):
+        for node in map(_functorch.storage_of, tensors):
             self.outdated |= self._partners.get(node, set()) - {node}
 
     def read(self, op: str, tensors: Iterable[Tensor]) -> None:
@@ -116,21 +109,23 @@ class Aliases:
         Raises:
             UnsupportedByVmap: A tensor that may share memory with one of them has been written into since.
         """
-        if self.outdated and not self.outdated.isdisjoint(map(self._node, tensors)):
+        if self.outdated and not self.outdated.isdisjoint(map(_functorch.storage_of, tensors)):
             raise UnsupportedByVmap(
                 f"{op} reads a tensor after a write into another, where one is a reshape of the other (also by flatten or contiguous), or "
                 "selected from it by a number of each sample's own: in a loop both may share memory, while under vmap one is a copy"
             )
 
-    def _node(self, tensor: Tensor) -> Any:
-        return self._named[id(tensor)][1] if id(tensor) in self._named else _functorch.storage_of(tensor)
 
-
+_ATEN = torch.ops.aten.reshape, torch.ops.aten.contiguous, torch.ops.aten.flatten, torch.ops.aten.ravel
 _RESHAPING = {
     *(Tensor.contiguous, Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel),
     *(torch.reshape, torch.flatten, torch.ravel),
+    *(packet for op in _ATEN for packet in (op, *(getattr(op, overload) for overload in op.overloads()))),
 }
 """Ops that return a copy where no view is possible."""
+
+_CONVERSIONS = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+"""Ops that return a copy where the layout in memory is not the one asked for."""
 
 
 def _selects(index: Any) -> bool:

@@ -13,6 +13,7 @@ import psg
 from psg.clipping import PerLeaf
 from psg.testing import (
     assert_trees_close,
+    loop_grad,
 )
 from psg.testing._loop import tree_map
 
@@ -139,3 +140,14 @@ def test_a_bad_sample_through_every_kind_of_factor(device):
     rest = psg.clipped_grad(fn, 0.5)(params, tokens[[0, 2]], image[[0, 2]], gain[[0, 2]])
     summed(out.grads, rest.grads, "grads")
     assert out.nonfinite.item() == 1
+
+
+@pytest.mark.parametrize("locate", [torch.nonzero, torch.argwhere, lambda x: x.nonzero(as_tuple=True), torch.where])
+@pytest.mark.parametrize("entries", [[1.0, 2.0], [0.0, 0.0]])
+def test_the_nonzero_entries_of_a_number(locate, entries, device):
+    def fn(w, x):
+        return w * x, locate(x)
+
+    args = torch.ones((), device=device), torch.tensor(entries, device=device)
+    (_, found), (_, expected) = psg.per_sample_grad(fn, has_aux=True)(*args), loop_grad(fn, has_aux=True)(*args)
+    assert_trees_close(found, expected)

@@ -1,5 +1,6 @@
 """Ops that write one tensor into another, with the gradient on either side: every rung gives the loop's result, or refuses."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -294,6 +295,28 @@ def through_a_reshape_of_a_reshape(y):
     return y
 
 
+def through_a_reshape_in_a_transform(y):
+    torch.func.vmap(lambda row: row.reshape(-1))(y).mul_(3)
+    return y
+
+
+def in_a_transform(y):
+    flat = y.reshape(-1)
+    torch.func.vmap(lambda entry: entry.mul_(3))(flat)
+    return y
+
+
+def read_in_a_transform(y):
+    flat = y.reshape(-1)
+    y.mul_(3)
+    return torch.func.vmap(lambda entry: entry * 2)(flat)
+
+
+def by_operators(y):
+    torch.ops.aten.mul_.Tensor(torch.ops.aten.reshape(y, [-1]), 3.0)
+    return y
+
+
 def through_itself(y):
     y.transpose(0, -1).contiguous().mul_(3)
     return y
@@ -303,6 +326,10 @@ WRITTEN_INTO = {
     "a part": through_a_part,
     "the reshaped": both_ways,
     "a reshape of a reshape": through_a_reshape_of_a_reshape,
+    "a reshape in a transform": through_a_reshape_in_a_transform,
+    "in a transform": in_a_transform,
+    "read in a transform": read_in_a_transform,
+    "by operators": by_operators,
     "contiguous": through_itself,
 }
 
@@ -379,6 +406,106 @@ def test_outputs_that_are_laid_out_otherwise_for_rows(make, device):
     w, x = torch.randn(8, 5, device=device), torch.randn(3, 4, 3, device=device)
     expected = torch.stack([torch.func.grad(lambda w, i=i: fn(w, x)[i])(w) for i in range(len(x))])
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), expected)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+@pytest.mark.parametrize("table", [lambda x, t: torch.zeros(3, 4, device=x.device), lambda x, t: t, lambda x, t: t[None][0] * 2])
+def test_a_row_of_what_all_samples_share(table, method, device):
+    """A number of each sample's own selects a view in a loop, but a copy under vmap: the table would stay as it is."""
+
+    def fn(w, x, i, t):
+        rows = table(x, t)
+        rows[i].add_(1)
+        return (rows * x * w).sin().sum()
+
+    w, x, t = torch.randn(4, device=device), torch.randn(3, 3, 4, device=device), torch.randn(3, 4, device=device)
+    args, in_dims = (w, x, torch.tensor([2, 0, 1], device=device), t), (None, 0, 0, None)
+    try:
+        found = psg.per_sample_grad(fn, in_dims=in_dims, method=method)(*args)
+    except (psg.PsgError, RuntimeError):
+        assert method != "auto"
+    else:
+        assert_trees_close(found, loop_grad(fn, in_dims=in_dims)(*args))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("op", [torch.ops.aten.mul_, torch.ops.aten.mul_.Tensor])
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+def test_operators_write_into_no_tensor_of_the_caller(op, method, device):
+    def fn(w, x):
+        op(x, 2.0)
+        return (w * x).sin().sum()
+
+    def into_the_parameter(w, x):
+        op(w.detach(), 2.0)
+        return (w * x).sin().sum()
+
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    before = w.clone(), x.clone()
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(*before))
+    if method != "vmap":
+        with contextlib.suppress(psg.PsgError):
+            psg.per_sample_grad(into_the_parameter, method=method)(w, x)
+    assert_trees_close((w, x), before)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_a_function_that_writes_into_its_argument(device):
+    class Double(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.mul_(2)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.mark_dirty(inputs[0])
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent * 2
+
+    def fn(w, x):
+        Double.apply(x)
+        return (w * x).sin().sum()
+
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    before = x.clone()
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, before))
+    assert_trees_close(x, before)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_a_list_in_place_and_its_views(method, device):
+    def fn(w, x):
+        y = w * 2
+        view = y[None][0]
+        torch._foreach_mul_([y], 3.0)
+        return (view * x).sin().sum()
+
+    args = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    try:
+        found = psg.per_sample_grad(fn, method=method)(*args)
+    except psg.PsgError:
+        assert method == "vmap"
+    else:
+        assert_trees_close(found, loop_grad(fn)(*args))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_conversions_to_a_layout_that_a_tensor_already_has(layout, device):
+    def fn(w, x):
+        y = (x * w).unsqueeze(2)
+        both = y.contiguous(memory_format=torch.channels_last)
+        both.double(memory_format=layout)[0].mul_(3)
+        return score(both)
+
+    args = torch.randn(2, 3, 1, device=device).double(), torch.randn(2, 2, 3, 1, device=device).double()
+    assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
 
 from psg import _functorch, _writes
 from psg._errors import StateError
@@ -31,6 +32,11 @@ leak(
 _DATA = vars(torch._C.TensorBase)["data"]
 leak(_DATA.__set__, reason="assigning to .data under vmap(grad) breaks the tensor", rungs=("vmap",))
 leak(_DATA.__get__, reason=".data inside a torch.func transform is a constant for that transform alone", rungs=("inside",))
+leak(
+    *(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")),
+    reason="an op in place on a list of tensors leaves the history of their views behind under torch.func.grad",
+    rungs=("vmap",),
+)
 leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under vmap has a wrong gradient")
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
 leak(Tensor.addbmm_, reason="addbmm_ under vmap resizes the tensor that it writes into", rungs=("capture", "vmap"))
@@ -57,6 +63,21 @@ leak(
     torch.linalg.lstsq,
     reason="lstsq of operands with different numbers of dimensions: vmap confuses their batch dimensions",
     when=lambda A, B, *args, **kwargs: A.ndim != B.ndim and (A.ndim, B.ndim) != (2, 1),
+    rungs=("capture", "vmap"),
+)
+
+
+@cache
+def _marks_dirty(function: Any) -> bool:
+    """Whether an autograd.Function says that it writes into an argument."""
+    codes = [getattr(part, "__code__", None) for part in (function.forward, function.setup_context)]
+    return any("mark_dirty" in code.co_names for code in codes if code is not None)
+
+
+leak(
+    custom_function_call,
+    reason="an autograd.Function writes into its arguments, unseen",
+    when=lambda function, *args, **kwargs: _marks_dirty(function),
     rungs=("capture", "vmap"),
 )
 
