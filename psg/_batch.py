@@ -252,6 +252,11 @@ class _BatchMode(Watch):
         if _functorch.current_level() != self.level:
             names = ", ".join(value.name for value in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')
+        returned = [value.name for value in met if value.handle is not None and value.handle.grad_fn is not None]
+        if returned:  # a handle, or a view of one, that the Function's forward has returned: a rule would skip its backward
+            self._refuse(f"{returned[0]} as an autograd.Function returns it")
+        if func in (Tensor.detach_, torch.detach_):  # the handle would go on as the same value
+            self._refuse(f"detach_ on {met[0].name}")
         return self._run_met(func, args, kwargs, met, leaves, target)
 
     def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], leaves: list[Any], target: Any) -> Any:
