@@ -234,7 +234,7 @@ class _BatchMode(Watch):
         return output
 
     def _route(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Any) -> Any:
-        self.look(func, leaves, self.by_handle.keys())
+        self.look(func, leaves, self.by_handle.keys(), self.level)
         if target is not None:
             self._protect(func, target)
         refuse_updates(func, args, kwargs, target)

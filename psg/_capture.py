@@ -67,7 +67,7 @@ class CaptureTask(NamedTuple):
     params: Sequence[int]
     n: int
     randomness: str
-    look: Callable[[Any, Any], None]
+    look: Callable[..., None]
     settles: bool
     owner: Any
 

@@ -37,7 +37,7 @@ class VmapGuard(TorchFunctionMode):
         self.differentiated = differentiated
         self.traced = _functorch.is_traced()
         self.failure: str | None = None
-        grad = _functorch.current_level()
+        self.level = grad = _functorch.current_level()
         self.own = Marks(grad - 1, grad)
         self.own.claim(samples)
         self.aliases = Aliases(samples, follows=True)
@@ -50,7 +50,7 @@ class VmapGuard(TorchFunctionMode):
                     return HIGHER_ORDER[func](*args, **kwargs)
             leaves = leaves_of(args, kwargs)
             marked = self.own.owns(leaves) and func not in LIKENESSES
-            self.outside.look(func, leaves)
+            self.outside.look(func, leaves, (), self.level)
             tensors = tensors_in(leaves)
             if self.aliases.outdated and func not in METADATA:
                 self.aliases.read(name_of(func), tensors)

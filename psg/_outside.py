@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _autograd, _functorch
 from psg._errors import warn_once
-from psg._ops import METADATA, PREDICATES, leaves_of, substitute
+from psg._ops import METADATA, PREDICATES, leaves_of, name_of, substitute
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
 """Ops that can turn a tensor into an autograd leaf."""
@@ -31,8 +31,15 @@ class Outside:
     def __init__(self) -> None:
         self.found: list[Tensor] = []
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
-        """Look for outside tensors among the leaves of an op's arguments; leaves whose ids are in `own` do not count."""
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
+        """Look for outside tensors among the leaves of an op's arguments.
+
+        Args:
+            func: The op.
+            leaves: The leaves of its arguments.
+            own: The ids of leaves that do not count.
+            level: The level of psg's innermost transform: those above it are fn's own.
+        """
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
@@ -54,8 +61,8 @@ class Recorded(Outside):
         self._start = _autograd.now()
         self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = ()) -> None:
-        """Note the outside tensors among the leaves that autograd would record."""
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
+        """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
         if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
@@ -64,6 +71,25 @@ class Recorded(Outside):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):
                 if not any(leaf is other for other in self.found):
                     self.found.append(leaf)
+        if _functorch.current_level() > level:
+            self._expect_bare(func, leaves, own, level)
+
+    def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
+        """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or not _functorch.is_wrapped(leaf):
+                continue
+            bare = _functorch.innermost(leaf, level)
+            if not _functorch.is_wrapped(bare) and bare.requires_grad and self._is_older(bare, own):
+                if not any(bare is other for other in self.found):
+                    warn_once(
+                        ("wrapped", name_of(func)),
+                        "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms "
+                        "(vmap, grad, jacrev), where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone "
+                        "of it, or make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is "
+                        "wanted.",
+                        UserWarning,
+                    )
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""

@@ -54,7 +54,7 @@ class Router(Watch):
         inputs: Sequence[Tensor],
         laid_out: Sequence[Tensor],
         habits: Habits,
-        look: Callable[[Any, Any], None],
+        look: Callable[..., None],
     ) -> None:
         super().__init__(n, params, inputs)
         self.aliases = Aliases(laid_out, habits.follows)
@@ -104,7 +104,7 @@ class Router(Watch):
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is."""
-        self.look(func, tensors)
+        self.look(func, tensors, (), self.level)
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs, target)

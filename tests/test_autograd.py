@@ -149,6 +149,23 @@ def test_under_autocast_functions_are_warned_of_one_by_one(device):
             psg.factored_grad(loss)(w, x)
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacrev])
+def test_what_is_closed_over_and_handed_to_a_transform(transform, method, args):
+    """Ops see it only under the wrapper of fn's own transform, where it cannot be replaced: the derivative would be lost silently."""
+    params, x, _ = args
+    scale = torch.full((3,), 0.7, device=x.device, requires_grad=True)
+
+    def handed(make):
+        return lambda p, x: fn(p, transform(torch.sin)(make(scale)).sum() * x)
+
+    with pytest.warns(UserWarning, match="hands it as an argument to a function that torch.func transforms"):
+        assert not psg.per_sample_norm(handed(lambda scale: scale), method=method)(params, x).requires_grad
+    ours = slopes(weigh(psg.per_sample_norm(handed(torch.clone), method=method)(params, x)), scale)
+    expected = slopes(weigh(flat(gradients(handed(torch.clone), params, x)).norm(dim=1)), scale)
+    assert_trees_close(ours, expected, per_sample=False)
+
+
 CONSTANTS = {
     "detached": lambda live, x: live.detach() * x,
     "data": lambda live, x: live.data * x,
