@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -118,7 +119,7 @@ def stateless(
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     lock = _locks.setdefault(module, threading.RLock())
     with lock:
-        unregistered = _unregistered_parameters(module)
+        unregistered, views = _unregistered_parameters(module)
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
         hooked = [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter._backward_hooks]
         memory = {name: parameter.data_ptr() for name, parameter in params.items()}
@@ -182,6 +183,7 @@ def stateless(
             return state_of(module), state_of(criterion) if isinstance(criterion, nn.Module) else None
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
+    loss.views = views  # type: ignore[attr-defined]  # kept alive, since they are found by their ids
     loss.__qualname__ = f"stateless({_kind(module)}).loss"
     return loss, params
 
@@ -377,17 +379,38 @@ def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
     )
 
 
-def _unregistered_parameters(module: nn.Module) -> dict[int, str]:
-    """The parameters that the module also holds in unregistered places, in a list say: their names, by id."""
+def _unregistered_parameters(module: nn.Module) -> tuple[dict[int, str], list[Tensor]]:
+    """The parameters, and views of them, that the module also holds in unregistered places, such as lists: names by id; the views."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    found: dict[int, str] = {}
+    views: list[Tensor] = []
+    seen: set[int] = set()
     held: list[Any] = []
     for child in module.modules():
-        for name, value in vars(child).items():
-            if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"):
-                held += value.values()
-            else:
-                held += value if isinstance(value, (list, tuple)) else [value]
-    return {id(value): names[id(value)] for value in held if id(value) in names}
+        held += [value for name, value in vars(child).items() if name not in ("_parameters", "_buffers", "_modules")]
+    while held:
+        value = held.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            name = names.get(id(value._base if value.requires_grad and value._is_view() else value))
+            if name is not None:
+                found[id(value)] = name
+                views += [value] if id(value) not in names else []
+        elif isinstance(value, dict):
+            held += value.values()
+        elif isinstance(value, (list, tuple)):
+            held += value
+        elif isinstance(value, partial):
+            held += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, FunctionType):
+            held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            held += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
+    return found, views
+
+
+_EMPTY_CELL = CellType()
 
 
 # Ops that read only a parameter's shape and the like, or that are not differentiated.
@@ -395,8 +418,8 @@ _HARMLESS = UNDIFFERENTIATED | LIKENESSES
 
 
 _KEPT_BY_MODULE = (
-    "stateless: the module uses its parameter {!r} from a list, dict or attribute that is not a registered parameter, where psg cannot "
-    "replace it. Use it by its registered name."
+    "stateless: the module uses its parameter {!r} from a list, dict, function or attribute that is not a registered parameter, where psg "
+    "cannot replace it. Use it by its registered name."
 )
 _KEPT_BY_CRITERION = (
     "stateless: the criterion uses the module's parameter {!r} by a reference of its own, which is not the tensor that the loss is given: "

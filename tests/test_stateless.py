@@ -4,6 +4,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -567,6 +568,26 @@ def test_a_parameter_held_in_a_list_is_refused_where_it_is_used(hold, device):
                 psg.per_sample_grad(loss)(params, x, x)
         else:
             assert_trees_close(psg.per_sample_grad(loss)(params, x, x), loop_grad(loss)(params, x, x))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda w: lambda x: x @ w,
+        lambda w: lambda x, w=w: x @ w,
+        lambda w: partial(F.linear, weight=w),
+        lambda w: partial(torch.matmul, other=w.T),
+    ],
+    ids=["closure", "default", "partial", "view"],
+)
+def test_a_parameter_held_by_a_function_is_refused_where_it_is_used(hold, device):
+    module = nn.Linear(3, 3, bias=False).to(device)
+    module.held = {"functions": [hold(module.weight)]}
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+    module.register_forward_hook(lambda module, _, output: module.held["functions"][0](output))
+    x = torch.randn(5, 3, device=device)
+    with pytest.raises(psg.StateError, match="the module uses its parameter 'weight' from a list, dict, function"):
+        psg.per_sample_grad(loss)(params, x, x)
 
 
 def test_each_kind_of_module_has_its_own_warning(device):
