@@ -19,7 +19,7 @@ from torch import Tensor
 
 from psg import _copies, _functorch, _random
 from psg._backward import Backward
-from psg._errors import PsgError, Unsupported
+from psg._errors import PsgError, StateError, Unsupported
 from psg._habits import Habits, Retry, habits_of, remember
 from psg._lifted import Lifted, pull_back
 from psg._ops import FACTORIES
@@ -84,6 +84,7 @@ def capture(task: CaptureTask) -> Captured:
     Raises:
         Unsupported: The function does something that lifting cannot follow.
         Diverged: The function turns a tensor into a Python value that differs from sample to sample.
+        StateError: The function has written into an argument unseen.
         RuntimeError: vmap cannot run an op, or the function raises one itself.
     """
     habits = habits_of(task.owner)
@@ -96,7 +97,12 @@ def capture(task: CaptureTask) -> Captured:
                 _copies.sample_by_sample(tensor.detach(), dim) if habits.copied and i not in task.params else tensor.detach()
                 for i, (tensor, dim) in enumerate(zip(task.tensors, task.in_dims, strict=True))
             ]
+            before = [tensor._version for tensor in task.tensors]
             captured, differentiates = _one_pass(task, given, habits)
+            if before != [tensor._version for tensor in task.tensors]:
+                raise StateError(
+                    "fn writes into an argument where psg does not see it, in a scripted function say. Write into a clone of it."
+                )
             remember(task.owner, habits, recorded=differentiates)
             return captured
         except Retry as retry:

@@ -3,7 +3,9 @@
 The caller may differentiate the result for them too. They are seen when an op uses them: the modes that watch fn report its ops here.
 """
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,18 +13,48 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _autograd, _functorch
-from psg._errors import warn_once
-from psg._ops import METADATA, PREDICATES, leaves_of, name_of, substitute
+from psg._errors import StateError, warn_once
+from psg._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
 """Ops that can turn a tensor into an autograd leaf."""
+
+USED_ELSEWHERE = (
+    "stateless: the module uses its parameter {!r} from a list, function, object or other place that is not a registered parameter, where "
+    "psg cannot replace it. Use it by its registered name."
+)
 
 UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
 """Ops through which nothing is differentiated."""
 
 
+_owned: ContextVar[Mapping[int, str]] = ContextVar("psg_owned", default={})  # noqa: B039 (never changed)
+
+
+@contextlib.contextmanager
+def owning(names: Mapping[int, str]) -> Iterator[None]:
+    """A context in which a module runs with other parameters than its own, whose names these are, by id: no op must use its own."""
+    token = _owned.set(names)
+    try:
+        yield
+    finally:
+        _owned.reset(token)
+
+
+def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], message: str = USED_ELSEWHERE) -> None:
+    """Raise if an op differentiates a parameter with one of these names, or a view of it.
+
+    Raises:
+        StateError: It does; the message, with the name.
+    """
+    with torch._C.DisableTorchFunction():  # other modes watch fn, not these questions
+        name = names.get(id(leaf._base if leaf._is_view() else leaf))
+    if name is not None and func not in LIKENESSES and not (name_of(func) in LIKE_ANOTHER and leaf is not first):
+        raise StateError(message.format(name))
+
+
 class Outside:
-    """Ignores outside tensors.
+    """Ignores outside tensors, but refuses those that a module owns where it runs with other parameters (`owning`).
 
     Attributes:
         found: The outside tensors that ops have used, each once.
@@ -39,7 +71,21 @@ class Outside:
             leaves: The leaves of its arguments.
             own: The ids of leaves that do not count.
             level: The level of psg's innermost transform: those above it are fn's own.
+
+        Raises:
+            StateError: A module uses its own parameter instead of the one that it is given.
         """
+        self._outside(func, leaves)
+
+    def _outside(self, func: Any, leaves: list[Any]) -> list[Tensor]:
+        """The tensors that autograd records at this op and no transform has wrapped."""
+        if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
+            return []
+        met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
+        if met and (names := _owned.get()):
+            for leaf in met:
+                refuse_own(func, leaf, leaves[0], names)
+        return met
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
@@ -65,13 +111,10 @@ class Recorded(Outside):
         """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
-        if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
-            return
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf) and self._is_older(leaf, own):
-                if not any(leaf is other for other in self.found):
-                    self.found.append(leaf)
-        if _functorch.current_level() > level:
+        for leaf in self._outside(func, leaves):
+            if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
+                self.found.append(leaf)
+        if _functorch.current_level() > level and func not in UNDIFFERENTIATED and torch.is_grad_enabled():
             self._expect_bare(func, leaves, own, level)
 
     def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
 from psg._errors import InputError, StateError, is_integer, warn_once
-from psg._ops import LIKE_ANOTHER, LIKENESSES, leaves_of, name_of
-from psg._outside import UNDIFFERENTIATED
+from psg._ops import leaves_of
+from psg._outside import UNDIFFERENTIATED, USED_ELSEWHERE, owning, refuse_own
 
 # A lock for each module: while a call runs, the module holds that call's parameters. Reentrant: a module may call psg on itself.
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -119,7 +119,7 @@ def stateless(
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     lock = _locks.setdefault(module, threading.RLock())
     with lock:
-        unregistered, views = _unregistered_parameters(module)
+        unregistered = _unregistered_parameters(module)
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
         hooked = [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter._backward_hooks]
         memory = {name: parameter.data_ptr() for name, parameter in params.items()}
@@ -183,7 +183,6 @@ def stateless(
             return state_of(module), state_of(criterion) if isinstance(criterion, nn.Module) else None
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
-    loss.views = views  # type: ignore[attr-defined]  # kept alive, since they are found by their ids
     loss.__qualname__ = f"stateless({_kind(module)}).loss"
     return loss, params
 
@@ -242,8 +241,10 @@ def _call(
     guarded = {key: name for key, name in unregistered.items() if name in params}
     refuse = _refuses_writes(children, buffers)
     with held(), _writes.refusing(refuse) if buffers else contextlib.nullcontext():
-        with _OwnParameterGuard(guarded, _KEPT_BY_MODULE) if guarded else contextlib.nullcontext():
-            output = run({id(parameter): name for name, parameter in own.items() if name in params})
+        with _OwnParameterGuard(guarded, USED_ELSEWHERE) if guarded else contextlib.nullcontext():
+            given = {id(parameter): name for name, parameter in own.items() if name in params}
+            with owning(given):
+                output = run(given)
         now = buffers if scripted else _held(buffer_slots)
     # Layers that run again in the backward pass (checkpoints) must find the same parameters, and take the lock, which the caller holds now.
     _pass.remember(module, params, partial(_locked, lock, held))
@@ -379,11 +380,10 @@ def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
     )
 
 
-def _unregistered_parameters(module: nn.Module) -> tuple[dict[int, str], list[Tensor]]:
-    """The parameters, and views of them, that the module also holds in unregistered places, such as lists: names by id; the views."""
+def _unregistered_parameters(module: nn.Module) -> dict[int, str]:
+    """The parameters that the module also holds in unregistered places, such as lists, or of which it holds views: their names, by id."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
     found: dict[int, str] = {}
-    views: list[Tensor] = []
     seen: set[int] = set()
     held: list[Any] = []
     for child in module.modules():
@@ -394,10 +394,8 @@ def _unregistered_parameters(module: nn.Module) -> tuple[dict[int, str], list[Te
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            name = names.get(id(value._base if value.requires_grad and value._is_view() else value))
-            if name is not None:
-                found[id(value)] = name
-                views += [value] if id(value) not in names else []
+            key = id(value._base if value.requires_grad and value._is_view() else value)
+            found |= {key: names[key]} if key in names else {}
         elif isinstance(value, dict):
             held += value.values()
         elif isinstance(value, (list, tuple)):
@@ -407,20 +405,12 @@ def _unregistered_parameters(module: nn.Module) -> tuple[dict[int, str], list[Te
         elif isinstance(value, FunctionType):
             held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
             held += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
-    return found, views
+    return found
 
 
 _EMPTY_CELL = CellType()
 
 
-# Ops that read only a parameter's shape and the like, or that are not differentiated.
-_HARMLESS = UNDIFFERENTIATED | LIKENESSES
-
-
-_KEPT_BY_MODULE = (
-    "stateless: the module uses its parameter {!r} from a list, dict, function or attribute that is not a registered parameter, where psg "
-    "cannot replace it. Use it by its registered name."
-)
 _KEPT_BY_CRITERION = (
     "stateless: the criterion uses the module's parameter {!r} by a reference of its own, which is not the tensor that the loss is given: "
     "its gradient would be lost. Read it from the module at every call of the criterion, or detach it."
@@ -436,9 +426,9 @@ class _OwnParameterGuard(TorchFunctionMode):
         self._message = message
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in _HARMLESS else ():
-            if id(leaf) in self._names and leaf.requires_grad and not (name_of(func) in LIKE_ANOTHER and leaf is not args[0]):
-                raise StateError(self._message.format(self._names[id(leaf)]))
+        for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in UNDIFFERENTIATED else ():
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                refuse_own(func, leaf, args[0] if args else None, self._names, self._message)
         return func(*args, **(kwargs or {}))
 
 

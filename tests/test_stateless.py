@@ -586,8 +586,48 @@ def test_a_parameter_held_by_a_function_is_refused_where_it_is_used(hold, device
     loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
     module.register_forward_hook(lambda module, _, output: module.held["functions"][0](output))
     x = torch.randn(5, 3, device=device)
-    with pytest.raises(psg.StateError, match="the module uses its parameter 'weight' from a list, dict, function"):
+    with pytest.raises(psg.StateError, match="the module uses its parameter 'weight' from a list, function"):
         psg.per_sample_grad(loss)(params, x, x)
+
+
+class Holder:
+    """An object that psg knows nothing of."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("hold", [Holder, lambda w: Holder(w.T), lambda w: Holder(w[None])], ids=["itself", "transposed", "a view"])
+def test_a_parameter_held_by_an_object_is_refused_where_it_is_used(hold, method, recorded, device):
+    module = nn.Linear(3, 3, bias=False).to(device)
+    hold = hold(module.weight)  # as a global, or in an attribute of an attribute
+    module.register_forward_hook(lambda module, _, output: hold(output).sum(0))
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+    x = torch.randn(5, 3, device=device)
+    with (
+        pytest.raises(psg.StateError, match="the module uses its parameter 'weight' from a list, function, object"),
+        torch.set_grad_enabled(recorded),
+    ):
+        psg.per_sample_grad(loss, method=method)(params, x, x)
+
+
+def test_a_parameter_s_own_shape_and_values_may_be_read_anywhere(device):
+    module = nn.Linear(3, 3, bias=False).to(device)
+    held = Holder(module.weight)
+
+    def hook(module, _, output):
+        scale = held.weight.detach().norm()
+        return output * scale + torch.zeros_like(held.weight).sum() + output.new_ones(held.weight.shape).sum()
+
+    module.register_forward_hook(hook)
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+    x = torch.randn(5, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(loss)(params, x, x), loop_grad(loss)(params, x, x))
 
 
 def test_each_kind_of_module_has_its_own_warning(device):

@@ -379,6 +379,21 @@ def test_reshapes_that_are_written_into_stay_on_the_first_rung(use, device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_write_that_no_mode_sees_is_refused(device):
+    @torch.jit.script
+    def doubled(x):
+        return x.mul_(2)
+
+    def fn(w, x):
+        doubled(x)
+        return (w * x).sin().sum()
+
+    args = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    with pytest.raises(psg.StateError, match="fn writes into an argument where psg does not see it"):
+        psg.per_sample_grad(fn)(*args)
+
+
 def test_the_message_names_the_op_that_reads(device):
     def fn(w, x):
         y = x * w
