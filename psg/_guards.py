@@ -26,12 +26,13 @@ class VmapGuard(TorchFunctionMode):
         call: The call.
         samples: The tensors that fn is given.
         differentiated: Whether the gradients are differentiated in turn.
+        follows: As `Aliases` takes it.
 
     Attributes:
         failure: The message of the last error that an op raised, which fn may have caught; the error itself would keep all frames alive.
     """
 
-    def __init__(self, call: Call, samples: Sequence[Tensor], differentiated: bool) -> None:
+    def __init__(self, call: Call, samples: Sequence[Tensor], differentiated: bool, follows: bool) -> None:
         super().__init__()
         self.outside = call.outside
         self.differentiated = differentiated
@@ -40,7 +41,7 @@ class VmapGuard(TorchFunctionMode):
         self.level = grad = _functorch.current_level()
         self.own = Marks(grad - 1, grad)
         self.own.claim(samples)
-        self.aliases = Aliases(samples, follows=True)
+        self.aliases = Aliases(samples, follows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,6 +15,7 @@ from psg._call import Call
 from psg._capture import CaptureTask, capture
 from psg._errors import InputError, PsgError, Stale, StateError
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
+from psg._habits import Retry
 from psg.factors import Dense, Factor, Sum, concat
 
 
@@ -161,18 +162,28 @@ def _capture_together(call: Call) -> Result:
 def _run_vmap(call: Call) -> Result:
     state = call.shared_draws()
     try:
-        return _vmap_together(call)
+        return _vmap_writes(call)
     except RuntimeError as error:
         if "data-dependent control flow" not in str(error):
             raise
-    return _as_compiled(_vmap_together, call, state)
+    return _as_compiled(_vmap_writes, call, state)
 
 
-def _vmap_together(call: Call) -> Result:
+def _vmap_writes(call: Call) -> Result:
+    """Follow what may share memory only if fn writes after a reshape: following copies every reshape."""
+    state = _random.get_state(call.tensors)
+    try:
+        return _vmap_together(call, follows=False)
+    except Retry:
+        _random.set_state(state)
+        return _vmap_together(call, follows=True)
+
+
+def _vmap_together(call: Call, follows: bool) -> Result:
     outputs, differentiated = _Outputs(call), call.needs_derivative
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with VmapGuard(call, tensors, differentiated) as guard:
+        with VmapGuard(call, tensors, differentiated, follows) as guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
