@@ -28,6 +28,11 @@ UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(to
 """Ops through which nothing is differentiated."""
 
 
+def _records(func: Any) -> bool:
+    """Whether autograd may record this op now."""
+    return func not in UNDIFFERENTIATED and torch.is_grad_enabled()
+
+
 _owned: ContextVar[Mapping[int, str]] = ContextVar("psg_owned", default={})  # noqa: B039 (never changed)
 
 
@@ -79,7 +84,7 @@ class Outside:
 
     def _outside(self, func: Any, leaves: list[Any]) -> list[Tensor]:
         """The tensors that autograd records at this op and no transform has wrapped."""
-        if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
+        if not _records(func):
             return []
         met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
         if met and (names := _owned.get()):
@@ -114,7 +119,7 @@ class Recorded(Outside):
         for leaf in self._outside(func, leaves):
             if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
                 self.found.append(leaf)
-        if _functorch.current_level() > level and func not in UNDIFFERENTIATED and torch.is_grad_enabled():
+        if _functorch.current_level() > level and _records(func):
             self._expect_bare(func, leaves, own, level)
 
     def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:

@@ -53,15 +53,15 @@ class Aliases:
     Tensors that certainly share memory are one node, that memory. Nodes that may share memory in a loop are partners.
 
     Args:
-        known: Tensors whose samples are laid out as in a loop, so that a reshape does the same.
+        laid_out: Tensors whose samples are laid out as in a loop, so that a reshape does the same.
         follows: Whether to follow such tensors. If not, a write where there are some is refused by asking for a pass that does.
 
     Attributes:
         outdated: The nodes with a partner that has been written into.
     """
 
-    def __init__(self, known: Sequence[Tensor], follows: bool) -> None:
-        self._laid_out = known
+    def __init__(self, laid_out: Sequence[Tensor], follows: bool) -> None:
+        self._laid_out = laid_out
         self._follows = follows
         self._any = False
         self._partners: dict[Any, set[Any]] = {}

@@ -248,7 +248,7 @@ def test_samples_that_are_not_contiguous_in_their_batch(in_dims, lay, through, m
     try:
         found = psg.per_sample_grad(fn, in_dims=in_dims, method=method)(w, x)
     except psg.PsgError:
-        assert method == "vmap"
+        assert method == "vmap"  # refused: fn reads y after a write into its reshape, of which vmap does not know what a loop makes
     else:
         assert_trees_close(found, loop_grad(fn, in_dims=in_dims)(w, x))
 
