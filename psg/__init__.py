@@ -19,11 +19,11 @@ Modules: `tree` (norms, Gram matrices, weighted sums, projections, moments, nois
 
 from psg import clipping, distributed, factors, plans, rules, testing, tree
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
-from psg.explain import explain
-from psg.jit import jit
-from psg.memory import keep_pages
+from psg._explain import explain
+from psg._jit import jit
+from psg._memory import keep_pages
+from psg._stateless import stateless
 from psg.rules import primitive, rule
-from psg.stateless import stateless
 from psg.testing import check
 from psg.transforms import (
     ClippedGrad,

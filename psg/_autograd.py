@@ -1,7 +1,7 @@
 """psg's access to autograd's internals: the engine, the nodes of a graph and the hooks on saved tensors."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,20 @@ def now() -> int:
 def made_before(node: Any, moment: int) -> bool:
     """Whether autograd recorded this node before a moment that `now` returned."""
     return node._sequence_nr() < moment
+
+
+def find_leaf(node: Any, ids: Container[int], seen: set[Any]) -> int | None:
+    """The id, one of these, of a leaf in the graph that ends at this node; None, with the graph's nodes added to `seen`, if it has none."""
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in ids:
+            return id(node.variable)
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    return None
 
 
 def saved_tensor_hooks() -> object:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from psg import _ambient, _copies, _functorch, _random, _trees, memory
+from psg import _ambient, _copies, _functorch, _memory, _random, _trees
 from psg._errors import InputError, code_of, is_integer, warn_once
 from psg._outside import Outside
 
@@ -37,7 +37,7 @@ class Options:
         _one_of("method", self.method, get_args(Method))
         chunk = self.chunk_size
         if isinstance(chunk, str):
-            memory.parse(chunk)
+            _memory.parse(chunk)
         elif chunk is not None and not is_integer(chunk, least=1):
             raise InputError(
                 f"chunk_size={chunk!r}: expected an integer of at least 1, bytes as in '512 MiB', 'auto', or None for the whole batch "

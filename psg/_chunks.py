@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch, _ladder, _random, _rungs, memory
+from psg import _functorch, _ladder, _memory, _random, _rungs
 from psg._call import Call
 from psg._clipped_sums import ClippedSums
 from psg._rungs import Result
@@ -54,7 +54,7 @@ class Sizes:
         taken = self.bytes.get(self._shapes(call))
         if taken is None:
             return max(1, min(call.n // 16, 64))
-        return max(1, memory.budget(self.chunk_size, call.leaves[call.params[0]].device) // taken)
+        return max(1, _memory.budget(self.chunk_size, call.leaves[call.params[0]].device) // taken)
 
     def learn(self, call: Call, count: int, result: Result) -> None:
         """Estimate from the result of `count` samples how many bytes one sample of such a call takes."""

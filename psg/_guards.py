@@ -1,6 +1,6 @@
 """Function modes that watch fn where vmap or plain autograd runs its ops as they are, and the loop's backward passes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _autograd, _functorch, _kernels, _pass
 from psg._call import Call
-from psg._errors import PsgError, StateError
+from psg._errors import PsgError, Stale, StateError
 from psg._higher_order import HIGHER_ORDER, refuse_others
 from psg._marks import Marks
 from psg._ops import DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of
@@ -25,15 +25,21 @@ class VmapGuard(TorchFunctionMode):
     Args:
         call: The call.
         samples: The tensors that fn is given.
+        bare: The ids of leaves that they wrap, whose history shows ops that ran where no transform is: in threads that fn starts.
         differentiated: Whether the gradients are differentiated in turn.
         follows: As `Aliases` takes it.
+
+    Raises:
+        Stale: fn goes on with a result of such an op.
 
     Attributes:
         failure: The message of the last error that an op raised, which fn may have caught; the error itself would keep all frames alive.
     """
 
-    def __init__(self, call: Call, samples: Sequence[Tensor], differentiated: bool, follows: bool) -> None:
+    def __init__(self, call: Call, samples: Sequence[Tensor], bare: Collection[int], differentiated: bool, follows: bool) -> None:
         super().__init__()
+        self.bare = bare
+        self.harmless: set[Any] = set()  # nodes of graphs that lead to none of these leaves
         self.outside = call.outside
         self.differentiated = differentiated
         self.traced = _functorch.is_traced()
@@ -53,6 +59,9 @@ class VmapGuard(TorchFunctionMode):
             marked = self.own.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves, (), self.level)
             tensors = tensors_in(leaves)
+            for tensor in tensors:
+                if not _functorch.is_wrapped(tensor) and tensor.grad_fn and _autograd.find_leaf(tensor.grad_fn, self.bare, self.harmless):
+                    raise Stale("a value of the parameters from another thread")
             if self.aliases.outdated and func not in METADATA:
                 self.aliases.read(name_of(func), tensors)
             target = target_of(func, args, kwargs)

@@ -91,7 +91,8 @@ def _refuse_stale(call: Call, error: Exception) -> None:
         raise StateError(
             f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
             "made from the samples or the parameters of that call, and cannot be used any more. Make it anew in every call, and clear "
-            "the one that is kept now; a tensor that depends on neither samples nor parameters may be made outside of fn."
+            "the one that is kept now; a tensor that depends on neither samples nor parameters may be made outside of fn. (Or fn uses "
+            "samples or parameters in a thread that it starts, where only method='loop' can follow.)"
         ) from error
 
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 import torch
 
 from psg import _functorch
-from psg.memory import pages_are_kept
+from psg._memory import pages_are_kept
 
 # Costs of a byte, and of calling an op, in arithmetic operations.
 

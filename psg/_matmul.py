@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from psg import _functorch
-from psg.memory import pages_are_kept
+from psg._memory import pages_are_kept
 
 # Multiplications.
 _LARGE_FOR_ONEDNN = 1 << 24  # it takes a millisecond to generate a kernel for every new shape

@@ -24,6 +24,11 @@ USED_ELSEWHERE = (
     "psg cannot replace it. Use it by its registered name."
 )
 
+COMPUTED_BEFORE = (
+    "stateless: the module uses a tensor that was computed from its parameter {!r} before the call (in __init__ or an earlier call), "
+    "where psg cannot replace the parameter. Compute it in forward, or detach it if it is meant as a constant."
+)
+
 UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
 """Ops through which nothing is differentiated."""
 
@@ -54,8 +59,13 @@ def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], me
     """
     with torch._C.DisableTorchFunction():  # other modes watch fn, not these questions
         name = names.get(id(leaf._base if leaf._is_view() else leaf))
-    if name is not None and func not in LIKENESSES and not (name_of(func) in LIKE_ANOTHER and leaf is not first):
+    if name is not None and not _takes_metadata(func, leaf, first):
         raise StateError(message.format(name))
+
+
+def _takes_metadata(func: Any, leaf: Tensor, first: Any) -> bool:
+    """Whether an op takes no more from a leaf than a shape, dtype or device; `first` is the first leaf of its arguments."""
+    return func in LIKENESSES or (name_of(func) in LIKE_ANOTHER and leaf is not first)
 
 
 class Outside:
@@ -67,6 +77,8 @@ class Outside:
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
+        self._start = _autograd.now()
+        self._allowed: set[Any] = set()  # nodes of outside tensors' graphs that lead to no parameter that a module owns
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
         """Look for outside tensors among the leaves of an op's arguments.
@@ -78,11 +90,11 @@ class Outside:
             level: The level of psg's innermost transform: those above it are fn's own.
 
         Raises:
-            StateError: A module uses its own parameter instead of the one that it is given.
+            StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
         """
-        self._outside(func, leaves)
+        self._outside(func, leaves, own)
 
-    def _outside(self, func: Any, leaves: list[Any]) -> list[Tensor]:
+    def _outside(self, func: Any, leaves: list[Any], own: Collection[int]) -> list[Tensor]:
         """The tensors that autograd records at this op and no transform has wrapped."""
         if not _records(func):
             return []
@@ -90,7 +102,17 @@ class Outside:
         if met and (names := _owned.get()):
             for leaf in met:
                 refuse_own(func, leaf, leaves[0], names)
+                if leaf.grad_fn is not None and self._is_older(leaf, own) and not _takes_metadata(func, leaf, leaves[0]):
+                    key = _autograd.find_leaf(leaf.grad_fn, names, self._allowed)
+                    if key is not None:
+                        raise StateError(COMPUTED_BEFORE.format(names[key]))
         return met
+
+    def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
+        """Whether a tensor with a history is neither one of these nor made by fn."""
+        if tensor.grad_fn is not None and not _autograd.made_before(tensor.grad_fn, self._start):
+            return False
+        return id(tensor) not in own and id(tensor._base if tensor._is_view() else tensor) not in own
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
@@ -109,14 +131,13 @@ class Recorded(Outside):
 
     def __init__(self) -> None:
         super().__init__()
-        self._start = _autograd.now()
         self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
         """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
-        for leaf in self._outside(func, leaves):
+        for leaf in self._outside(func, leaves, own):
             if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
                 self.found.append(leaf)
         if _functorch.current_level() > level and _records(func):
@@ -159,10 +180,7 @@ class Recorded(Outside):
         return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        if tensor.grad_fn is not None:
-            return _autograd.made_before(tensor.grad_fn, self._start)
-        base = id(tensor._base if tensor._is_view() else tensor)
-        return base not in own and base not in self._made
+        return super()._is_older(tensor, own) and id(tensor._base if tensor._is_view() else tensor) not in self._made
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call the function and note the outside tensors that it uses; an output without a history depends on none."""
@@ -178,6 +196,7 @@ class Replaced(Outside):
     """Replaces the outside tensors in `found` by others."""
 
     def __init__(self, found: list[Tensor], others: list[Tensor]) -> None:
+        super().__init__()
         self.found = found
         self._others = {id(tensor): other for tensor, other in zip(found, others, strict=True)}
 

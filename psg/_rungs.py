@@ -181,9 +181,12 @@ def _vmap_writes(call: Call) -> Result:
 
 def _vmap_together(call: Call, follows: bool) -> Result:
     outputs, differentiated = _Outputs(call), call.needs_derivative
+    # Clones: a function that writes into its arguments must not write into the caller's.
+    copies = [*map(_copies.sample_by_sample, call.tensors, call.tensor_dims)]
+    bare = set() if differentiated or _functorch.transform_active() else {id(copies[i].requires_grad_()) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with VmapGuard(call, tensors, differentiated, follows) as guard:
+        with VmapGuard(call, tensors, bare, differentiated, follows) as guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
@@ -192,8 +195,8 @@ def _vmap_together(call: Call, follows: bool) -> Result:
 
     gradient = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
     batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
-    # Clones: a function that writes into its arguments must not write into the caller's.
-    gradients, (values, *extra) = batched(*map(_copies.sample_by_sample, call.tensors, call.tensor_dims))
+    with torch.no_grad() if bare else contextlib.nullcontext():
+        gradients, (values, *extra) = batched(*copies)
     if len(values) != call.n:
         raise Stale(f"a batch of another size than {call.n}")
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])

@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -363,6 +364,30 @@ def test_a_tensor_of_the_samples_that_fn_keeps_is_refused(method, make, size, de
     psg.per_sample_grad(fn, method=method)(w, x)
     with pytest.raises(psg.StateError, match="kept from an earlier call"):
         psg.per_sample_grad(fn, method=method)(w, x[:size])
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # of the hook, which capture refuses
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(
+    "value", [lambda w, x: w.sin(), lambda w, x: (w * x).sin(), lambda w, x: x.sin() * w], ids=["parameters", "both", "samples"]
+)
+def test_parameters_used_in_another_thread_are_refused_above_the_loop(value, hooked, device):
+    def fn(w, x):
+        h = w * x
+        if hooked:
+            h.register_hook(lambda cotangent: cotangent)
+        return (h * in_a_thread(lambda: value(w, x))).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    for method in ("auto", "vmap"):
+        with pytest.raises(psg.StateError, match="in a thread that it starts"):
+            psg.per_sample_grad(fn, method=method)(w, x)
+    assert_trees_close(psg.per_sample_grad(fn, method="loop")(w, x), loop_grad(fn)(w, x))
 
 
 @pytest.mark.parametrize("calls", [1, 2])

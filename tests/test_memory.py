@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
-from psg import _ladder, memory
+from psg import _ladder, _memory
 from psg.testing import assert_trees_close
 
 
@@ -145,12 +145,12 @@ def test_a_size_that_names_none(wrong, problem):
     "text, expected", [("1 B", 1), ("2kb", 2000), ("1.5 KiB", 1536), ("3 MiB", 3 << 20), ("2GB", 2 * 10**9), ("auto", None)]
 )
 def test_sizes(text, expected):
-    assert memory.parse(text) == expected
+    assert _memory.parse(text) == expected
 
 
 def test_the_budget_of_auto_is_a_part_of_what_is_free(device):
-    assert 0 < memory.budget("auto", device) < 1 << 46
-    assert memory.budget("3 MiB", device) == 3 << 20
+    assert 0 < _memory.budget("auto", device) < 1 << 46
+    assert _memory.budget("3 MiB", device) == 3 << 20
 
 
 FAULTS = """
@@ -167,9 +167,9 @@ def faults():
 fresh = faults()
 factor = psg.factors.Outer(torch.ones(4, 64, 64), torch.ones(4, 64, 64))
 plan = factor.plan()
-assert not psg.memory.pages_are_kept()
+assert not psg._memory.pages_are_kept()
 kept = psg.keep_pages()
-assert psg.memory.pages_are_kept() == kept
+assert psg._memory.pages_are_kept() == kept
 print(int(kept), fresh, faults(), plan, factor.plan(), sep=";")
 """
 
@@ -209,10 +209,10 @@ def left_in_cycles(fn, *args):
 @pytest.fixture
 def cleared(monkeypatch):
     """The addresses of the tensors that C's memset clears, of any size."""
-    monkeypatch.setattr(memory, "_kept", True)
-    monkeypatch.setattr(memory, "_LARGE", 1)
-    addresses, memset = [], memory.ctypes.memset
-    monkeypatch.setattr(memory.ctypes, "memset", lambda *args: addresses.append(args[0]) or memset(*args))
+    monkeypatch.setattr(_memory, "_kept", True)
+    monkeypatch.setattr(_memory, "_LARGE", 1)
+    addresses, memset = [], _memory.ctypes.memset
+    monkeypatch.setattr(_memory.ctypes, "memset", lambda *args: addresses.append(args[0]) or memset(*args))
     return addresses
 
 
@@ -220,7 +220,7 @@ def cleared(monkeypatch):
 @pytest.mark.parametrize("shape", [(3, 4), (5,), (), (0, 2), (2, 3, 1, 2)])
 def test_zeros_by_memset(dtype, shape, cleared):
     like = torch.ones(2, dtype=dtype).requires_grad_(dtype.is_floating_point)
-    found = memory.new_zeros(like, *shape)
+    found = _memory.new_zeros(like, *shape)
     assert cleared == ([found.data_ptr()] if found.numel() else [])
     torch.testing.assert_close(found, like.new_zeros(shape), rtol=0, atol=0)
     assert found.stride() == like.new_zeros(shape).stride() and not found.requires_grad
@@ -230,15 +230,15 @@ def test_zeros_that_memset_cannot_clear(cleared, monkeypatch):
     class Own(torch.Tensor):
         pass
 
-    assert type(memory.new_zeros(torch.ones(2).as_subclass(Own), 3)) is Own
-    assert memory.new_zeros(torch.ones(2, device="meta"), 3).shape == (3,)
+    assert type(_memory.new_zeros(torch.ones(2).as_subclass(Own), 3)) is Own
+    assert _memory.new_zeros(torch.ones(2, device="meta"), 3).shape == (3,)
     with FakeTensorMode():
-        assert memory.new_zeros(torch.ones(2), 3).shape == (3,)
-    torch.testing.assert_close(torch.func.vmap(lambda x: memory.new_zeros(x, 3))(torch.ones(2, 4)), torch.zeros(2, 3))
-    monkeypatch.setattr(memory, "_LARGE", 1 << 10)
-    memory.new_zeros(torch.ones(2), 3)
-    monkeypatch.setattr(memory, "_kept", False)
-    memory.new_zeros(torch.ones(2), 1 << 10)
+        assert _memory.new_zeros(torch.ones(2), 3).shape == (3,)
+    torch.testing.assert_close(torch.func.vmap(lambda x: _memory.new_zeros(x, 3))(torch.ones(2, 4)), torch.zeros(2, 3))
+    monkeypatch.setattr(_memory, "_LARGE", 1 << 10)
+    _memory.new_zeros(torch.ones(2), 3)
+    monkeypatch.setattr(_memory, "_kept", False)
+    _memory.new_zeros(torch.ones(2), 1 << 10)
     assert not cleared
 
 

@@ -89,7 +89,7 @@ def test_remembered_costs_are_those_of_the_layout_and_the_machine(kept, threads,
         *(Conv(torch.randn(2, 1, 4, 8, 8), torch.randn(2, 1, channels, 8, 8), geometry).map(lambda t: t.to(device)) for channels in (3, 5)),
     ]
     before = torch.get_num_threads()
-    monkeypatch.setattr(psg.memory, "_kept", kept)
+    monkeypatch.setattr(psg._memory, "_kept", kept)
     torch.set_num_threads(threads)
     try:
         for factor in factors * 2:

@@ -616,6 +616,45 @@ def test_a_parameter_held_by_an_object_is_refused_where_it_is_used(hold, method,
         psg.per_sample_grad(loss, method=method)(params, x, x)
 
 
+class Computed(nn.Module):
+    """A module with a value that was computed in `__init__`, from its parameter or from another tensor that requires grad."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.other = nn.Parameter(torch.randn(3)) if own else torch.randn(3, requires_grad=True)
+        self.value = (self.other + 1).exp()
+
+    def forward(self, x):
+        return (x * self.weight * self.value).sum()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_a_value_computed_from_a_parameter_before_the_call_is_refused(method, recorded):
+    x = torch.randn(5, 3)
+    loss, params = psg.stateless(Computed(own=True))
+    with pytest.raises(psg.StateError, match="computed from its parameter 'other' before the call"), torch.set_grad_enabled(recorded):
+        psg.per_sample_grad(loss, method=method)(params, x)
+
+    loss, params = psg.stateless(Computed(own=False))
+    with torch.set_grad_enabled(recorded):
+        assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), loop_grad(loss)(params, x))
+
+
+def test_parameters_and_samples_computed_from_the_module_s_own_are_accepted(device):
+    module = nn.Linear(3, 3).to(device)
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+    stepped = {name: param - 0.1 * param.exp() for name, param in params.items()}
+    x = torch.randn(5, 3, device=device) + module.weight.sum()
+
+    def fn(params, x):
+        return loss(params, x * 2, x)
+
+    for method in ("auto", "capture", "vmap", "loop"):
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(stepped, x), loop_grad(fn)(stepped, x))
+
+
 def test_a_parameter_s_own_shape_and_values_may_be_read_anywhere(device):
     module = nn.Linear(3, 3, bias=False).to(device)
     held = Holder(module.weight)

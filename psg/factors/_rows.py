@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from psg import _functorch, memory
+from psg import _functorch, _memory
 from psg._errors import InputError
 from psg.factors._base import Additive, Factor, expect_real, square, wide, widen
 from psg.factors._dense import Dense
@@ -144,7 +144,7 @@ def scatter_rows(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
 
 def _scatter(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    return memory.new_zeros(rows, num_rows, rows.shape[-1]).index_add_(0, index.reshape(-1), rows.flatten(0, -2))
+    return _memory.new_zeros(rows, num_rows, rows.shape[-1]).index_add_(0, index.reshape(-1), rows.flatten(0, -2))
 
 
 def _norm(index: Tensor, cotangent: Tensor, num_rows: int) -> Tensor:

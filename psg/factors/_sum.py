@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from psg import _machine, memory, plans
+from psg import _machine, _memory, plans
 from psg.factors._base import Additive, Factor, wide
 from psg.factors._dense import Dense
 from psg.factors._planned import Planned
@@ -52,7 +52,7 @@ class Sum(Additive):
 
     def materialize(self) -> Tensor:
         if not self.terms:
-            return memory.new_zeros(self.like, self.n, *self.shape)
+            return _memory.new_zeros(self.like, self.n, *self.shape)
         first, *rest = sorted(self.terms, key=lambda term: not term.is_made_anew)
         total = first.materialize()
         if not first.is_made_anew or self.is_differentiated:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from psg import memory
+from psg import _memory
 from psg.factors._base import Additive, Factor
 
 
@@ -111,7 +111,7 @@ class Views(Additive):
     def _empty_or_zeros(self, like: Tensor, *shape: int) -> Tensor:
         """A tensor for all entries of the parameter: uninitialised if the views cover all of them, else zero."""
         covered = sum(torch.Size(region.size).numel() for region in self.regions) == self.shape.numel()
-        return like.new_empty(shape) if covered else memory.new_zeros(like, *shape)
+        return like.new_empty(shape) if covered else _memory.new_zeros(like, *shape)
 
     def squared_norm(self) -> Tensor:
         return torch.stack([factor.squared_norm() for factor in self.factors]).sum(0)

@@ -21,10 +21,10 @@ from torch.fx import GraphModule
 
 from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, StateError, is_integer, user_line
+from psg._stateless import collecting_cache_keys, state_of
 from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
-from psg.stateless import collecting_cache_keys, state_of
 from psg.testing import Mismatch, assert_trees_close
 from psg.transforms import Batching, label_of, mark
 
