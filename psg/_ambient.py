@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from psg import _autograd
 
@@ -78,6 +80,16 @@ def usable(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.clone() if leaf.is_inference() else leaf.resolve_neg()
+
+
+def has_function_modes() -> bool:
+    """Whether function modes see every op, beside those that only set the default device."""
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def default_device() -> torch.device | None:
+    """The default device, if one was set: by a function mode."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 def may_compile() -> bool:

@@ -33,6 +33,16 @@ def made_before(node: Any, moment: int) -> bool:
     return node._sequence_nr() < moment
 
 
+def own_leaf(tensor: Tensor) -> Tensor:
+    """Make a new tensor an autograd leaf of psg's own, which `is_own_leaf` tells from those that fn closes over."""
+    vars(tensor)["_psg_leaf"] = True
+    return tensor.requires_grad_()
+
+
+def is_own_leaf(tensor: Tensor) -> bool:
+    return "_psg_leaf" in vars(tensor)
+
+
 def find_leaf(node: Any, ids: Container[int], seen: set[Any]) -> int | None:
     """The id, one of these, of a leaf in the graph that ends at this node; None, with the graph's nodes added to `seen`, if it has none."""
     nodes = [node]

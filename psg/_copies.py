@@ -13,7 +13,9 @@ def sample_by_sample(tensor: Tensor, dim: int | None) -> Tensor:
     """
     if dim is None:
         return copy_of(tensor)
-    return contiguous_copy_of(tensor.movedim(dim, 0)).movedim(0, dim)
+    copy = contiguous_copy_of(tensor.movedim(dim, 0)).movedim(0, dim)
+    # autograd lets nobody write parameters into a view that was made under no_grad
+    return copy if torch.is_grad_enabled() or _functorch.is_transformed() else copy.detach()
 
 
 def contiguous_copy_of(tensor: Tensor) -> Tensor:

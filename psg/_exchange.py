@@ -3,7 +3,8 @@
 Gradients show which sample each row belongs to (psg/_owners.py). But samples may also be mixed before the first parameter, as in
 x - x.mean(0), or through integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, the
 losses share rows of the parameters, but no rows of data. So fn runs once more on a batch of the same shape, in which a quarter of the
-samples keep their places, and copies of them replace all others. The losses of that quarter must not change.
+samples keep their places, and copies of them replace all others; of a few samples, in several batches, one or two. The losses of
+those that keep their places must not change.
 """
 
 from typing import Any
@@ -31,42 +32,63 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
         OutOfMemoryError: A device has not enough memory to run fn again.
         StateError: At least half of the compared losses have changed. Fewer changes may come from rounding that breaks a router's ties.
     """
-    every = torch.arange(call.n, device=losses.device)
-    kept = _kept(call.n).to(losses.device)
-    # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
-    index = kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)]
+    # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
+    every, draws = torch.arange(call.n, device=losses.device), not _random.same_state(before, after)
     now = _random.get_state(call.tensors)
+
+    def run(index: Tensor) -> tuple[Tensor, _random.State]:
+        _random.set_state(before)  # the samples that keep their places get the same numbers
+        return _losses(call.take(index)), _random.get_state(call.tensors)
+
     try:
-        # If fn sorts its samples, dropout masks would fall on other samples. So both batches run without dropout.
-        expected = losses if _random.same_state(before, after) else _losses(call.take(every))
-        exchanged = _losses(call.take(index))
-        if _agree(exchanged, expected, kept, call):
+        expected, end = run(every) if draws else (losses, after)
+        same, comparable = [], True
+        for kept in (own.to(losses.device) for own in _kept(call.n)):
+            # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
+            exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)])
+            comparable = comparable and _random.same_state(end, state)
+            same.append(_agreeing(exchanged, expected, kept, call))
+        if _mostly(torch.cat(same)):
             return
-        if not _random.same_state(now, _random.get_state(call.tensors)) or not _agree(_losses(call.take(every)), expected, kept, call):
-            return  # fn drew other random numbers, or returns other values in every call: no comparison is possible
+        again, _ = run(every)
+        if not _mostly(_agreeing(again, expected, every, call)):
+            return  # fn returns other values in every call: no comparison is possible
     except torch.OutOfMemoryError:
         raise  # the samples have not been compared
     except Exception as error:
-        warn_once(
-            (code_of(call.fn), "exchange"),
-            f'{call.name}, method="batch": fn raises {type(error).__name__} when some samples are exchanged for others. So its losses '
-            "could not be compared, and samples that meet in a statistic of the data alone (x - x.mean(0), say) would not be noticed.",
-            UserWarning,
-        )
+        _warn_of_no_comparison(call, f"fn raises {type(error).__name__} when some samples are exchanged for others")
         return
     finally:
         _random.set_state(now)
+    if not comparable:
+        _warn_of_no_comparison(call, "fn draws more or fewer random numbers when some samples are exchanged for others")
+        return
     raise StateError(
-        f'method="batch": the losses of some samples change when others are exchanged (compared: {len(kept)} of {call.n}). They meet in a '
-        "statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient tells what one "
-        "sample does. Let losses[i] depend on sample i alone."
+        f'method="batch": the losses of some samples change when others are exchanged (compared: {sum(map(len, same))} of {call.n}). '
+        "They meet in a statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient "
+        "tells what one sample does. Let losses[i] depend on sample i alone."
+        + (" (Or fn draws random numbers for its samples in an order that depends on the others: use another method.)" if draws else "")
     )
 
 
-def _kept(n: int) -> Tensor:
-    """The samples that keep their places, in order: not the first, and scattered, so that most have exchanged neighbours."""
-    scattered = 1 + torch.randperm(n - 1, generator=torch.Generator("cpu").manual_seed(n), device="cpu")
-    return scattered[: max(1, n // 4)].sort().values
+def _warn_of_no_comparison(call: Call, reason: str) -> None:
+    warn_once(
+        (code_of(call.fn), "exchange"),
+        f'{call.name}, method="batch": {reason}. So its losses could not be compared, and samples that meet in a statistic of the data '
+        "alone (x - x.mean(0), say) would not be noticed.",
+        UserWarning,
+    )
+
+
+def _kept(n: int) -> list[Tensor]:
+    """The samples that keep their places, in order, in each of the batches to compare. Of a few samples, every one does so once."""
+    generator = torch.Generator("cpu").manual_seed(n)
+    if n < 8:
+        scattered = torch.randperm(n, generator=generator, device="cpu")
+        return [own.sort().values for own in scattered.split(1 if n < 6 else 2)]
+    # Not the first, and scattered, so that most have exchanged neighbours.
+    scattered = 1 + torch.randperm(n - 1, generator=generator, device="cpu")
+    return [scattered[: n // 4].sort().values]
 
 
 def _losses(call: Call) -> Tensor:
@@ -96,12 +118,16 @@ class _Undropped(TorchFunctionMode):
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_}
 
 
-def _agree(losses: Tensor, others: Tensor, kept: Tensor, call: Call) -> bool:
-    """Whether more than half of the kept losses agree up to rounding, which may differ where groups of samples have other sizes."""
+def _agreeing(losses: Tensor, others: Tensor, kept: Tensor, call: Call) -> Tensor:
+    """Which of the kept losses agree up to rounding, which may differ where groups of samples have other sizes."""
     losses, others = losses[kept], others[kept].to(losses)
     dtypes = {tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes | {_functorch.autocast_dtype(losses) or losses.dtype})
     rtol = max(1e-3, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
     size = min(1.0, float(losses.abs().nan_to_num(0, 0).amax()))
-    same = torch.isclose(losses, others, rtol=rtol, atol=10 * eps * size, equal_nan=True)
+    return torch.isclose(losses, others, rtol=rtol, atol=10 * eps * size, equal_nan=True)
+
+
+def _mostly(same: Tensor) -> bool:
+    """Whether more than half of these are true."""
     return 2 * int(same.count_nonzero()) > len(same)

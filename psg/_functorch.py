@@ -224,6 +224,11 @@ def vmaps(tensor: Tensor) -> int:
     return sum(map(_C.is_batchedtensor, layers(tensor)))
 
 
+def vmap_levels(tensor: Tensor) -> set[int]:
+    """The levels of the vmaps that have wrapped this tensor."""
+    return {level_of(layer) for layer in layers(tensor) if _C.is_batchedtensor(layer)}
+
+
 def is_sampled(tensor: Tensor) -> bool:
     """Whether some vmap has wrapped this tensor."""
     return vmaps(tensor) > 0

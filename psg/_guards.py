@@ -86,7 +86,8 @@ class VmapGuard(TorchFunctionMode):
             reason = "a tracer inside fn, such as torch.func.linearize's, takes the tensors that it meets under vmap as constants"
         if reason is not None:
             raise PsgError(reason)
-        decompose = find_decomposition(func, self.differentiated)
+        higher = is_misderived(func) and _functorch.current_level() > self.level  # in a transform of fn's own, which may differentiate
+        decompose = find_decomposition(func, self.differentiated or higher)
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)

@@ -13,6 +13,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from psg import _ambient, _functorch, _random, _trees, plans
-from psg._errors import FallbackWarning, InputError, StateError, is_integer, user_line
+from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, user_line
 from psg._stateless import collecting_cache_keys, state_of
 from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
@@ -64,7 +65,7 @@ def jit(
 
     - Tensor arguments may change from call to call. New shapes, strides, dtypes or devices make a new signature, and so do other Python
       values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings. Each signature is
-      compiled once.
+      compiled once. Other objects are told apart by their hash: changes of their attributes are not seen.
     - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
       it by another tensor is not. In modules, psg does see this: for functions made by `psg.stateless`, wherever fn calls them, and for
       modules among the arguments, replaced buffers, frozen parameters or submodules, forward hooks and `train()`/`eval()` lead to a new
@@ -80,8 +81,8 @@ def jit(
     - Random numbers of torch are drawn anew at every call, from torch's generators, as `torch.manual_seed` sets them.
 
     Calls run eagerly, so that they can be differentiated, inside torch.func transforms and forward-mode AD, and where an input or a tensor
-    that fn closes over requires grad. Calls on empty batches, inside another traced function or under a dispatch mode are eager too.
-    Thread-safe: each signature is compiled once, by whichever thread comes first.
+    that fn closes over requires grad. Calls on empty batches, inside another traced function or under a function or dispatch mode are eager
+    too. Thread-safe: each signature is compiled once, by whichever thread comes first.
 
     Args:
         fn: The function.
@@ -152,8 +153,8 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, compiled for this signature."""
-        if _functorch.is_traced() or _functorch.tangents_active():
-            return self._fn(*args, **kwargs)  # a tracer cannot see the ops of a compiled graph, which carries no tangents either
+        if _functorch.is_traced() or _functorch.tangents_active() or _ambient.has_function_modes():
+            return self._fn(*args, **kwargs)  # tracers and modes cannot see the ops of a compiled graph, which carries no tangents either
         if self._sizes is not None and self._batching is not None:
             args, kwargs, n = self._batching.pad(args, kwargs, self._sizes)
             return self._batching.trim(self._run(args, kwargs), n)
@@ -228,6 +229,14 @@ class Jitted:
             for generator, before in generators.values():
                 generator.set_state(before)
 
+        def advance() -> None:
+            """Put all generators into states that the trace has not seen: the graph knows nothing of one that fn seeds or makes."""
+            rewind()
+            for device in state:
+                torch.rand(1, device=device)
+            for generator, _ in generators.values():
+                torch.rand(1, generator=generator, device=generator.device)
+
         try:
             with _tracing, collecting_cache_keys() as cache_keys:
                 found = trace(self._fn, leaves, spec, tensors, name, generators)
@@ -235,13 +244,13 @@ class Jitted:
             if self._check:
 
                 def eager(tensors: Sequence[Tensor]) -> Any:
-                    rewind()
+                    advance()
                     own, options = _trees.unflatten(spec, _trees.fill(leaves, tensors))
                     return self._fn(*own, **options)
 
                 expected = eager(tensors)
-                rewind()
-                _expect_equal(program(tensors), expected, lambda: eager(_nudged(tensors)))
+                advance()
+                _expect_equal(program(tensors), expected, lambda: eager(tensors), lambda: eager(_nudged(tensors)))
         except (InputError, StateError):
             raise
         except Mismatch as mismatch:
@@ -294,20 +303,26 @@ class _Program:
         return any(tensor.requires_grad for tensor in self._trace.captured)
 
 
-def _expect_equal(actual: Any, expected: Any, nudged: Callable[[], Any]) -> None:
+def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: Callable[[], Any]) -> None:
     """Compare a compiled result with the eager one.
 
     Args:
         actual: The compiled result.
         expected: The eager result.
+        again: Gives the eager result once more.
         nudged: Gives the eager result for arguments that are changed by a rounding error.
 
     Raises:
         Mismatch: They differ by more than rounding.
+        PsgError: So do two eager results.
     """
     try:
         _compare(actual, expected, "compiled result")
     except Mismatch as mismatch:
+        try:
+            _compare(again(), expected, "second result")
+        except Mismatch:
+            raise PsgError("it returns other values in every call, so it draws random numbers that torch does not know") from None
         if math.isnan(mismatch.error) or not _is_rounding(actual, expected, [nudged() for _ in range(3)]):
             raise
 
@@ -371,13 +386,13 @@ def _signature(leaf: Any) -> Hashable:
         ) from None
     if isinstance(leaf, nn.Module):
         return leaf, state_of(leaf)
-    # Floats by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN.
-    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+    # Numbers by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN.
+    return type(leaf), repr(leaf) if isinstance(leaf, Number) else leaf
 
 
 def _surroundings() -> Hashable:
     """The settings that a trace depends on, beside the arguments."""
-    numerics = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    numerics = torch.get_default_dtype(), _ambient.default_device(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     return _ambient.autocast(), are_disabled(), plans.settings_key(), numerics
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from psg import _functorch
+from psg import _autograd, _functorch
 from psg._carries import Step, carry_of, part_of, terms_of
 from psg._errors import InputError
 from psg._ops import name_of
@@ -46,14 +46,14 @@ class Lifted:
     def parameter(cls, value: Tensor, in_dim: int | None, n: int, name: str = "") -> "Lifted":
         """Lift a parameter; one with a dimension of samples is the leaf itself."""
         if in_dim is not None:
-            return cls(value.movedim(in_dim, 0).detach().requires_grad_(), None, name)
-        return cls(value.expand(n, *value.shape).requires_grad_(), value, name)
+            return cls(_autograd.own_leaf(value.movedim(in_dim, 0).detach()), None, name)
+        return cls(_autograd.own_leaf(value.expand(n, *value.shape)), value, name)
 
     @classmethod
     def derivation(cls, step: Step, parents: "list[Lifted]", n: int) -> "Lifted":
         """Lift a value that an op has computed from lifted ones."""
         value = step.output.detach()
-        lifted = cls(value.expand(n, *value.shape).requires_grad_(), value, f"{step.name} of {parents[0].name}")
+        lifted = cls(_autograd.own_leaf(value.expand(n, *value.shape)), value, f"{step.name} of {parents[0].name}")
         lifted.derived, lifted.uses = step.output, parents[0].uses
         lifted.made_by = step, parents
         return lifted
@@ -79,8 +79,8 @@ class Lifted:
 
     def carry_terms(self) -> None:
         """Carry the terms over to the values from which this one was computed, where their kind allows it."""
-        if not self.terms or self.made_by is None:
-            return
+        if not self.terms or self.made_by is None or self.is_from_autograd_function:
+            return  # the backward of a user's function need not be linear in the cotangent
         step, parents = self.made_by
         by_attached = {id(value.attached): value for value in parents}
         sides = [by_attached.get(id(side)) for side in step.sides]

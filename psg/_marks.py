@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from psg import _functorch
 from psg._errors import Stale
@@ -46,7 +47,13 @@ class Marks:
             if mark is self._mark:
                 marked = True
             elif mark is not None:
-                level = _functorch.level_of(leaf)
-                if level in self._levels or level < 0:  # a wrapper of grad has no level once grad has ended
+                level = _functorch.level_of(leaf)  # below 0: without a wrapper, or with one of a grad that has ended
+                if level in self._levels or level < 0 and not _is_of_running_pass(mark):
                     raise Stale("a tensor of an earlier pass")
         return marked
+
+
+def _is_of_running_pass(mark: object) -> bool:
+    """Whether a mark is that of a pass around this one, whose fn has called psg."""
+    passes = (getattr(mode, "own", None) for mode in _get_current_function_mode_stack())
+    return any(isinstance(own, Marks) and own._mark is mark for own in passes)

@@ -149,7 +149,7 @@ class Recorded(Outside):
             if not isinstance(leaf, Tensor) or not _functorch.is_wrapped(leaf):
                 continue
             bare = _functorch.innermost(leaf, level)
-            if not _functorch.is_wrapped(bare) and bare.requires_grad and self._is_older(bare, own):
+            if not _functorch.is_wrapped(bare) and bare.requires_grad and self._is_older(bare, own) and not _autograd.is_own_leaf(bare):
                 if not any(bare is other for other in self.found):
                     warn_once(
                         ("wrapped", name_of(func)),

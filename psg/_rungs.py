@@ -13,7 +13,7 @@ from psg._agreed import Diverged
 from psg._batch import BatchTask, NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import CaptureTask, capture
-from psg._errors import InputError, PsgError, Stale, StateError
+from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
 from psg.factors import Dense, Factor, Sum, concat
@@ -96,6 +96,7 @@ def _run_capture(call: Call) -> Result:
     if _functorch.is_transformed():
         where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
         raise InputError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
+    _refuse_overrides(call)
     state = call.shared_draws()
     try:
         return _capture_together(call)
@@ -110,6 +111,22 @@ def _run_capture(call: Call) -> Result:
         finally:
             del diverged  # its traceback will hold this frame, which must not hold it
     return _run_apart(_run_capture, call, diverged.groups, state)
+
+
+_UNCHANGED = {getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in (Tensor, torch.nn.Parameter)}
+
+
+def _refuse_overrides(call: Call) -> None:
+    """Refuse tensors whose class handles ops itself, by `__torch_function__`: under vmap's wrappers they would be plain tensors."""
+    for position, leaf in enumerate(call.leaves):
+        if type(leaf) in (Tensor, torch.nn.Parameter) or not isinstance(leaf, Tensor):
+            continue
+        handler = type(leaf).__torch_function__
+        if getattr(handler, "__func__", handler) not in _UNCHANGED:
+            raise Unsupported(
+                f"{call.paths[position]} is a {type(leaf).__name__}, whose __torch_function__ sees no op under vmap; pass "
+                f".as_subclass(torch.Tensor) if none needs it"
+            )
 
 
 def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.State | None) -> Result:
@@ -160,6 +177,7 @@ def _capture_together(call: Call) -> Result:
 
 
 def _run_vmap(call: Call) -> Result:
+    _refuse_overrides(call)
     state = call.shared_draws()
     try:
         return _vmap_writes(call)
@@ -183,7 +201,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     outputs, differentiated = _Outputs(call), call.needs_derivative
     # Clones: a function that writes into its arguments must not write into the caller's.
     copies = [*map(_copies.sample_by_sample, call.tensors, call.tensor_dims)]
-    bare = set() if differentiated or _functorch.transform_active() else {id(copies[i].requires_grad_()) for i in call.tensor_params}
+    bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
         with VmapGuard(call, tensors, bare, differentiated, follows) as guard:

@@ -38,9 +38,10 @@ def refusal() -> Refuse | None:
 
 
 def written(target: Any) -> list[Tensor]:
-    """The tensors that an op writes into, of a target that may be a list of them; tensors without entries do not count."""
+    """The tensors that an op writes into, of a target that may be a list of them; tensors without memory do not count."""
     several = target if isinstance(target, (tuple, list)) else (target,)
-    return [tensor for tensor in several if isinstance(tensor, Tensor) and tensor.numel()]
+    # A write into an empty part of a tensor changes no entry, but does change the version of the tensor.
+    return [tensor for tensor in several if isinstance(tensor, Tensor) and (tensor.numel() or _functorch.memory_of(tensor))]
 
 
 class Aliases:

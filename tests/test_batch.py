@@ -751,7 +751,7 @@ def test_activation_checkpointing(whole, device):
 
     params, x = detached(layers), torch.randn(4, 3, 4, device=device)
     grads = psg.per_sample_grad(fn, method="batch")(params, x)
-    assert len(calls) == 5  # forward, again for each of three backward passes, and for the batch with exchanged samples
+    assert len(calls) == 8  # forward, again for each of three backward passes, and four batches with exchanged samples
     assert_trees_close(grads, loop_grad(one(fn))(params, x))
 
 
@@ -943,7 +943,7 @@ def test_rows_of_the_samples_that_are_closed_over_beside_a_merged_weight(n, devi
     shapes = {"state": (WIDTH,), "shift": (WIDTH,), "up": (5, 2), "down": (2, WIDTH)}
     params, x = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}, torch.randn(n, WIDTH, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), of_each_loss(fn, params, x))
-    assert len(calls) == 2 + (n > 1)  # one pass, the batch of which samples are exchanged, and the comparison
+    assert len(calls) == 2 + n * (n > 1)  # one pass, the comparison, and the batches with exchanged samples
 
 
 def test_what_is_taken_for_shared_and_is_not_is_tried_again(device):
@@ -1096,3 +1096,56 @@ def test_data_that_is_repeated_along_a_parameter(shape, device):
         return ((x * p["a"] - p["b"]).sin() / (x.square() + p["a"].exp())).flatten(1).sum(1)
 
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), loop_grad(one(fn))(p, x))
+
+
+def noisy(w, x, y):
+    """Each sample has noise of its own, and the batch's mean is subtracted."""
+    x = x + 1e-6 * torch.randn_like(x)
+    return ((x - x.mean(0)) @ w.T - y).square().sum(1)
+
+
+def mixup(w, x, y):
+    others = torch.arange(len(x)).roll(1 + int(torch.randint(len(x) - 1, ())))
+    return (0.5 * (x + x[others.to(x.device)]) @ w.T - y).square().sum(1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        noisy,
+        mixup,
+        lambda w, x, y: ((x - x[-1]) @ w.T - y).square().sum(1),
+        lambda w, x, y: ((x - 0.5 * x.flip(0)) @ w.T - y).square().sum(1),
+    ],
+    ids=["noise and a mean", "mixup", "minus the last", "minus the mirrored"],
+)
+def test_samples_that_meet_in_the_data_are_refused(fn, n, device):
+    w, x, y = torch.randn(4, 3, device=device), torch.randn(n, 3, device=device), torch.randn(n, 4, device=device)
+    with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+        psg.per_sample_norm(fn, method="batch")(w, x, y)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 7, 8, 13])
+def test_samples_with_random_numbers_of_their_own_are_accepted(n, device):
+    def fn(p, x, y):
+        return (F.dropout(x + torch.randn_like(x), 0.5) @ p["w"].T - y).square().sum(1) * torch.rand(len(x), device=x.device)
+
+    p, x, y = {"w": torch.randn(4, 3, device=device)}, torch.randn(n, 3, device=device), torch.randn(n, 4, device=device)
+    torch.manual_seed(0)
+    found = psg.per_sample_grad(fn, method="batch")(p, x, y)
+    end = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert_trees_close(found, of_each_loss(fn, p, x, y) if n else {"w": torch.zeros(0, 4, 3, device=device)})
+    assert torch.equal(end, torch.get_rng_state())
+
+
+def test_numbers_of_draws_that_depend_on_the_data_cannot_be_compared():
+    def fn(w, x, y):
+        return (torch.poisson(x.abs() * 20) @ w.T - y).square().sum(1)
+
+    torch.manual_seed(0)
+    w, x, y = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5, 4)
+    with pytest.warns(UserWarning, match="draws more or fewer random numbers when some samples are exchanged"):
+        psg.per_sample_norm(fn, method="batch")(w, x, y)

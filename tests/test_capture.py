@@ -1121,3 +1121,35 @@ def test_what_a_function_does_is_found_out_once(device):
             assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), expected)
             counts.append(len(calls))
         assert counts == [2, 1, 1]
+
+
+class Doubled(torch.Tensor):
+    """A tensor that handles one op itself."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output * 2 if func is torch.Tensor.tanh else output
+
+
+class Plain(torch.Tensor):
+    """A tensor that handles ops like any other."""
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_tensors_that_handle_ops_themselves_run_in_a_loop(which, device):
+    def fn(w, x):
+        return (w * x).tanh().sum()
+
+    args = [torch.randn(3, device=device), torch.randn(5, 3, device=device)]
+    args[which] = args[which].as_subclass(Doubled)
+    with pytest.warns(psg.FallbackWarning, match=rf"{'wx'[which]} is a Doubled, whose __torch_function__ .*as_subclass\(torch.Tensor\)"):
+        found = psg.per_sample_grad(fn)(*args)
+    plain = [arg.as_subclass(torch.Tensor) for arg in args]
+    assert_trees_close(found.as_subclass(torch.Tensor), 2 * loop_grad(fn)(*plain))
+    with pytest.raises(psg.PsgError, match="is a Doubled"):
+        psg.per_sample_grad(fn, method="vmap")(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args[which] = plain[which].as_subclass(Plain)
+        assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*plain))

@@ -608,3 +608,63 @@ def test_small_derivations_are_formed(name, n, monkeypatch, device):
     psg.check(fn)(params, x)
     if name != "merged low rank":
         assert isinstance(psg.factored_grad(fn)(params, x)["w"], Dense)
+
+
+class Bounded(torch.autograd.Function):
+    """The identity, whose backward clips the cotangent: it is not linear."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w):
+        return w * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent.clamp(-1, 1)
+
+
+class Mixed(torch.autograd.Function):
+    """Two outputs, whose cotangents the backward multiplies."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w, v):
+        return w * v, w + v
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, c, d):
+        w, v = ctx.saved_tensors
+        return (c * d * v).tanh(), (c * w + d * d).sin()
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: x[0] * (Bounded.apply(w) ** 2).sum(),
+        lambda w, x: Bounded.apply(w[0]) * x.sum() * 3,
+        lambda w, x: (Bounded.apply(w.sum()) * x).sum() * 3,
+        lambda w, x: (Bounded.apply(w) * x * 2).sum() + (Bounded.apply(w).sin() * x).sum(),
+        lambda w, x: (lambda v: (v * x * 2).sum() + (v.exp() * x).sum() + (v[1:] * x[1:]).sum())(Bounded.apply(w * 2)),
+        lambda w, x: (Bounded.apply(Bounded.apply(w * 2) * 3) * x).sum(),
+        lambda w, x: (lambda v, u: (v * x).sum() * 3 + (u.sin() * x).sum() + (u * v).sum())(*Mixed.apply(w * 2, w.sin())),
+        lambda w, x: (lambda v, u: (v * x).sum() * 3 + (u.sin() * x).sum())(*Mixed.apply(w, w)),
+        lambda w, x: F.linear(x, Bounded.apply(w.outer(w))).sin().sum() * 3,
+    ],
+)
+def test_functions_whose_backward_is_not_linear(fn, n):
+    w, x = torch.randn(3), torch.randn(n, 3)
+    expected = loop_grad(fn)(w, x)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
+    torch.testing.assert_close(psg.per_sample_norm(fn)(w, x), expected.norm(dim=1))

@@ -1,5 +1,6 @@
 """Every factor, every operation and every pair of kinds against the tensors that they stand for."""
 
+import contextlib
 import itertools
 import random
 from unittest import mock
@@ -1107,3 +1108,33 @@ def test_second_derivatives_of_norms_by_shared_entries(kind):
     for entries in (torch.zeros(6, 5), torch.randn(6, 5)):
         found, expected = (torch.autograd.functional.hessian(function, entries) for function in (norms, reference))
         assert_trees_close(found, expected, per_sample=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", [None, "gram", "chunks", "keep"])
+def test_a_sample_of_zeros_and_huge_inputs_has_the_norm_zero(plan, dtype, device):
+    """Squared, the inputs are infinite, and zero times infinity is NaN."""
+    left, right = torch.randn(2, 4, 64, device=device), torch.randn(2, 4, 64, device=device)
+    left[1], right[1, 0, 0] = 0, 1e20
+    factor = Outer(left.to(dtype), right.to(dtype))
+    with contextlib.nullcontext() if plan is None else psg.plans.using(norm=plan):
+        norms = factor.norm()
+        assert norms[1] == 0 and norms[0] > 0
+        grads = {"w": factor, "b": Dense(torch.ones(2, 3, device=device, dtype=dtype))}
+        clipped = psg.tree.clip(grads, 1e9)
+        assert int(clipped.nonfinite) == 0
+        torch.testing.assert_close(clipped.grads["b"], torch.full((3,), 2.0, device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+def test_inner_products_of_gradients_formed_a_few_at_a_time(chunk, n, monkeypatch, device):
+    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: chunk)
+    gradient = Outer(torch.randn(n, 3, 6, device=device), torch.randn(n, 3, 5, device=device))
+    other = Outer(torch.randn(n, 2, 6, device=device), torch.randn(n, 2, 5, device=device))
+    scale = torch.rand(6, 5, device=device)
+    scaled = psg.tree.precondition({"w": gradient}, {"w": scale})
+    expected = (gradient.materialize() * scale * other.materialize()).sum((1, 2))
+    torch.testing.assert_close(psg.tree.inner(scaled, {"w": other}), expected)
+    torch.testing.assert_close(psg.tree.inner({"w": other}, scaled), expected)
+    torch.testing.assert_close(psg.tree.inner(scaled, scaled), (gradient.materialize() * scale).square().sum((1, 2)))

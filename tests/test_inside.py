@@ -1,6 +1,7 @@
 """Rules inside transforms that fn applies, and inside derivatives that fn takes."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -528,3 +529,111 @@ def test_what_does_not_depend_on_the_data_has_no_derivative_for_it(inner, device
     p, x = torch.randn(2, 4, device=device), torch.randn(3, 4, device=device)
     fn = lambda p, x: inner(p, x) + F.linear(x, p).sin().sum()  # noqa: E731
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
+
+
+# torch's own nested vmap gets these ops wrong where the operands, or operand and cotangent, are batched by different vmaps. Its error is
+# silent where sizes coincide, so sizes are drawn from few. The loop of psg.testing runs only fn's own transform.
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@given(data=st.data())
+def test_prelu_under_several_vmaps(method, data):
+    n, k = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 4))
+    channels = data.draw(st.sampled_from([1, 3]))
+    w, x = torch.randn(channels), torch.randn(n, k, 3)
+    form = data.draw(
+        st.sampled_from(
+            [
+                lambda w, x: vmap(grad(lambda z: F.prelu(z[None], w).square().sum()))(x).sin().sum(),
+                lambda w, x: jacrev(lambda z: F.prelu(z, w).square())(x).sin().sum(),
+                lambda w, x: jacrev(lambda a: F.prelu(x, a).square())(w).sin().sum(),
+                lambda w, x: vmap(lambda z: vjp(lambda a: F.prelu(x, a), w)[1](z * x)[0])(x).sin().sum(),
+                lambda w, x: vmap(grad(lambda z: F.prelu(z * w.sum(), x[0, :1]).sin().sum()))(x).sum(),
+                lambda w, x: psg.per_sample_norm(lambda w, z: (F.prelu(z[None], w) ** 3).sum())(w, x).sum(),
+            ]
+        )
+    )
+    assert_trees_close(psg.per_sample_grad(form, method=method)(w, x), loop_grad(form)(w, x))
+
+
+def test_prelu_of_an_ensemble():
+    params = {"w": torch.randn(3, 4, 2), "a": torch.rand(3, 4), "v": torch.randn(3, 1, 4)}
+    x = torch.randn(3, 1, 2)
+
+    def fn(p, x):
+        return F.linear(F.prelu(F.linear(x, p["w"]), p["a"]), p["v"]).sin().sum()
+
+    found = vmap(lambda p: psg.per_sample_grad(fn)(p, x))(params)
+    expected = [loop_grad(fn)({name: p[i] for name, p in params.items()}, x) for i in range(3)]
+    assert_trees_close(found, {name: torch.stack([tree[name] for tree in expected]) for name in params}, per_sample=False)
+
+
+def test_prelu_of_infinite_inputs():
+    x = torch.tensor([[math.inf, 1.0], [2.0, -1.0]])
+    assert_trees_close(
+        psg.per_sample_grad(lambda w, x: F.prelu(x, w).clamp(max=3).sum())(torch.tensor([0.5]), x), torch.tensor([[0.0], [-1.0]])
+    )
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")  # by torch's huber_loss in the loop
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@given(n=st.integers(0, 4), k=st.integers(1, 4), swapped=st.booleans(), derived=st.booleans())
+def test_losses_whose_operands_are_batched_by_different_vmaps(method, loss, reduction, n, k, swapped, derived):
+    w, x, y, shifts = torch.randn(4, 3), torch.randn(n, 3), torch.randn(n, 4), torch.randn(k, 3)
+
+    def one(w, x, y, shift):
+        output = w @ (x + shift)
+        return loss(y, output, reduction=reduction) if swapped else loss(output, y, reduction=reduction)
+
+    def fn(w, x, y):
+        inner = vmap(one, in_dims=(None, None, None, 0))
+        return inner(w, x, y, shifts).sin().sum() if not derived else vmap(grad(lambda s: one(w, x, y, s)))(shifts).sin().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x, y), loop_grad(fn)(w, x, y))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # of the hook
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("order", ["jvp", "third"])
+@pytest.mark.parametrize(
+    "norm",
+    [lambda z: F.layer_norm(z, (3,), eps=0.5), lambda z: F.instance_norm(z[None], eps=0.5), lambda z: F.group_norm(z[None], 2, eps=0.5)],
+    ids=["layer", "instance", "group"],
+)
+def test_higher_derivatives_of_norms_inside(norm, order, hooked, method):
+    """torch's own are wrong, in every loop: compare with differences of the values."""
+
+    def fn(w, x):
+        scale = w * 1
+        if hooked:
+            scale.register_hook(lambda cotangent: cotangent)  # which capture refuses
+        if order == "jvp":
+            return torch.func.jvp(lambda y: norm(y * scale), (x,), (x.cos(),))[1].sin().sum()
+        return grad(lambda z: grad(lambda z: norm(z * scale).sin().sum())(z).sin().sum())(x).sin().sum()
+
+    w, x, direction, step = torch.randn(2, 3), torch.randn(2, 2, 3), torch.randn(2, 3), 1e-4
+    found = (psg.per_sample_grad(fn, method=method)(w, x) * direction).sum((1, 2))
+    ends = [torch.stack([fn((w + side * direction).requires_grad_(), own) for own in x]).detach() for side in (step, -step)]
+    torch.testing.assert_close(found, (ends[0] - ends[1]) / (2 * step), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize(
+    "constant", [lambda w: w > 0, lambda w: w.detach(), lambda w: w[w.argsort()], lambda w: 1.0], ids=["mask", "detached", "order", "none"]
+)
+def test_constants_of_a_pass_around_psg(constant, method):
+    s = torch.tensor([1.0, 2.0])
+
+    def fn(w, x):
+        inner = psg.per_sample_norm(lambda z, s: (w * constant(w) * z * s).sin().sum())
+        clipped = psg.clipped_grad(lambda z, s: (constant(w) * w * z * s).cos().sum(), clip_norm=1.0)
+        return inner(x, s).sum() + clipped(x, s).grads.sum()
+
+    w, x = torch.randn(4), torch.randn(3, 4)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))

@@ -996,3 +996,85 @@ def test_a_generator_of_the_caller_s_is_left_where_an_eager_call_leaves_it(devic
         fast = psg.jit(noisy, backend="eager", check=check)
         generator.manual_seed(0)
         assert_trees_close([fast(w, x) for _ in range(3)], expected, per_sample=False)
+
+
+SHARED = torch.Generator()
+
+
+def _seeds(w, x):
+    SHARED.manual_seed(3)
+    return (w * x * torch.rand(4, generator=SHARED)).sum()
+
+
+def _seeds_the_default(w, x):
+    torch.manual_seed(3)
+    return (w * x * torch.rand(4)).sum()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    ("fn", "compiles"),
+    [
+        (lambda w, x: (w * x * torch.rand(4, generator=torch.Generator().manual_seed(7))).sum(), False),
+        (_seeds, False),
+        (_seeds_the_default, False),
+        (lambda w, x: (w * x * torch.rand(4, generator=SHARED)).sum(), True),
+        (lambda w, x: (w * x * torch.rand(4)).sum(), True),
+    ],
+    ids=["made", "seeded", "default seeded", "closed over", "default"],
+)
+def test_generators_that_fn_makes_or_seeds_are_not_fixed(fn, compiles):
+    w, x = torch.randn(4), torch.randn(3, 4)
+    eager = psg.per_sample_grad(fn)
+    fast = psg.jit(eager, backend="eager")
+    for seed in range(3):
+        SHARED.manual_seed(seed)
+        torch.manual_seed(seed)
+        found = fast(w, x)
+        SHARED.manual_seed(seed)
+        torch.manual_seed(seed)
+        assert_trees_close(found, eager(w, x))
+    assert (fast.cache_info()[0].error is None) == compiles
+
+
+def test_random_numbers_that_torch_does_not_know_are_not_fixed():
+    numbers = random.Random(0)
+    fast = psg.jit(psg.per_sample_grad(lambda w, x: (w * x).sum() * numbers.random()), backend="eager")
+    w, x = torch.randn(4), torch.randn(3, 4)
+    with pytest.warns(psg.FallbackWarning, match="returns other values in every call"):
+        first = fast(w, x)
+    assert not torch.allclose(first, fast(w, x))
+
+
+class _Sines(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
+
+
+def test_function_modes_see_every_op():
+    w, x = torch.randn(3), torch.randn(2, 3)
+    eager = psg.per_sample_grad(lambda w, x: torch.tanh(w * x).sum())
+    for first in (True, False):
+        fast = psg.jit(eager, backend="eager")
+        fast(w, x) if first else None
+        with _Sines():
+            assert_trees_close(fast(w, x), eager(w, x))
+        assert_trees_close(fast(w, x), eager(w, x))
+        assert len(fast.cache_info()) == 1
+
+
+def test_another_default_device_is_another_signature():
+    w, x = torch.randn(3), torch.randn(2, 3)
+    eager = psg.per_sample_grad(lambda w, x: (w * x).sum() * (2 if torch.zeros(()).is_meta else 3))
+    fast = psg.jit(eager, backend="eager")
+    for device in ("cpu", "meta", "cpu"):
+        with torch.device(device):
+            assert_trees_close(fast(w, x), eager(w, x))
+    assert len(fast.cache_info()) == 2
+
+
+def test_zeros_of_numpy_have_signs():
+    numpy = pytest.importorskip("numpy")
+    fast = psg.jit(psg.per_sample_grad(lambda w, x, s: (w * x).sum() * math.copysign(1, s), in_dims=(None, 0, None)), backend="eager")
+    w, x = torch.randn(3), torch.randn(2, 3)
+    assert_trees_close(fast(w, x, numpy.float32(-0.0)), -fast(w, x, numpy.float32(0.0)))

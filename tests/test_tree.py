@@ -253,6 +253,12 @@ def test_unflatten_gives_every_leaf_its_dtype(device):
     assert wider["real"].dtype == torch.float64
 
 
+def test_unflatten_of_a_vector_with_numbers_among_the_leaves(device):
+    params = {"w": torch.randn(2, 3, device=device), "scale": torch.randn((), device=device)}
+    flat = psg.tree.flatten({name: value[None] for name, value in params.items()})
+    assert_trees_close(psg.tree.unflatten(flat[0], params), params, per_sample=False)
+
+
 @pytest.mark.parametrize("flat, got", [([1.0, 2.0], "a list"), (torch.tensor(1.0), "a tensor without dimensions")])
 def test_unflatten_of_what_is_no_tensor_of_rows(flat, got):
     with pytest.raises(psg.InputError, match=rf"unflatten: expected a tensor \[\.\.\., 2\], got {got}"):

@@ -572,3 +572,38 @@ def test_an_op_into_a_tensor_is_not_differentiated_as_in_torch(device):
 
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         psg.per_sample_grad(fn)(torch.randn(4, 3, device=device), torch.randn(5, 3, device=device))
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p, x: x[3:].zero_(),
+        lambda p, x: x[:0].add_(p[0]),
+        lambda p, x: x[0].copy_(p[0]),
+        lambda p, x: x.unflatten(0, (1, 3)).add_(p[0]),
+        lambda p, x: x.__setitem__(0, p[0]),
+    ],
+    ids=["zeros into an empty part", "a parameter into an empty part", "a parameter", "a parameter into a view", "a parameter by index"],
+)
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_writes_of_nothing_and_of_parameters_into_an_argument(write, n, device):
+    def fn(p, x):
+        write(p, x)
+        return (p * x).sin().sum()
+
+    p, x = torch.randn(3, device=device), torch.randn(n, 3, device=device)
+    before = x.clone()
+    assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(fn)(p, x))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+def test_a_masked_write_into_a_number(device):
+    def fn(p, x):
+        y = x * p[0]
+        y[y > 0.3] = 0.7
+        return y * p[1]
+
+    p, x = torch.randn(2, device=device), torch.randn(5, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(fn)(p, x))

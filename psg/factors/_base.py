@@ -272,8 +272,10 @@ class Factor(ABC):
             return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * squared_terms, squared)
         if not lost.any():
             return squared
-        # A sample whose terms are all zero, like one with a hinge loss of zero, has the norm zero.
-        lost[lost.clone()] = self.take(lost).to(torch.float64).squared_terms() != 0
+        # A sample whose terms are all zero, like one with a hinge loss of zero, has the norm zero. (Products with infinities gave NaN.)
+        suspects = lost.clone()
+        lost[suspects] = self.take(suspects).to(torch.float64).squared_terms() != 0
+        squared = squared.masked_fill(suspects & ~lost, 0)
         if not lost.any():
             return squared
         formed = map(as_real, self.take(lost).to(wide(self.dtype)).parts())

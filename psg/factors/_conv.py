@@ -39,6 +39,11 @@ class Geometry(NamedTuple):
 
         return [[tap for tap in range(taps) if not lives(tap, dim)] for dim, taps in enumerate(self.kernel)]
 
+    def may_read_padding_alone(self, size: Sequence[int]) -> bool:
+        """Whether all taps of some output position may lie in the padding, of which there are two sides, around an input of this size."""
+        each = zip(self.kernel, self.padding, self.dilation, size, strict=True)
+        return any(padding > dilation * (taps - 1) or padding and dilation > own for taps, padding, dilation, own in each)
+
 
 class Conv(Planned):
     """gradient[n, o, i, k] = sum over images and output positions t of cotangent[n, o, t] input[n, i, stride t + dilation k - padding].

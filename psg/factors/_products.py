@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _machine, _matmul
+from psg import _functorch, _machine, _matmul
 from psg.factors._base import Factor, wide, wide_bmm, widen
 from psg.factors._conv import Conv
 from psg.factors._dense import Dense, real_rows
@@ -30,13 +30,15 @@ class Product:
     """A bilinear product of two factors: a table with one function for each pair of kinds.
 
     Args:
-        dense: The product of two Dense factors.
+        formed: The product of two factors by materialising them.
         swap: From the product of (y, x) to that of (x, y).
         shape: The shape of the product of factors of n and of m samples.
     """
 
-    def __init__(self, dense: Callable[[Dense, Dense], Tensor], swap: Callable[[Tensor], Tensor], shape: Callable[[int, int], Any]) -> None:
-        self.dense = dense
+    def __init__(
+        self, formed: Callable[[Factor, Factor], Tensor], swap: Callable[[Tensor], Tensor], shape: Callable[[int, int], Any]
+    ) -> None:
+        self.formed = formed
         self.swap = swap
         self.shape = shape
         self._functions: dict[tuple[type, type], Function] = {}
@@ -60,8 +62,7 @@ class Product:
             product = self._of_pair(terms[i], others[j])
             if product is None:
                 # No function for this pair, or materialising is cheaper. Once one term is materialised, adding the others is cheapest.
-                formed = _formed(x)
-                return self.dense(formed, formed if x is y else _formed(y))
+                return self.formed(x, y)
             if x is y and i != j:
                 product = product + self.swap(product)
             total = product if total is None else total + product
@@ -85,22 +86,27 @@ def _terms(factor: Factor) -> Sequence[Factor]:
     return factor.terms if isinstance(factor, Sum) else (factor,)
 
 
-def _formed(factor: Factor) -> Dense:
-    return Dense(factor.to(wide(factor.dtype)).materialize())
+def _inner_formed(x: Factor, y: Factor) -> Tensor:
+    """<x[n], y[n]>, with the gradients of a few samples at a time where nothing watches or records every op."""
+    x, y, same = x.to(wide(x.dtype)), y.to(wide(y.dtype)), x is y
+    is_whole = isinstance(x, Dense) or x.is_differentiated or y.is_differentiated or _functorch.is_watched()
+    products, start = [], 0
+    for part in [x.materialize()] if is_whole else x.parts():
+        other = part if same else y.take(slice(start, start + len(part))).materialize()
+        products.append((real_rows(part) * real_rows(other)).sum(1))
+        start += len(part)
+    return torch.cat(products)
 
 
-def _inner_of_dense(x: Dense, y: Dense) -> Tensor:
-    return (widen(real_rows(x.values)) * widen(real_rows(y.values))).sum(1)
+def _gram_formed(x: Factor, y: Factor) -> Tensor:
+    left = real_rows(x.to(wide(x.dtype)).materialize())
+    return _matmul.pair_rows(left, left if x is y else real_rows(y.to(wide(y.dtype)).materialize()))
 
 
-def _gram_of_dense(x: Dense, y: Dense) -> Tensor:
-    return _matmul.pair_rows(widen(real_rows(x.values)), widen(real_rows(y.values)))
-
-
-inner = Product(_inner_of_dense, swap=lambda product: product, shape=lambda n, m: (n,))
+inner = Product(_inner_formed, swap=lambda product: product, shape=lambda n, m: (n,))
 """<x[n], y[n]> -> [n]."""
 
-gram = Product(_gram_of_dense, swap=lambda product: product.T, shape=lambda n, m: (n, m))
+gram = Product(_gram_formed, swap=lambda product: product.T, shape=lambda n, m: (n, m))
 """<x[n], y[m]> -> [n, m]."""
 
 
@@ -169,7 +175,7 @@ def _gram_in_blocks(x: Outer, y: Outer) -> Tensor:
 # Expanded, or Scaled of Expanded, x anything: <c E, Y> = <c, E Y summed to the shape of c>
 
 
-def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Dense, Dense], Tensor]) -> Tensor | None:
+def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Factor, Factor], Tensor]) -> Tensor | None:
     expanded, entries = (x, x.values.new_ones(())) if isinstance(x, Expanded) else (x.factor, x.shared)
     if not isinstance(expanded, Expanded) or entries is None:
         return None
@@ -179,7 +185,7 @@ def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Dense, De
 
 for _product in (inner, gram):
     for _kind in (Expanded, Scaled):
-        _product.of(_kind, Factor)(partial(_with_expanded, product=_product.dense))
+        _product.of(_kind, Factor)(partial(_with_expanded, product=_product.formed))
 
 
 # Segments x anything: segments of similar size at a time, as one factor

@@ -50,7 +50,7 @@ def _convolution(dims: int) -> Any:
         output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, False, [0] * dims, groups)
         geometry = Geometry(kernel, stride, padding, dilation, groups)
         return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
-            "weight": lambda cotangent: Conv(_images(cotangent, dims), images, geometry),
+            "weight": lambda cotangent: _conv(_images(cotangent, dims), images, geometry),
             "bias": lambda cotangent: sum_images(_images(cotangent, dims)),
         }
 
@@ -78,7 +78,7 @@ def _transposed(dims: int) -> Any:
         beyond = [amount for extra, pace in zip(reversed(output_padding), reversed(stride), strict=True) for amount in (0, extra // pace)]
 
         def weight_factor(cotangent: Tensor) -> Conv:
-            return Conv(F.pad(images, beyond) if any(beyond) else images, _images(cotangent, dims), geometry)
+            return _conv(F.pad(images, beyond) if any(beyond) else images, _images(cotangent, dims), geometry)
 
         return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
             "weight": weight_factor,
@@ -91,6 +91,13 @@ def _transposed(dims: int) -> Any:
 def _images(tensor: Tensor, dims: int) -> Tensor:
     """The tensor as [n, images, c, *spatial], also where fn convolves one image without a batch dimension."""
     return tensor.unsqueeze(1) if tensor.ndim == dims + 2 else tensor
+
+
+def _conv(cotangent: Tensor, input: Tensor, geometry: Geometry) -> Conv:
+    """The factor; a sample with an entry of the cotangent that is not finite and meets padding alone is all NaN, as zero times it is."""
+    if geometry.may_read_padding_alone(input.shape[3:]):  # else such an entry meets an entry of the input: no algorithm can omit it
+        cotangent = cotangent + (cotangent * 0).sum(tuple(range(1, cotangent.ndim)), keepdim=True)
+    return Conv(cotangent, input, geometry)
 
 
 def _with_full_lists(op: Any, dims: int) -> None:

@@ -145,7 +145,7 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
     is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
     if not (is_mask and is_number and _functorch.is_sampled(index)):
         return NotImplemented
-    self.copy_(torch.where(index.reshape(*index.shape, *(1,) * (self.ndim - index.ndim)), value, self))
+    self.copy_(torch.where(index.reshape(index.shape + (1,) * (self.ndim - index.ndim)), value, self))
 
 
 def _in_parts(op: Any) -> None:

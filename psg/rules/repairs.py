@@ -87,6 +87,37 @@ _aligned(torch.linalg.solve)
 _aligned(torch.linalg.solve_ex)
 
 
+# Where several vmaps meet, vmap broadcasts the operands of these ops in the wrong dimensions, without an error if the sizes allow it.
+
+
+@decomposition(F.prelu, torch.prelu, Tensor.prelu)
+def prelu(input: Tensor, weight: Tensor) -> Any:
+    """x where x > 0, else w x: ([b,c,*] or [*], [c] or [1]) -> the shape of x. The cotangent alone may be that of another vmap."""
+    if not (_functorch.is_sampled(input) or _functorch.is_sampled(weight)) or input.shape == () and weight.numel() != 1:
+        return NotImplemented
+    rest = max(input.ndim - 2, 0)
+    weight = weight.reshape(-1, *(1,) * rest) if weight.numel() != 1 else weight.reshape(())
+    positive = input > 0
+    return torch.where(positive, input, weight * torch.where(positive, 0, input))  # an infinite input must not meet a cotangent of zero
+
+
+def _of_difference(op: Any) -> None:
+    @decomposition(op)
+    def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loss of input - target and of zeros, which the same vmaps have wrapped."""
+        if not (isinstance(input, Tensor) and isinstance(target, Tensor)):
+            return NotImplemented
+        levels = _functorch.vmap_levels(input), _functorch.vmap_levels(target)
+        if levels[0] == levels[1] or len(levels[0] | levels[1]) < 2:
+            return NotImplemented
+        difference = input - target
+        return op(difference, torch.zeros_like(difference), *args, **kwargs)
+
+
+for _op in (F.mse_loss, F.smooth_l1_loss, F.huber_loss):
+    _of_difference(_op)
+
+
 @decomposition(Tensor.squeeze_)
 def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
     """Squeeze one dimension after the other: without `dim`, vmap squeezes the dimension of the samples too, where there is one sample."""

@@ -97,7 +97,7 @@ def unflatten(flat: Tensor, like: Any) -> Any:
     mixed = len(dtypes) > 1 and flat.dtype == functools.reduce(torch.promote_types, dtypes)
 
     def back(part: Tensor, leaf: Tensor) -> Tensor:
-        part = part.reshape(*flat.shape[:-1], *leaf.shape)
+        part = part.reshape(flat.shape[:-1] + leaf.shape)
         if not mixed:
             return part
         return (part.real if part.is_complex() and not leaf.is_complex() else part).to(leaf.dtype)
@@ -231,7 +231,7 @@ def precondition(tree: Any, diagonal: Any) -> Any:
 
     Returns:
         The same tree, in the dtypes of the gradients: for inner products (influence, LESS), norms, projections. Factors stay factors unless
-        they are small; reductions of those that stay materialise the gradients of at most a few samples at a time.
+        they are small; reductions of those that stay materialise the gradients of a few samples at a time (Gram matrices may form all).
 
     Raises:
         InputError: The diagonal's structure or shapes do not fit, or it is complex.
