@@ -87,24 +87,10 @@ _aligned(torch.linalg.solve)
 _aligned(torch.linalg.solve_ex)
 
 
-# Where several vmaps meet, vmap broadcasts the operands of these ops in the wrong dimensions, without an error if the sizes allow it.
-
-
-@decomposition(F.prelu, torch.prelu, Tensor.prelu)
-def prelu(input: Tensor, weight: Tensor) -> Any:
-    """x where x > 0, else w x: ([b,c,*] or [*], [c] or [1]) -> the shape of x. The cotangent alone may be that of another vmap."""
-    if not (_functorch.is_sampled(input) or _functorch.is_sampled(weight)) or input.shape == () and weight.numel() != 1:
-        return NotImplemented
-    rest = max(input.ndim - 2, 0)
-    weight = weight.reshape(-1, *(1,) * rest) if weight.numel() != 1 else weight.reshape(())
-    positive = input > 0
-    return torch.where(positive, input, weight * torch.where(positive, 0, input))  # an infinite input must not meet a cotangent of zero
-
-
 def _of_difference(op: Any) -> None:
     @decomposition(op)
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loss of input - target and of zeros, which the same vmaps have wrapped."""
+        """The loss of input - target and of zeros: of operands that different vmaps have wrapped, vmap broadcasts the wrong dimensions."""
         if not (isinstance(input, Tensor) and isinstance(target, Tensor)):
             return NotImplemented
         levels = _functorch.vmap_levels(input), _functorch.vmap_levels(target)

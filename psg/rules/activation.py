@@ -1,0 +1,42 @@
+"""PReLU: y = x where x > 0, else w x, with one w for each channel or one for all.
+
+With C the cotangent, grad w[n] is the sum of min(x, 0) C over the entries that share w.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psg import _functorch
+from psg.factors import Dense
+from psg.rules._registry import decomposition, reshape, rule
+
+
+@rule(F.prelu, Tensor.prelu, params=("weight",), frozen=True)
+def prelu(input: Tensor, weight: Tensor) -> Any:
+    """([n,b,c,*] or, for one weight, [n,*], [c] or [1]) -> the shape of the input."""
+    if weight.ndim > 1 or weight.numel() != 1 and (input.ndim < 3 or weight.numel() != input.shape[2]):
+        return NotImplemented
+    flat = input.flatten(0, 1) if weight.numel() != 1 else input
+
+    def factor(cotangent: Tensor) -> Dense:
+        slopes = input.clamp(max=0) * cotangent
+        if weight.numel() != 1:
+            return Dense(slopes.reshape(*slopes.shape[:3], slopes.shape[3:].numel()).sum((1, 3)))
+        return Dense(slopes.reshape(len(slopes), slopes.shape[1:].numel()).sum(1).reshape(-1, *weight.shape))
+
+    return reshape(F.prelu(flat, weight), input.shape), {"weight": factor}
+
+
+@decomposition(F.prelu, Tensor.prelu)
+def prelu_written_out(input: Tensor, weight: Tensor) -> Any:
+    """Where the rule cannot run: vmap's backward is wrong where another vmap has batched the cotangent than input or weight."""
+    one = weight.numel() == 1
+    fits = weight.ndim < 2 and (one or input.ndim > 1 and weight.numel() == input.shape[1])
+    if not fits or not (_functorch.is_sampled(input) or _functorch.is_sampled(weight)):
+        return NotImplemented
+    weight = weight.reshape(()) if one else weight.reshape(-1, *(1,) * (input.ndim - 2))
+    positive = input > 0
+    return torch.where(positive, input, weight * torch.where(positive, 0, input))  # an infinite input must not meet a cotangent of zero

@@ -1,0 +1,50 @@
+"""PReLU over drawn shapes and layouts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, on
+from cases import Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psg
+from psg.testing import layouts, shapes, tensors
+
+
+@st.composite
+def prelu_problems(draw):
+    """A sample of no to four dimensions with one slope, or of two to four with a slope for each channel; some entries are zero."""
+    n = draw(st.integers(0, 4))
+    per_channel = draw(st.booleans())
+    shape = draw(shapes(min_dims=2 if per_channel else 0, max_dims=4, max_side=3))
+    x = draw(layouts(draw(tensors((n, *shape)))))
+    x = x * (x > -0.5) if draw(st.booleans()) else x
+    slopes = draw(tensors((shape[1],) if per_channel else draw(st.sampled_from([(1,), ()]))))
+    call = draw(st.sampled_from([F.prelu, torch.Tensor.prelu]))
+    scaled = draw(st.booleans())  # so that the input has a derivative
+    return Problem(
+        lambda p, x: score(call(x * p["scale"] if scaled else x, p["slopes"])), ({"slopes": slopes, "scale": draw(tensors(()))}, x)
+    )
+
+
+@pytest.mark.parametrize("ruled", [True, False])
+@given(problem=prelu_problems())
+def test_prelu(problem, ruled, device):
+    assert_agrees(on(problem, device), rules=ruled)
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+def test_prelu_keeps_the_factors_of_the_layers_around_it(device):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.PReLU(4), torch.nn.Linear(4, 3), torch.nn.PReLU()).to(device)
+    loss, params = psg.stateless(model, F.mse_loss)
+    report = psg.explain(loss)(params, torch.randn(6, 5, device=device), torch.randn(6, 3, device=device))
+    assert report.rung == "capture"
+    assert all(use.endswith(": rule") for leaf in report.leaves for use in leaf.uses)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 1), (4,)])
+def test_prelu_refuses_what_torch_refuses(shape, device):
+    w, x = torch.rand(2, device=device), torch.randn(3, *shape, device=device)
+    with pytest.raises(RuntimeError, match="parameter|size"):
+        psg.per_sample_grad(lambda w, x: F.prelu(x, w).sum(), method="capture")(w, x)
