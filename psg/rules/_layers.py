@@ -94,7 +94,7 @@ class Layer:
         def build(cotangents: Any) -> Factor:
             self.backward(cotangents if isinstance(cotangents, tuple) else (cotangents,))
             sides = self.runs[direction].terms()[name]
-            left, *right = (side.reshape(self.batch[0], -1, side.shape[2]) for side in sides)
+            left, *right = (side.contiguous().reshape(self.batch[0], -1, side.shape[2]) for side in sides)
             return Outer(left, *right) if right else Dense(left.sum(1))
 
         return build
