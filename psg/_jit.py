@@ -78,7 +78,8 @@ def jit(
     - `torch.compiler.is_compiling()` is true during the trace. Models that take a shortcut where a mask masks nothing should ask that
       first, as those of transformers do, and then take the path that is right for every mask.
     - fn must not write into an argument or a tensor that it closes over: return the new values instead.
-    - Random numbers of torch are drawn anew at every call, from torch's generators, as `torch.manual_seed` sets them.
+    - Random numbers of torch are drawn anew at every call, from torch's generators, as `torch.manual_seed` sets them. A function that
+      makes or seeds a generator itself, or draws from a generator object of Python's or NumPy's, runs eagerly, if `check` is true.
 
     Calls run eagerly, so that they can be differentiated, inside torch.func transforms and forward-mode AD, and where an input or a tensor
     that fn closes over requires grad. Calls on empty batches, inside another traced function or under a function or dispatch mode are eager
@@ -101,8 +102,8 @@ def jit(
     Raises:
         InputError: `fn` is not a function, or an option has a value that is not allowed. At a call: an argument is neither a tensor nor
             hashable.
-        StateError: At a call: fn draws random numbers of Python or NumPy, which every later call would repeat; or fn writes into an
-            argument or a tensor that it closes over, as an optimizer does. The error comes before anything is written.
+        StateError: At a call: fn draws from the global generator of Python or NumPy, whose numbers every later call would repeat; or fn
+            writes into an argument or a tensor that it closes over, as an optimizer does. The error comes before anything is written.
 
     Example:
         >>> import torch, psg

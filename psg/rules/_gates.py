@@ -300,9 +300,7 @@ class Lstm(Recurrence):
         return terms if self.weights.w_hr is None else terms | {"w_hr": (self.found[3], self.saved[5])}
 
 
-def _advance_lstm(
-    i: Tensor, f: Tensor, z_g: Tensor, o: Tensor, g: Tensor, c: Tensor, new_c: Tensor, squashed: Tensor, h: Tensor
-) -> None:
+def _advance_lstm(i: Tensor, f: Tensor, z_g: Tensor, o: Tensor, g: Tensor, c: Tensor, new_c: Tensor, squashed: Tensor, h: Tensor) -> None:
     """Activate the gates i, f and o in place, and write g = tanh(z_g), the new states and tanh of the new c."""
     i.sigmoid_()
     f.sigmoid_()
