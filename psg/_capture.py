@@ -11,13 +11,14 @@
    A large cotangent is used as soon as it arrives: what a transform makes of it is often small, and the rest of the pass needs the memory.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from psg import _copies, _functorch, _random
+from psg import _copies, _functions, _functorch, _random
 from psg._backward import Backward
 from psg._errors import PsgError, StateError, Unsupported
 from psg._habits import Habits, Retry, habits_of, remember
@@ -136,9 +137,11 @@ def _one_pass(task: CaptureTask, tensors: list[Tensor], habits: Habits) -> tuple
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in task.params])
         try:
-            with mode:
+            with mode, _functions.shown() if habits.shows else contextlib.nullcontext():
                 outputs = task.function(samples, habits.copied)
         except RuntimeError as error:
+            if not habits.shows and _functions.is_refusal(error):
+                raise Retry("fn calls an autograd.Function in the old style", shows=True) from error
             if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
             raise Retry("a constant computed from parameters may have been written into", derives=False) from error

@@ -20,6 +20,7 @@ class Habits(NamedTuple):
         ruled: Known ops run by their rules.
         recorded: The function calls autograd itself, so that the outputs of rules must be differentiable.
         follows: The function writes into tensors after a reshape, so that those which may share memory are followed.
+        shows: The function calls autograd.Functions in the old style, which function modes have to see.
     """
 
     copied: bool = False
@@ -28,6 +29,7 @@ class Habits(NamedTuple):
     ruled: bool = True
     recorded: bool = False
     follows: bool = False
+    shows: bool = False
 
 
 class Retry(Unsupported):
@@ -56,7 +58,7 @@ def remember(function: Any, habits: Habits, recorded: bool) -> None:
     """Begin with these habits when the function is called again."""
     own = _function_of(function)
     # Not `derives` and `ruled`: to turn these off slows every op down, and only one of the functions that share this code may need it.
-    kept = Habits(copied=habits.copied, fills=habits.fills, recorded=recorded, follows=habits.follows)
+    kept = Habits(copied=habits.copied, fills=habits.fills, recorded=recorded, follows=habits.follows, shows=habits.shows)
     if own is not None and (own in _known or kept != Habits()):
         _known[own] = kept
 

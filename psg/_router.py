@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
-from psg import _autograd, _functorch, _random, _trees
+from psg import _autograd, _functions, _functorch, _random, _trees
 from psg._agreed import run_agreed
 from psg._errors import Unsupported
 from psg._habits import Habits, Retry
@@ -289,6 +289,8 @@ class Router(Watch):
             output = self._derive(func, lifted, held, options) if lifted else NotImplemented
             if output is not NotImplemented:
                 return output
+        if _functions.lacks_batching(func, args):
+            raise Unsupported(f"{args[0].__name__}, an autograd.Function without a rule for vmap, runs inside a transform of fn's own")
         for tensor in operands_of(args, kwargs)[0]:
             value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
             if value is not None:
@@ -311,6 +313,8 @@ class Router(Watch):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op as it is, or sample by sample if vmap has no batching rule for it."""
+        if _functions.lacks_batching(func, args):
+            return self._run_function(func, args, kwargs)
         if _functorch.lacks_batching(func):
             wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]
             if wrapped and not any(map(self._is_elsewhere, wrapped)):
@@ -327,6 +331,23 @@ class Router(Watch):
                 results.append(_trees.flatten(func(*own, **options)))
             outputs = [torch.stack(parts) for parts in zip(*(parts for parts, _ in results), strict=True)]
         return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
+
+    def _run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an autograd.Function that vmap cannot run: once if on constants alone, else sample by sample."""
+        tensors, what = operands_of(args, kwargs)[0], f"{args[0].__name__}, an autograd.Function without a rule for vmap,"
+        wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
+        state = _random.get_state(tensors)
+        try:
+            if wrapped:
+                output = self._one_by_one(func, args, kwargs, wrapped)
+            else:
+                with _functorch.below():
+                    output = func(*args, **kwargs)
+        except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
+            raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
+        if not _random.same_state(state, _random.get_state(tensors)):
+            raise Unsupported(f"{what} draws random numbers")
+        return output
 
     def _held(self, leaf: Any) -> Any:
         """Unwrap a parameter, or a constant, that a transform of the function's own has wrapped without batching or differentiating it."""

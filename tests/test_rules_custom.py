@@ -271,3 +271,169 @@ def test_an_autograd_function_of_a_weight_that_closes_over_the_sample(make, devi
 
     w, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), make(w, x[:, None]).cos() * x[:, None])
+
+
+class Quantised(torch.autograd.Function):
+    """A straight-through estimator in the old style, with clipped gradients."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w.round()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (w,) = ctx.saved_tensors
+        return cotangent.clamp(-1, 1) * (w.abs() < 2)
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient reversal in the old style."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return -ctx.scale * cotangent, None
+
+
+class Both(torch.autograd.Function):
+    """Two outputs of two arguments, of which one backward is None."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.set_materialize_grads(False)
+        return x * w, w.sin()
+
+    @staticmethod
+    def backward(ctx, c, d):
+        x, w = ctx.saved_tensors
+        by_product = torch.zeros_like(x * w) if c is None else c
+        return (by_product * w if ctx.needs_input_grad[0] else None), by_product * x + (0 if d is None else d * w.cos())
+
+
+class Measured(torch.autograd.Function):
+    """The derivative depends on a Python value of the data."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.total = float(x.sum())
+        return x * ctx.total
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.total if ctx.total > 0 else cotangent
+
+
+class Ruleless(torch.autograd.Function):
+    """In the new style, without a rule for vmap."""
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2 * cotangent * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (Quantised.apply(w * 3) @ x).sin().sum() * 5,
+        lambda w, x: (Quantised.apply(w) @ x).sin().sum() + (w @ x).sum(),
+        lambda w, x: Reversed.apply((w @ x).tanh(), 0.5).square().sum(),
+        lambda w, x: (Quantised.apply(w) @ Reversed.apply(x * w[0], 2.0)).sum(),
+        lambda w, x: sum(part.square().sum() for part in Both.apply(x, w[0])),
+        lambda w, x: Both.apply(x, w * 2)[0].sin().sum(),
+        lambda w, x: Both.apply(x.cos(), x)[1].sum() * w.sum(),
+        lambda w, x: Measured.apply(w @ x).square().sum() + Measured.apply(w).sum(),
+        lambda w, x: Ruleless.apply(w @ x).square().sum() + Ruleless.apply(w).sum() * x.sum(),
+        lambda w, x: (w @ (x * Quantised.apply(torch.full((4,), 0.7, device=x.device)))).sin().sum(),
+    ],
+)
+def test_functions_that_vmap_cannot_run(fn, n, device):
+    w, x = torch.randn(3, 4, device=device), torch.randn(n, 4, device=device)
+    before = vars(torch.autograd.Function)["apply"]
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    assert vars(torch.autograd.Function)["apply"] is before
+
+
+def test_a_function_in_the_old_style_keeps_factors(device):
+    loss, w = lambda w, x: (F.linear(x, Quantised.apply(w)) ** 2).sum(), torch.randn(6, 7, device=device)
+    (leaf,) = psg.explain(loss)(w, torch.randn(4, 7, device=device)).leaves
+    assert leaf.uses == {"custom_function_call: derived": 1, "linear: rule": 1}
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2 * cotangent
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent
+
+
+class Listed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, "a word"
+
+    @staticmethod
+    def backward(ctx, cotangent, _):
+        return 2 * cotangent
+
+
+def _closing_over(w, x):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w @ x
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent[:, None] * x
+
+    return Product.apply(w).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda w, x: Dirty.apply(w @ x).sum(), "writes into its arguments"),
+        (lambda w, x: Noisy.apply(w @ x).sum(), "draws random numbers"),
+        (lambda w, x: Listed.apply(w @ x)[0].sum(), "raises TypeError sample by sample"),
+        (_closing_over, "raises RuntimeError sample by sample"),
+        (lambda w, x: torch.func.grad(lambda z: Reversed.apply(w @ z, 0.5).sum())(x).sum(), "runs inside a transform of fn's own"),
+    ],
+    ids=["dirty", "random", "no tensor", "closure", "in a transform"],
+)
+def test_functions_that_need_a_loop(fn, why, device):
+    w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    with pytest.raises((psg.PsgError, RuntimeError), match=why):
+        psg.per_sample_grad(fn, method="capture")(w, x)
+    if "transform" not in why:  # in which torch refuses the old style
+        with pytest.warns(psg.FallbackWarning, match="method='loop'"):
+            assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))

@@ -15,7 +15,6 @@ TABLE = {architecture.name: architecture for architecture in models.architecture
 
 BELOW_CAPTURE = {
     **dict.fromkeys(("Longformer", "LED"), "as_strided of activations"),
-    **dict.fromkeys(("BLOOM", "RecurrentGemma"), "an autograd.Function of the old style"),
     "Switch": "a parameter's data is set",
 }
 """All models that only the loop can run, and why: the test notices any change of this list."""

@@ -214,7 +214,7 @@ def boolean_mask_of_a_sample():
 OLD_STYLE = "an autograd.Function of the old style has no vmap rule"
 
 
-@case(not_capture=OLD_STYLE, not_vmap=OLD_STYLE)
+@case(not_vmap=OLD_STYLE)
 def old_style_autograd_function():
     class Cube(torch.autograd.Function):
         @staticmethod
