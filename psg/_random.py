@@ -1,10 +1,14 @@
 """The state of the random number generators that a call may draw from."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from psg import _functorch
 
 State = dict[torch.device, Tensor]
 
@@ -29,7 +33,8 @@ def set_state(state: State | None) -> None:
 
 def same_state(state: State, other: State) -> bool:
     """Whether no random number was drawn between the two states."""
-    return all(torch.equal(value, other[device]) for device, value in state.items())
+    with _disable_current_modes() if _functorch.is_traced() else nullcontext():  # a tracer would refuse to tell
+        return all(torch.equal(value, other[device]) for device, value in state.items())
 
 
 def _of(device: torch.device) -> Any:

@@ -437,3 +437,20 @@ def test_functions_that_need_a_loop(fn, why, device):
     if "transform" not in why:  # in which torch refuses the old style
         with pytest.warns(psg.FallbackWarning, match="method='loop'"):
             assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: F.linear(x, Rounded.apply(w, 4)[0]).sin().sum(),
+        lambda w, x: F.linear(x, Quantised.apply(w)).sin().sum(),
+        lambda w, x: Reversed.apply(w @ x, 0.5).sin().sum(),
+        lambda w, x: Ruleless.apply(w @ x).sin().sum(),
+    ],
+)
+def test_autograd_functions_compile(fn):
+    w, x = torch.randn(3, 4), torch.randn(5, 4)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    assert_trees_close(fast(w, x), loop_grad(fn)(w, x))
+    assert fast.cache_info()[0].error is None
