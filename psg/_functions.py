@@ -26,11 +26,6 @@ def is_refusal(error: Exception) -> bool:
     return "must override the setup_context" in str(error)
 
 
-def is_old(function: Any) -> bool:
-    """Whether a function is in the old style."""
-    return not _is_setup_context_defined(function.setup_context)
-
-
 def lacks_batching(func: Any, args: Any) -> bool:
     """Whether this is the call of a function that vmap cannot run."""
     return func is custom_function_call and not (args[0].generate_vmap_rule or has_overridden_vmap_rule(args[0]))
@@ -56,7 +51,7 @@ def shown() -> Iterator[None]:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`Function.apply`. torch's own functions (reentrant checkpoints, modules' backward hooks) depend on the graph around them."""
-    inside = _is_shown.get() and torch._C._are_functorch_transforms_active()
-    if inside and is_old(cls) and not cls.__module__.startswith("torch."):
+    refused = torch._C._are_functorch_transforms_active() and not _is_setup_context_defined(cls.setup_context)
+    if _is_shown.get() and refused and cls.__module__.split(".")[0] not in ("torch", "psg"):
         return custom_function_call(cls, *args, **kwargs)
     return _APPLY.__get__(None, cls)(*args, **kwargs)
