@@ -160,7 +160,7 @@ def recomputed(layer: nn.LSTM, x: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
     torch.mul(i, g, out=after_c)
     for t in run.steps:
         after_c[:, t].addcmul_(f[:, t], cells[:, t])
-    run.saved = [states, cells, z, after_c.tanh()]
+    run.saved = [states, cells, z, after_c.tanh(), g]
     run.backward(cotangent, [None, None])
     return run.c_input, run.c_input @ w_ih
 

@@ -34,25 +34,30 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
     """
     # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
     every, draws = torch.arange(call.n, device=losses.device), not _random.same_state(before, after)
+    sets = [own.to(losses.device) for own in _kept(call.n)]
     now = _random.get_state(call.tensors)
 
-    def run(index: Tensor) -> tuple[Tensor, _random.State]:
+    def run(index: Tensor, noise: bool = True) -> tuple[Tensor, _random.State]:
         _random.set_state(before)  # the samples that keep their places get the same numbers
-        return _losses(call.take(index)), _random.get_state(call.tensors)
+        return _losses(call.take(index), noise), _random.get_state(call.tensors)
+
+    def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.State]]:
+        """Whether most losses agree with those of the batches with exchanged samples; the states after these."""
+        same, states = [], []
+        for kept in sets:
+            # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
+            exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], noise)
+            same.append(_agreeing(exchanged, expected, kept, call))
+            states.append(state)
+        return _mostly(torch.cat(same)), states
 
     try:
         expected, end = run(every) if draws else (losses, after)
-        same, comparable = [], True
-        for kept in (own.to(losses.device) for own in _kept(call.n)):
-            # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
-            exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)])
-            comparable = comparable and _random.same_state(end, state)
-            same.append(_agreeing(exchanged, expected, kept, call))
-        if _mostly(torch.cat(same)):
-            return
-        again, _ = run(every)
-        if not _mostly(_agreeing(again, expected, every, call)):
-            return  # fn returns other values in every call: no comparison is possible
+        agree, states = compare(expected)
+        if agree or not _mostly(_agreeing(run(every)[0], expected, every, call)):
+            return  # or fn returns other values in every call: no comparison is possible
+        if draws and compare(run(every, noise=False)[0], noise=False)[0]:
+            return  # fn has sorted its samples, and the noise fell on others
     except torch.OutOfMemoryError:
         raise  # the samples have not been compared
     except Exception as error:
@@ -60,11 +65,11 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
         return
     finally:
         _random.set_state(now)
-    if not comparable:
+    if not all(_random.same_state(end, state) for state in states):
         _warn_of_no_comparison(call, "fn draws more or fewer random numbers when some samples are exchanged for others")
         return
     raise StateError(
-        f'method="batch": the losses of some samples change when others are exchanged (compared: {sum(map(len, same))} of {call.n}). '
+        f'method="batch": the losses of some samples change when others are exchanged (compared: {sum(map(len, sets))} of {call.n}). '
         "They meet in a statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient "
         "tells what one sample does. Let losses[i] depend on sample i alone."
         + (" (Or fn draws random numbers for its samples in an order that depends on the others: use another method.)" if draws else "")
@@ -82,30 +87,49 @@ def _warn_of_no_comparison(call: Call, reason: str) -> None:
 
 def _kept(n: int) -> list[Tensor]:
     """The samples that keep their places, in order, in each of the batches to compare. Of a few samples, every one does so once."""
-    generator = torch.Generator("cpu").manual_seed(n)
+    scattered = torch.randperm(n, generator=torch.Generator("cpu").manual_seed(n), device="cpu").tolist()
     if n < 8:
-        scattered = torch.randperm(n, generator=generator, device="cpu")
-        return [own.sort().values for own in scattered.split(1 if n < 6 else 2)]
-    # Not the first, and scattered, so that most have exchanged neighbours.
-    scattered = 1 + torch.randperm(n - 1, generator=generator, device="cpu")
-    return [scattered[: n // 4].sort().values]
+        size = 1 if n < 6 else 2
+        sets = [scattered[start : start + size] for start in range(0, n, size)]
+    else:
+        sets = [_apart(scattered, n)]
+        sets.append(_apart([i for i in scattered if i not in sets[0]], n))
+        size = min(map(len, sets))
+        sets = [own[:size] for own in sets]  # where all meet one sample, half of the losses change at least
+    return [torch.tensor(sorted(own), device="cpu") for own in sets]
 
 
-def _losses(call: Call) -> Tensor:
-    """The losses that fn returns without dropout. All arguments but the parameters are copies, because fn may write into them."""
+def _apart(candidates: list[int], n: int) -> list[int]:
+    """Up to a quarter of the samples, neither the first nor the last, and none beside, opposite or half a batch from another."""
+    found: list[int] = []
+    for i in candidates:
+        others = {i - 1, i + 1, n - 1 - i, (i + n // 2) % n, (i - n // 2) % n}
+        if 0 < i < n - 1 and others.isdisjoint(found) and len(found) < n // 4:
+            found.append(i)
+    return found
+
+
+def _losses(call: Call, noise: bool = True) -> Tensor:
+    """The losses without dropout, or any common noise. All arguments but the parameters are copies, because fn may write into them."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
         if dim is None and position not in call.params and isinstance(leaf, Tensor):
             leaves[position] = _copies.copy_of(leaf)
-    with torch.enable_grad(), _Undropped():  # fn may differentiate for its data
+    with torch.enable_grad(), _Undropped(noise):  # fn may differentiate for its data
         return call.evaluate(leaves, batch=True, copies=True)[0].detach()
 
 
 class _Undropped(TorchFunctionMode):
-    """Runs dropout as in evaluation mode."""
+    """Runs dropout as in evaluation mode, and without `noise` gives every draw from a uniform or normal distribution the same value."""
+
+    def __init__(self, noise: bool) -> None:
+        super().__init__()
+        self.noise = noise
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _NOISE and not self.noise:
+            return func(*args, **kwargs).fill_(0.5)
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention and len(args) > 4:
@@ -115,6 +139,7 @@ class _Undropped(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_NOISE = {torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal, Tensor.normal_, Tensor.uniform_}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_}
 
 

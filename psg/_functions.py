@@ -1,7 +1,8 @@
-"""autograd.Functions that vmap cannot run: in the old style, whose forward takes ctx, or without a rule for vmap.
+"""autograd.Functions for which torch has generated no rule for vmap: they have none, one of their own, or the old style's `forward(ctx)`.
 
-psg runs such a function once if it is called on parameters alone, and sample by sample elsewhere. torch refuses the old style inside
-transforms before any function mode can see the call; `shown` makes it an op that modes see.
+Below vmap autograd differentiates what a rule of the user's own calls, which need not be the function. So psg runs such a function once if
+it is called on parameters alone, and sample by sample elsewhere. torch refuses the old style inside transforms before any function mode
+can see the call; `shown` makes it an op that modes see.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._functorch.autograd_function import custom_function_call, has_overridden_vmap_rule
+from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
 
 _APPLY = vars(Function)["apply"]
@@ -27,8 +28,8 @@ def is_refusal(error: Exception) -> bool:
 
 
 def lacks_batching(func: Any, args: Any) -> bool:
-    """Whether this is the call of a function that vmap cannot run."""
-    return func is custom_function_call and not (args[0].generate_vmap_rule or has_overridden_vmap_rule(args[0]))
+    """Whether this is the call of such a function."""
+    return func is custom_function_call and not args[0].generate_vmap_rule
 
 
 @contextlib.contextmanager

@@ -224,6 +224,11 @@ def vmaps(tensor: Tensor) -> int:
     return sum(map(_C.is_batchedtensor, layers(tensor)))
 
 
+def vmap_depth() -> int:
+    """How many vmaps the caller runs in."""
+    return sum(interpreter.key() == _C.TransformType.Vmap for interpreter in _C.get_interpreter_stack() or ())
+
+
 def vmap_levels(tensor: Tensor) -> set[int]:
     """The levels of the vmaps that have wrapped this tensor."""
     return {level_of(layer) for layer in layers(tensor) if _C.is_batchedtensor(layer)}
@@ -321,13 +326,19 @@ def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor],
 
 
 def lacks_batching(func: Any) -> bool:
-    """Whether this is an op of torch.library that vmap runs sample by sample, for want of a batching rule."""
+    """Whether this is an op of torch.library that vmap runs sample by sample, for want of a batching rule, or by a rule of the user's own.
+
+    Below vmap autograd differentiates what such a rule calls, which need not be the op.
+    """
     if isinstance(func, OpOverloadPacket):
         func = getattr(func, "default", None)
     if not isinstance(func, OpOverload) or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False  # a random op must obey vmap's `randomness`
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
-    return not has("FuncTorchBatched") and not has("CompositeImplicitAutograd")
+    return (func.namespace not in _TORCH or not has("FuncTorchBatched")) and not has("CompositeImplicitAutograd")
+
+
+_TORCH = {"aten", "prim", "prims", "mkldnn", "quantized"}
 
 
 def vmap(

@@ -257,7 +257,8 @@ class Jitted:
         except Mismatch as mismatch:
             program, error = None, f"the compiled result is wrong: {str(mismatch).strip().splitlines()[0]}"
         except Exception as reason:
-            text = " ".join(str(reason).split("\n")[:3]).strip()
+            text = " ".join(str(reason).split("\n")[:3])
+            text = text.partition("It may be possible to trace")[0].strip()  # advice for those who call torch's tracer
             failed = f"compiled ({type(reason).__name__}" if found else f"traced ({type(reason).__name__} at {user_line(reason)}"
             program, error = None, f"it cannot be {failed}: {text})"
         finally:

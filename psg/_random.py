@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from psg import _functorch
-
 State = dict[torch.device, Tensor]
 
 _CPU = torch.device("cpu")
@@ -33,7 +31,7 @@ def set_state(state: State | None) -> None:
 
 def same_state(state: State, other: State) -> bool:
     """Whether no random number was drawn between the two states."""
-    with _disable_current_modes() if _functorch.is_traced() else nullcontext():  # a tracer would refuse to tell
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():  # a tracer would refuse to tell
         return all(torch.equal(value, other[device]) for device, value in state.items())
 
 

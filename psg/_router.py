@@ -290,7 +290,9 @@ class Router(Watch):
             if output is not NotImplemented:
                 return output
         if _functions.lacks_batching(func, args):
-            raise Unsupported(f"{args[0].__name__}, an autograd.Function without a rule for vmap, runs inside a transform of fn's own")
+            raise Unsupported(
+                f"{args[0].__name__}, an autograd.Function without a generated rule for vmap, runs inside a transform of fn's own"
+            )
         for tensor in operands_of(args, kwargs)[0]:
             value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
             if value is not None:
@@ -333,8 +335,8 @@ class Router(Watch):
         return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
 
     def _run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an autograd.Function that vmap cannot run: once if on constants alone, else sample by sample."""
-        tensors, what = operands_of(args, kwargs)[0], f"{args[0].__name__}, an autograd.Function without a rule for vmap,"
+        """Run an autograd.Function whose rule for vmap torch has not generated: once if on constants alone, else sample by sample."""
+        tensors, what = operands_of(args, kwargs)[0], _described(args[0])
         wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
         state = _random.get_state(tensors)
         try:
@@ -478,6 +480,10 @@ class Router(Watch):
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return outputs[0] if single else outputs
+
+
+def _described(function: Any) -> str:
+    return f"{function.__name__}, an autograd.Function without a generated rule for vmap (generate_vmap_rule = True),"
 
 
 _AUTOGRAD = {torch.autograd.grad, *REQUIRING}

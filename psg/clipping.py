@@ -53,7 +53,7 @@ def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
 
 
 def automatic(gamma: float = 0.01) -> Policy:
-    """The policy clip_norm / (norm + gamma).
+    """The policy clip_norm / (norm + gamma); at most 1 where the norm is zero.
 
     Args:
         gamma: The stability constant, greater than 0.
@@ -67,7 +67,7 @@ def automatic(gamma: float = 0.01) -> Policy:
     Example:
         >>> import torch
         >>> automatic(gamma=1.0)(torch.tensor([0.0, 1.0]), 2.0)
-        tensor([2., 1.])
+        tensor([1., 1.])
     """
     if not gamma > 0:
         raise InputError(f"automatic(gamma={gamma}): expected a number greater than 0; policy='normalize' is the limit at 0.")
@@ -81,7 +81,7 @@ class _Automatic:
     gamma: float
 
     def __call__(self, norms: Tensor, clip_norm: float | Tensor) -> Tensor:
-        return clip_norm / (norms + self.gamma)
+        return _at_zero(norms, clip_norm / (norms + self.gamma))
 
 
 def bounded(policy: Policy) -> Policy:
@@ -91,7 +91,8 @@ def bounded(policy: Policy) -> Policy:
         policy: From norms [n] and a clip norm to coefficients [n], at least 0.
 
     Returns:
-        The policy min(policy, clip_norm / norm). A coefficient of `policy` that is negative or NaN counts as zero.
+        The policy min(policy, clip_norm / norm), at most 1 where the norm is zero. A coefficient of `policy` that is negative or NaN counts
+        as zero.
 
     Raises:
         InputError: `policy` is not a function. At a call: `policy` does not return a tensor [n].
@@ -100,7 +101,7 @@ def bounded(policy: Policy) -> Policy:
         >>> import torch
         >>> smooth = bounded(lambda norms, clip_norm: 2 * clip_norm / (norms.square() + clip_norm**2).sqrt())
         >>> smooth(torch.tensor([0.0, 3.0]), 4.0)
-        tensor([2.0000, 1.3333])
+        tensor([1.0000, 1.3333])
     """
     if not callable(policy):
         raise InputError(f"bounded(policy={policy!r}): expected a function (norms, clip_norm) -> clip_coef.")
@@ -115,10 +116,18 @@ class _Bounded:
 
     def __call__(self, norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         coefs = coefficients(self.policy, norms, clip_norm)
-        # A norm of zero may be an underflow: its gradient's squares were too small. And no coefficient may be infinite.
-        limits = torch.finfo(norms.dtype)
-        most = (clip_norm / norms.clamp(min=limits.tiny**0.5)).clamp(max=limits.max)
-        return torch.minimum(torch.where(coefs >= 0, coefs, 0), most)
+        most = (clip_norm / norms.clamp(min=_least(norms.dtype))).clamp(max=torch.finfo(norms.dtype).max)  # no coefficient may be infinite
+        return _at_zero(norms, torch.minimum(torch.where(coefs >= 0, coefs, 0), most))
+
+
+def _least(dtype: torch.dtype) -> float:
+    """A norm that no underflow of squares can change much, in a gradient of up to 1e12 entries: 1e-12 in float32."""
+    return 1e7 * torch.finfo(dtype).tiny ** 0.5
+
+
+def _at_zero(norms: Tensor, coefs: Tensor) -> Tensor:
+    """Coefficients of at most 1 where the norm is zero: those gradients are zero, or underflow, though their inputs may be large."""
+    return torch.where(norms > 0, coefs, coefs.clamp(max=1))
 
 
 def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
@@ -129,14 +138,14 @@ def normalize(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
         clip_norm: A number or a scalar tensor, at least 0 and finite.
 
     Returns:
-        [n]. Positive norms below eps^4 of their dtype (2e-28 in float32) count as eps^4, so that coefficients stay finite.
+        [n]. Positive norms below 1e-12 (of float32; 1e-147 of float64) count as that: where squares underflow, they read too small.
 
     Example:
         >>> import torch
         >>> normalize(torch.tensor([0.0, 1.0, 4.0]), 2.0)
         tensor([1.0000, 2.0000, 0.5000])
     """
-    return torch.where(norms > 0, clip_norm / torch.where(norms > 0, norms, 1).clamp(min=torch.finfo(norms.dtype).eps ** 4), 1)
+    return torch.where(norms > 0, clip_norm / norms.clamp(min=_least(norms.dtype)), 1)
 
 
 def adapt(

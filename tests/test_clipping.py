@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn.functional as F
 from agreement import rows, rows_loss, summed, two_layer_params
 from agreement import two_layer_loss as loss
 from hypothesis import given
@@ -214,6 +215,7 @@ def test_a_bounded_policy_of_ones_own_has_a_sensitivity(clip_norm, scale, power,
     assert (out.clip_coef["a"] * out.norms <= clip_norm * (1 + 1e-12)).all()
     assert all(leaf.isfinite().all() for leaf in out.grads.values())
     free = scale * clip_norm / (out.norms**power + 0.1)
+    free = torch.where(out.norms > 0, free, free.clamp(max=1))
     within = (free >= 0) & (free * out.norms <= clip_norm)
     assert_trees_close(out.clip_coef["a"][within], free[within])
 
@@ -664,3 +666,46 @@ def test_clipped_trees_in_a_trace(args):
     assert [entry.error for entry in fast.cache_info()] == [None]
     assert found.nonfinite.item() == expected.nonfinite.item() == 1
     summed(found.grads, expected.grads, "grads")
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize(
+    "policy", ["normalize", psg.clipping.bounded(lambda norms, clip_norm: clip_norm / norms)], ids=["normalize", "own"]
+)
+@pytest.mark.parametrize("most", [4e-23, 1.2e-19])
+def test_terms_of_gradients_whose_squares_underflow_are_within_the_sensitivity(most, policy, flush):
+    """A million entries whose squares are zero, and one whose square is not."""
+    x = torch.full((1, 1 << 20), most / 2)
+    x[0, 0] = most
+    flushed = torch.set_flush_denormal(flush)
+    try:
+        out = psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0, policy=policy)(torch.zeros(1 << 20), x)
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed and out.grads.double().norm() <= out.sensitivity * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("policy", ["clip", "normalize", "automatic", psg.clipping.bounded(lambda norms, clip_norm: clip_norm / norms)])
+@pytest.mark.parametrize("size", [1e20, 1e37])
+def test_a_gradient_of_zero_with_huge_inputs_adds_nothing(size, policy, device):
+    x, c = torch.randn(3, 2, device=device), torch.randn(3, 3, device=device)
+    x[0], c[0] = size, 0
+    run = psg.clipped_grad(lambda w, x, c: (F.linear(x, w) * c).sum(), 1.0, policy=policy)
+    out, rest = run(torch.zeros(3, 2, device=device), x, c), run(torch.zeros(3, 2, device=device), x[1:], c[1:])
+    assert out.nonfinite == 0 and out.norms[0] == 0
+    assert_trees_close(out.grads, rest.grads, per_sample=False)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("small", [1e-5, 1e-3, 1e-1])
+def test_an_added_sample_leaves_the_others_terms_in_float16(small, positions, device):
+    """An added sample with a gradient of zero, of an input of zero and a large cotangent."""
+    half = torch.float16
+    x = torch.full((50, positions, 64), 1250.0, dtype=half, device=device)
+    c = torch.full((50, positions, 64), small, dtype=half, device=device)
+    more = torch.cat([x, torch.zeros_like(x[:1])]), torch.cat([c, torch.full_like(c[:1], 6e4)])
+    run = psg.clipped_grad(lambda w, x, c: (F.linear(x, w).float() * c).sum(), 1.0)
+    w = torch.zeros(64, 64, dtype=half, device=device)
+    before, after = run(w, x, c).grads.float(), run(w, *more).grads.float()
+    assert before.norm() > 30
+    torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-3)

@@ -1138,3 +1138,17 @@ def test_inner_products_of_gradients_formed_a_few_at_a_time(chunk, n, monkeypatc
     torch.testing.assert_close(psg.tree.inner(scaled, {"w": other}), expected)
     torch.testing.assert_close(psg.tree.inner({"w": other}, scaled), expected)
     torch.testing.assert_close(psg.tree.inner(scaled, scaled), (gradient.materialize() * scale).square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("apart", [1e-3, 8e-3, 2e-2])
+@pytest.mark.parametrize("seed", range(3))
+def test_norms_of_many_positions_that_repeat(seed, apart, device):
+    """Two vectors, nearly equal, in turns, with opposite cotangents: the rounding errors of all inner products are the same."""
+    generator = torch.Generator().manual_seed(seed)
+    t, (u, r, shift) = 1000, torch.randn(3, 2, 1, 300, generator=generator, dtype=torch.float32).to(device)
+    factor = Outer(torch.cat([r, -r], 1).repeat(1, t // 2, 1), torch.cat([u, u + apart * shift], 1).repeat(1, t // 2, 1))
+    exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float()
+    with psg.plans.using(norm="gram"):
+        torch.testing.assert_close(factor.norm(), exact, rtol=1e-3, atol=0)
+        traced = make_fx(lambda factor: factor.norm())(factor)(factor)
+    assert (traced >= exact * (1 - 1e-3)).all()

@@ -454,3 +454,71 @@ def test_autograd_functions_compile(fn):
     fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
     assert_trees_close(fast(w, x), loop_grad(fn)(w, x))
     assert fast.cache_info()[0].error is None
+
+
+class OwnRule(torch.autograd.Function):
+    """A straight-through estimator whose own rule for vmap does not call it: below vmap autograd would see the rounding alone."""
+
+    @staticmethod
+    def forward(h):
+        return h.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent
+
+    @staticmethod
+    def vmap(info, in_dims, h):
+        return h.round(), in_dims[0]
+
+
+class Unit(torch.autograd.Function):
+    """The backward mixes the entries of a sample, and its own rule for vmap hands it all samples together."""
+
+    @staticmethod
+    def forward(h):
+        return h.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent / (cotangent.norm() + 1)
+
+    @staticmethod
+    def vmap(info, in_dims, h):
+        return Unit.apply(h), in_dims[0]
+
+
+@torch.library.custom_op("psg_tests::rounded", mutates_args=())
+def rounded(h: Tensor) -> Tensor:
+    return h.round()
+
+
+@torch.library.custom_op("psg_tests::unit", mutates_args=())
+def unit(h: Tensor) -> Tensor:
+    return h.clone()
+
+
+rounded.register_autograd(lambda ctx, cotangent: cotangent)
+rounded.register_vmap(lambda info, in_dims, h: (h.round(), in_dims[0]))
+unit.register_autograd(lambda ctx, cotangent: cotangent / (cotangent.norm() + 1))
+unit.register_vmap(lambda info, in_dims, h: (unit(h), in_dims[0]))
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("n", [0, 1, 4])
+@pytest.mark.parametrize("op", [OwnRule.apply, Unit.apply, rounded, unit], ids=["function", "mixing function", "op", "mixing op"])
+@pytest.mark.parametrize("place", [lambda op, w, x: op(w @ x), lambda op, w, x: op(w) @ x, lambda op, w, x: op(w * 2) @ op(x * w[0])])
+def test_rules_for_vmap_of_the_user_s_own(place, op, n, device):
+    def fn(w, x):
+        return place(op, w, x).square().sum()
+
+    w, x = 3 * torch.randn(3, 4, device=device), torch.randn(n, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))

@@ -73,9 +73,11 @@ def root(squared: Tensor) -> Tensor:
 
 
 # In units of eps * squared_terms (see `Factor.recover`): squared norms below _LOST lack digits that a norm needs; rounding is at most
-# _ROUNDING.
+# _ROUNDING. Where terms repeat, the errors of their inner products do too, and add up with the number of terms: from _FEW terms on both
+# limits grow with it.
 _LOST = 1 << 17
 _ROUNDING = 1 << 8
+_FEW = 1 << 7
 
 
 def squared_terms_of(left: Tensor, right: Tensor) -> Tensor:
@@ -258,6 +260,11 @@ class Factor(ABC):
     def squared_terms(self) -> Tensor:
         """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
 
+    @property
+    def positions(self) -> int:
+        """The number of terms of the sum that the gradient is."""
+        return 1
+
     def recover(self, squared: Tensor, squared_terms: Tensor) -> Tensor:
         """Correct squared norms [n] that were summed from inner products of terms, for samples whose terms nearly cancel.
 
@@ -266,7 +273,7 @@ class Factor(ABC):
         underflow, though the other side may be large. Where finding these samples would wait for a device, or cannot be traced, norms are
         raised by the largest possible rounding error.
         """
-        eps = torch.finfo(squared.dtype).eps
+        eps = torch.finfo(squared.dtype).eps * max(1, self.positions / _FEW)
         lost = ~(squared >= _LOST * eps * squared_terms)  # includes NaN, from infinite terms that cancel
         if not _functorch.can_read_now(squared):
             return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * squared_terms, squared)

@@ -96,26 +96,13 @@ class Outer(Planned):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         left, right = self.left, self.right
-        if self.dtype == torch.float16:
-            return self._half_weighted_sum(weights)
+        if self.dtype == torch.float16:  # a side times its weights may leave the range of float16, even where the sum does not
+            return self.to(torch.float32).weighted_sum(weights).to(self.dtype)
         if left.shape[2] <= right.shape[2]:  # scale the smaller one
             left = scale_rows(left, weights)
         else:
             right = scale_rows(right, weights)
         return _matmul.product(left.flatten(0, 1).T, right.flatten(0, 1))
-
-    def _half_weighted_sum(self, weights: Tensor) -> Tensor:
-        # A side times its weights may leave the range of float16 even where the sum does not. So the side is divided by its largest
-        # entry, and the sum multiplied by it again while still in float32.
-        left, right = self.left, self.right
-        if left.shape[2] > right.shape[2]:
-            return self.transpose()._half_weighted_sum(weights).T.contiguous()
-        scaled = scale_rows(widen(left), weights)
-        unit = scaled.detach().abs().amax() if scaled.numel() else scaled.new_ones(())
-        unit = torch.where((unit > 0) & (unit < math.inf), unit, 1)
-        side = (scaled / unit).to(left.dtype).flatten(0, 1)
-        total = wide_bmm(side.T.unsqueeze(0), right.flatten(0, 1).unsqueeze(0))[0]
-        return (total * unit).to(self.dtype)
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:

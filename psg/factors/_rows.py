@@ -76,6 +76,10 @@ class Rows(Additive):
                 return self._norm_with_few_repeats(ordered, order, repeated)
         return Dense(self._distinct(ordered, order)[1]).squared_norm()
 
+    @property
+    def positions(self) -> int:
+        return self.index.shape[1]
+
     def squared_terms(self) -> Tensor:
         return square(self.cotangent).sum((1, 2))
 

@@ -157,6 +157,10 @@ class Scaled(Factor):
             return ((left.square() @ squares) * right.square()).sum((1, 2)), unit * other * size
         return self.factor.squared_terms(), size.expand(self.n)
 
+    @property
+    def positions(self) -> int:
+        return self.factor.positions
+
     def squared_terms(self) -> Tensor:
         if self.shared is None:
             return self.squared_norm()

@@ -81,6 +81,10 @@ class Sum(Additive):
                 total = total + 2 * earlier.inner(term)
         return self.recover(total, squared_terms) if len(self.terms) > 1 else total
 
+    @property
+    def positions(self) -> int:
+        return sum(term.positions for term in self.terms)
+
     def squared_terms(self) -> Tensor:
         return self._reduce(lambda term: term.squared_terms(), self._zeros(self.n))
 

@@ -30,9 +30,9 @@ def prelu(input: Tensor, weight: Tensor) -> Any:
     return reshape(F.prelu(flat, weight), input.shape), {"weight": factor}
 
 
-@decomposition(F.prelu, Tensor.prelu)
+@decomposition(F.prelu, Tensor.prelu, differentiated=True, misderived=True)
 def prelu_written_out(input: Tensor, weight: Tensor) -> Any:
-    """Where the rule cannot run: vmap's backward is wrong where another vmap has batched the cotangent than input or weight."""
+    """Inside transforms: vmap's backward is wrong where another vmap has batched the cotangent than input or weight."""
     one = weight.numel() == 1
     fits = weight.ndim < 2 and (one or input.ndim > 1 and weight.numel() == input.shape[1])
     if not fits or not (_functorch.is_sampled(input) or _functorch.is_sampled(weight)):
@@ -40,3 +40,9 @@ def prelu_written_out(input: Tensor, weight: Tensor) -> Any:
     weight = weight.reshape(()) if one else weight.reshape(-1, *(1,) * (input.ndim - 2))
     positive = input > 0
     return torch.where(positive, input, weight * torch.where(positive, 0, input))  # an infinite input must not meet a cotangent of zero
+
+
+@decomposition(F.prelu, Tensor.prelu)
+def prelu_under_vmaps(input: Tensor, weight: Tensor) -> Any:
+    """The same where psg itself runs under a vmap."""
+    return prelu_written_out(input, weight) if _functorch.vmap_depth() > 1 else NotImplemented
