@@ -290,9 +290,7 @@ class Router(Watch):
             if output is not NotImplemented:
                 return output
         if _functions.lacks_batching(func, args):
-            raise Unsupported(
-                f"{args[0].__name__}, an autograd.Function without a generated rule for vmap, runs inside a transform of fn's own"
-            )
+            raise Unsupported(f"{_described(args[0])} runs inside a transform of fn's own")
         for tensor in operands_of(args, kwargs)[0]:
             value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
             if value is not None:
