@@ -2,8 +2,8 @@
 
 Gradients show which sample each row belongs to (psg/_owners.py). But samples may also be mixed before the first parameter, as in
 x - x.mean(0), or through integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, the
-losses share rows of the parameters, but no rows of data. So fn runs once more on a batch of the same shape, in which a quarter of the
-samples keep their places, and copies of them replace all others; of a few samples, in several batches, one or two. The losses of
+losses share rows of the parameters, but no rows of data. So fn runs on two more batches of the same shape, in each of which up to a quarter
+of the samples keep their places, and copies of them replace all others; of a few samples, in several batches, one or two. The losses of
 those that keep their places must not change.
 """
 

@@ -219,11 +219,6 @@ def tangents_apart() -> bool:
     return bool(jvps) and kinds[: jvps[-1]].count(_C.TransformType.Vmap) > 1
 
 
-def vmaps(tensor: Tensor) -> int:
-    """How many vmaps have wrapped this tensor, other wrappers aside."""
-    return sum(map(_C.is_batchedtensor, layers(tensor)))
-
-
 def vmap_depth() -> int:
     """How many vmaps the caller runs in."""
     return sum(interpreter.key() == _C.TransformType.Vmap for interpreter in _C.get_interpreter_stack() or ())
@@ -236,7 +231,7 @@ def vmap_levels(tensor: Tensor) -> set[int]:
 
 def is_sampled(tensor: Tensor) -> bool:
     """Whether some vmap has wrapped this tensor."""
-    return vmaps(tensor) > 0
+    return any(map(_C.is_batchedtensor, layers(tensor)))
 
 
 def value_of(tensor: Tensor) -> Tensor:

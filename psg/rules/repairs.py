@@ -31,7 +31,7 @@ def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
 
         That is because vmap reduces along a dimension. Under a vmap of fn's own torch itself does so: the call is declined.
         """
-        if args or kwargs or _functorch.vmaps(input) != 1 or not input.is_floating_point() or input.numel() == 0:
+        if args or kwargs or len(_functorch.vmap_levels(input)) != 1 or not input.is_floating_point() or input.numel() == 0:
             return NotImplemented
         value = value_of(input.detach())
         chosen = (input == value) | (input.isnan() & value.isnan())
