@@ -337,12 +337,25 @@ class Router(Watch):
         tensors, what = operands_of(args, kwargs)[0], _described(args[0])
         wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
         state = _random.get_state(tensors)
+
+        def on_copies(*own: Any, **options: Any) -> Any:
+            """The call on copies: the function may write into its arguments without saying so, and they are the caller's."""
+            own, options = substitute((own, options), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+            copies = operands_of(own, options)[0]
+            before = [copy._version for copy in copies]
+            output = func(*own, **options)
+            if before != [copy._version for copy in copies]:
+                raise Unsupported(f"{what} writes into its arguments")
+            return output
+
         try:
             if wrapped:
-                output = self._one_by_one(func, args, kwargs, wrapped)
+                output = self._one_by_one(on_copies, args, kwargs, wrapped)
             else:
                 with _functorch.below():
-                    output = func(*args, **kwargs)
+                    output = on_copies(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
             raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
         if not _random.same_state(state, _random.get_state(tensors)):

@@ -386,6 +386,18 @@ class Dirty(torch.autograd.Function):
         return 2 * cotangent
 
 
+class Secret(torch.autograd.Function):
+    """Writes into its argument without saying so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.mul_(2).clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2 * cotangent
+
+
 class Noisy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -423,20 +435,33 @@ def _closing_over(w, x):
     ("fn", "why"),
     [
         (lambda w, x: Dirty.apply(w @ x).sum(), "writes into its arguments"),
+        (lambda w, x: (w @ Secret.apply(x)).sum(), "writes into its arguments"),
         (lambda w, x: Noisy.apply(w @ x).sum(), "draws random numbers"),
         (lambda w, x: Listed.apply(w @ x)[0].sum(), "raises TypeError sample by sample"),
         (_closing_over, "raises RuntimeError sample by sample"),
         (lambda w, x: torch.func.grad(lambda z: Reversed.apply(w @ z, 0.5).sum())(x).sum(), "runs inside a transform of fn's own"),
     ],
-    ids=["dirty", "random", "no tensor", "closure", "in a transform"],
+    ids=["dirty", "in secret", "random", "no tensor", "closure", "in a transform"],
 )
 def test_functions_that_need_a_loop(fn, why, device):
     w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    before = x.clone()
     with pytest.raises((psg.PsgError, RuntimeError), match=why):
         psg.per_sample_grad(fn, method="capture")(w, x)
     if "transform" not in why:  # in which torch refuses the old style
         with pytest.warns(psg.FallbackWarning, match="method='loop'"):
             assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    assert torch.equal(x, before)
+
+
+def test_a_function_that_runs_out_of_memory_ends_the_call(device):
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        psg.per_sample_grad(lambda w, x: Full.apply(w * x).sum())(torch.ones(2, device=device), torch.ones(3, 2, device=device))
 
 
 @pytest.mark.filterwarnings("error::psg.FallbackWarning")
