@@ -84,6 +84,8 @@ class Batching(NamedTuple):
 class ClippedGrad(NamedTuple):
     """What `clipped_grad` returns.
 
+    In `clip_coef` and `group_norms`, leaves that are clipped together are one tensor: clone before you write into it.
+
     Attributes:
         grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape]. It has no batch dimension, so its norm is
             `torch.nn.utils.get_total_norm(optree.tree_leaves(grads))`, not `psg.tree.norm`.

@@ -208,6 +208,13 @@ def test_a_parameter_that_is_no_tensor(name, params, x):
 
 
 @each_transform
+@pytest.mark.parametrize("held", [torch.nn.Linear(3, 4), torch.nn.ParameterDict({"scale": torch.ones(())})])
+def test_a_module_in_the_place_of_parameters(name, held, x):
+    with pytest.raises(psg.InputError, match=rf"^{name}.*: p is a {type(held).__name__};.*psg\.stateless.*dict\(p\)"):
+        TRANSFORMS[name](loss)(held, x)
+
+
+@each_transform
 def test_an_integer_parameter(name, params, x, device):
     params["steps"] = torch.tensor(3, device=device)
     message = rf"^{name}.*: p\['steps'\] has dtype torch\.int64; expected a floating or complex tensor.*another argument"
