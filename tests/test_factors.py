@@ -597,6 +597,14 @@ def test_segments_are_formed_where_gradients_are_smaller_than_factors(positions,
     assert isinstance(factor.segment_sum(torch.tensor([1, 0, 1, 1, 0], device=device), 2), kind)
 
 
+def test_terms_that_cancel_are_not_rounded_one_by_one(device):
+    # The first term, 3000.5 in each entry, would be rounded to 3000 in float16.
+    ones = lambda *shape: torch.ones(shape, dtype=torch.float16, device=device)  # noqa: E731
+    first = Outer(torch.cat([3000 * ones(1, 1, 4), 0.5 * ones(1, 1, 4)], dim=1), ones(1, 2, 3))
+    total = Sum([first, Outer(-3000 * ones(1, 1, 4), ones(1, 1, 3))], ones(1, 0), torch.Size([4, 3])).weighted_sum(ones(1).float())
+    assert_trees_close(total, 0.5 * ones(4, 3), rtol=0, per_sample=False)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_segments_of_gradients_of_any_strides(order, device):
     back = [order.index(dim) for dim in range(4)]
