@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from workloads import Workload, build
 
 from psg import _functorch
-from psg.factors import _base
+from psg.factors import _arithmetic
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ def main() -> None:
 def pretend() -> torch.device:
     """Register a pretended device, for tensors without values."""
     backend_registration._setup_privateuseone_for_python_backend("pretended")
-    _base.WIDENING.add("pretended")
+    _arithmetic.WIDENING.add("pretended")
     return torch.device("pretended:0")
 
 

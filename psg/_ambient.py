@@ -31,6 +31,19 @@ def autocast() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of autocast on this tensor's device; None if autocast is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on for this tensor's device."""
+    return autocast_dtype(tensor) is not None
+
+
 def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to run under the autocast settings that hold now, wherever it is called."""
     enabled = autocast()

@@ -37,7 +37,7 @@ class Backward:
         """Differentiate the sum of the losses. Empties the list of taps, so that each tap's tensors can be freed after its use."""
         if not losses.requires_grad:
             return  # no parameter was used
-        asked = self._hooked(taps)
+        asked = self._hook_large(taps)
         targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values]
         cotangents = iter(_autograd.gradients(losses, targets))
         with torch.no_grad():
@@ -46,9 +46,9 @@ class Backward:
             for value in self.values:
                 cotangent = next(cotangents)
                 if cotangent is not None:
-                    self._add(value, Dense(cotangent))
+                    self._add(value, Dense(cotangent.to_dense()))  # an autograd.Function of the user's may return a sparse one
 
-    def _hooked(self, taps: list[Tap]) -> list[Tap]:
+    def _hook_large(self, taps: list[Tap]) -> list[Tap]:
         """Hook the taps whose large cotangents are taken as they arrive; return the others, whose cotangents autograd must return."""
         left = list(taps)
         taps.clear()

@@ -29,7 +29,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _copies, _functorch, _kernels, _pass
-from psg._capture import Captured
+from psg._call import Call
+from psg._capture import Captured, Function
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._higher_order import HIGHER_ORDER
 from psg._lifted import Lifted, Tap, Watch, pull_back
@@ -53,7 +54,7 @@ from psg._owners import HALF, SINGLE, codes, groups, owners
 from psg._sampled import Sampled
 from psg._writes import written
 from psg.factors import Dense, Factor
-from psg.factors._base import as_real
+from psg.factors._arithmetic import as_real
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import refuse_updates
@@ -62,34 +63,12 @@ from psg.rules.rows import split_rows
 from psg.rules.unlifted import ELEMENTWISE, EXPANSIONS, IN_PLACE, WRITTEN_OUT
 
 
-class BatchTask(NamedTuple):
-    """The input of a pass.
-
-    Attributes:
-        function: Maps the tensors of a batch, and whether to copy those in `keyword_tensors`, to a tuple of tensors, the first of which
-            are the losses [n].
-        tensors: The function's arguments.
-        keyword_tensors: Other tensors that the function is given.
-        in_dims: For each tensor the dimension of the samples, or None.
-        params: The positions among `tensors` of those to differentiate, and their names in messages.
-        n: The number of samples, at least 1.
-        look: Called with every op of the function and its arguments.
-    """
-
-    function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
-    tensors: Sequence[Tensor]
-    keyword_tensors: Sequence[Tensor]
-    in_dims: Sequence[int | None]
-    params: dict[int, str]
-    n: int
-    look: Callable[..., None]
-
-
-def capture_batch(task: BatchTask) -> Captured:
+def capture_batch(call: Call, function: Function) -> Captured:
     """Run the pass described at the top of this file.
 
     Args:
-        task: What to run.
+        call: What to run; its samples share all arguments to differentiate.
+        function: Calls its function.
 
     Returns:
         The outputs and the factors.
@@ -103,7 +82,7 @@ def capture_batch(task: BatchTask) -> Captured:
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
     while True:
         try:
-            return _one_pass(task, copied, choices)
+            return _one_pass(call, function, copied, choices)
         except _WritesInput:
             # For example an in-place activation on the batch itself: on a copy it does not change the caller's tensor.
             copied = True
@@ -162,20 +141,20 @@ class NotFinite(PsgError):
         self.groups = [*together.split(1)] if len(alone) == 0 else [together, *alone.split(1)][len(together) == 0 :]
 
 
-def _one_pass(task: BatchTask, copied: bool, choices: _Choices) -> Captured:
+def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -> Captured:
     """Run one pass; with `copied` on copies of all arguments but the parameters, so that the function may write into them."""
-    n, tensors = task.n, [tensor.detach() for tensor in task.tensors]
+    n, tensors, params = call.n, [tensor.detach() for tensor in call.tensors], call.tensor_params
     if copied:  # new copies for each pass: a pass that failed may have written into its own
-        tensors = [tensor if i in task.params else _copies.copy_of(tensor) for i, tensor in enumerate(tensors)]
-    inputs = [] if copied else [*tensors, *task.keyword_tensors]
-    sampled = Sampled(tensor for tensor, dim in zip(tensors, task.in_dims, strict=True) if dim is not None)
-    values = [Lifted.parameter(tensors[position], None, n, name) for position, name in task.params.items()]
-    mode = _BatchMode(n, values, inputs, sampled, task.look, choices)
-    for position, value in zip(task.params, values, strict=True):
+        tensors = [tensor if i in params else _copies.copy_of(tensor) for i, tensor in enumerate(tensors)]
+    inputs = [] if copied else [*tensors, *call.keyword_tensors]
+    sampled = Sampled(tensor for tensor, dim in zip(tensors, call.tensor_dims, strict=True) if dim is not None)
+    values = [Lifted.parameter(tensors[i], None, n, call.paths[position]) for i, position in zip(params, call.params, strict=True)]
+    mode = _BatchMode(n, values, inputs, sampled, call.outside.look, choices)
+    for position, value in zip(params, values, strict=True):
         tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
     called = _pass.Pass()
     with torch.enable_grad(), _pass.opened(called), mode:
-        outputs = task.function(tensors, copied)
+        outputs = function(tensors, copied)
     if mode.failure is not None:
         raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]
@@ -289,16 +268,9 @@ class _BatchMode(Watch):
         Raises:
             InputError: It can run in none of these ways.
         """
-        says_where = not any(map(_differentiable, others))
-        # A tensor with a history would lose it in a value that is computed once.
-        constant = not any(leaf.requires_grad or leaf in self.sampled for leaf in others)
+        says_where = not any(map(_differentiable, others))  # the others are indices, masks and the like
         leaks = _registry.find_leak(func, args, kwargs, "capture", "vmap") is not None
-        choice = None
-        if not leaks and (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
-            choice = name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)
-        # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
-        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape == met[0].leaf.shape[1:] for leaf in others)
-        likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
+        choice, likely = (None, False) if leaks else self._choice(func, args, kwargs, met, others, target, says_where)
         if choice is not None and self._is_for_all(choice, likely):
             return self._derive(func, met, args, kwargs)
         if func in IN_PLACE and args[0] is not met[0].handle:
@@ -322,6 +294,19 @@ class _BatchMode(Watch):
             f'method="batch": {names} reaches {name_of(func)} at {user_line()}, for which this method has no rule that fits. '
             'Freeze the parameter, or write fn for one sample and use method="auto".'
         )
+
+    def _choice(
+        self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any, says_where: bool
+    ) -> tuple[_Choice | None, bool]:
+        """The choice between one value for all samples and rows of each sample's own, if the op allows both; and if one value is likely."""
+        # A tensor with a history would lose it in a value that is computed once.
+        constant = not any(leaf.requires_grad or leaf in self.sampled for leaf in others)
+        if not (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
+            return None, False
+        # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
+        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape == met[0].leaf.shape[1:] for leaf in others)
+        likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
+        return (name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)), likely
 
     def _refuse(self, what: str) -> None:
         message = f'method="batch": fn uses {what} at {user_line()}, through which rules do not go. {_FOR_ONE_SAMPLE}'
@@ -358,10 +343,8 @@ class _BatchMode(Watch):
 
     def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
         """Repeat a parameter along dim 0, each repetition a sample's own; NotImplemented if the repetitions are for all samples."""
-        if value.value is None:
-            return NotImplemented
         args, kwargs = substitute((args, kwargs), lambda leaf: value.value if leaf is value.handle else leaf)
-        output, shape = func(*args, **kwargs), value.value.shape
+        output, shape = func(*args, **kwargs), value.leaf.shape[1:]
         inner = shape[1:] if len(shape) == output.ndim else shape
         along = zip(inner, output.shape[output.ndim - len(inner) :], strict=True)
         repeated = (len(shape) < output.ndim or shape[:1] == (1,)) and all(size in (1, full) for size, full in along)
@@ -402,12 +385,12 @@ class _BatchMode(Watch):
         others = {place: tensor for place, tensor in places_of(bound) if place not in own}
         shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
         ran = run_rule(self, name_of(func), rule, bound, own, others, shared, len(next(iter(split.data.values()))), choice)
-        return NotImplemented if ran is None else split.join(*ran[0])
+        return NotImplemented if ran is NotImplemented else split.join(*(ran if isinstance(ran, tuple) else (ran,)))
 
     def backward(self, losses: Tensor) -> None:
         """Compute the cotangents at the taps, measure which sample each of their rows belongs to, and make factors of them."""
-        if losses.shape != (self.n,) or not losses.requires_grad:
-            return
+        if not losses.requires_grad:
+            return  # no parameter was used
         # A checkpoint that is recomputed in the backward pass lifts and taps again; nothing needs those values and taps.
         values, taps, self.taps = list(self.values), self.taps, []
         targets = [edge for tap in taps for edge in tap.edges]

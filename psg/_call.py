@@ -343,8 +343,12 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
         if not isinstance(leaf, Tensor):
             way_out = "Bind a value that is no parameter with functools.partial, or pass it in another argument."
             if isinstance(leaf, torch.nn.Module):
-                way_out = "psg.stateless(module, criterion) makes a function of parameters from a module; a ParameterDict p is the tree dict(p)."
-            raise InputError(f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}")
+                way_out = (
+                    "psg.stateless(module, criterion) makes a function of parameters from a module; a ParameterDict p is the tree dict(p)."
+                )
+            raise InputError(
+                f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}"
+            )
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise InputError(
                 f"{name}: {paths[position]} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "

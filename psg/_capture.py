@@ -13,13 +13,14 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from psg import _copies, _functions, _functorch, _random
 from psg._backward import Backward
+from psg._call import Call
 from psg._errors import PsgError, StateError, Unsupported
 from psg._habits import Habits, Retry, habits_of, remember
 from psg._lifted import Lifted, pull_back
@@ -44,40 +45,16 @@ class Captured(NamedTuple):
     freed: int = 0
 
 
-class CaptureTask(NamedTuple):
-    """The input of a pass.
-
-    Attributes:
-        function: Maps the tensors of one sample, and whether to copy those in `keyword_tensors`, to a tuple of tensors, the first of which
-            is the loss.
-        tensors: The function's arguments.
-        keyword_tensors: Other tensors that the function is given, the same for all samples.
-        in_dims: For each tensor the dimension of the samples, or None.
-        params: The positions among `tensors` of those to differentiate.
-        n: The number of samples, at least 1.
-        randomness: As in torch.func.vmap.
-        look: Called with every op of the function and its arguments.
-        settles: Whether factors may be settled during the backward pass; see `Backward`.
-        owner: The user's function, under which the habits of the successful pass are remembered.
-    """
-
-    function: Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
-    tensors: Sequence[Tensor]
-    keyword_tensors: Sequence[Tensor]
-    in_dims: Sequence[int | None]
-    params: Sequence[int]
-    n: int
-    randomness: str
-    look: Callable[..., None]
-    settles: bool
-    owner: Any
+Function = Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
+"""A call's function, given its tensors and whether to copy those among its keyword arguments: the loss or losses, then other tensors."""
 
 
-def capture(task: CaptureTask) -> Captured:
+def capture(call: Call, function: Function) -> Captured:
     """Run the pass described at the top of this file.
 
     Args:
-        task: What to run.
+        call: What to run.
+        function: Calls its function.
 
     Returns:
         The outputs and the factors.
@@ -88,23 +65,23 @@ def capture(task: CaptureTask) -> Captured:
         StateError: The function has written into an argument unseen.
         RuntimeError: vmap cannot run an op, or the function raises one itself.
     """
-    habits = habits_of(task.owner)
-    state = _random.get_state(task.tensors)
+    habits = habits_of(call.fn)
+    state = _random.get_state(call.tensors)
     while True:
         forget = _functorch.attempt()
         try:
             # Every pass gets fresh copies: a failed pass may have written into its own.
             given = [
-                _copies.sample_by_sample(tensor.detach(), dim) if habits.copied and i not in task.params else tensor.detach()
-                for i, (tensor, dim) in enumerate(zip(task.tensors, task.in_dims, strict=True))
+                _copies.sample_by_sample(tensor.detach(), dim) if habits.copied and i not in call.tensor_params else tensor.detach()
+                for i, (tensor, dim) in enumerate(zip(call.tensors, call.tensor_dims, strict=True))
             ]
-            before = [tensor._version for tensor in task.tensors]
-            captured, differentiates = _one_pass(task, given, habits)
-            if before != [tensor._version for tensor in task.tensors]:
+            before = [tensor._version for tensor in call.tensors]
+            captured, differentiates = _one_pass(call, function, given, habits)
+            if before != [tensor._version for tensor in call.tensors]:
                 raise StateError(
                     "fn writes into an argument where psg does not see it, in a scripted function say. Write into a clone of it."
                 )
-            remember(task.owner, habits, recorded=differentiates)
+            remember(call.fn, habits, recorded=differentiates)
             return captured
         except Retry as retry:
             habits = habits._replace(**retry.change)
@@ -118,27 +95,27 @@ def capture(task: CaptureTask) -> Captured:
         _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
-def _one_pass(task: CaptureTask, tensors: list[Tensor], habits: Habits) -> tuple[Captured, bool]:
+def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits) -> tuple[Captured, bool]:
     """Run one pass on these tensors; returns its result, and whether the function called autograd."""
-    dims, n = list(task.in_dims), task.n
-    data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in task.params]
-    inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *task.keyword_tensors]
+    dims, n = list(call.tensor_dims), call.n
+    data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in call.tensor_params]
+    inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *call.keyword_tensors]
     laid_out = [
         tensor
         for tensor, dim in zip(tensors, dims, strict=True)
         if dim is None or (tensor if dim == 0 else tensor.movedim(dim, 0)).is_contiguous()
     ]
-    lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in task.params]
-    for position, value in zip(task.params, lifted, strict=True):
+    lifted = [Lifted.parameter(tensors[position], dims[position], n) for position in call.tensor_params]
+    for position, value in zip(call.tensor_params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = Router(n, lifted, inputs, laid_out, habits, task.look)
+    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        mode.start(samples, [samples[position] for position in task.params])
+        mode.start(samples, [samples[position] for position in call.tensor_params])
         try:
             with mode, _functions.shown() if habits.shows else contextlib.nullcontext():
-                outputs = task.function(samples, habits.copied)
+                outputs = function(samples, habits.copied)
         except RuntimeError as error:
             if not habits.shows and _functions.is_refusal(error):
                 raise Retry("fn calls an autograd.Function in the old style", shows=True) from error
@@ -148,12 +125,13 @@ def _one_pass(task: CaptureTask, tensors: list[Tensor], habits: Habits) -> tuple
         if mode.failure is not None:
             # The function caught an error that may be vmap's or psg's, and took a path that no sample would take in a loop.
             raise Unsupported(f"the function handles an error: {mode.failure}")
+        mode.own.owns(outputs)  # raises if fn returns what it has kept from an earlier call
         mode.aliases.read("the result", outputs)
         return outputs
 
     with torch.enable_grad():
-        outputs = _functorch.vmap(watched, tensors, dims, n, task.randomness)
-    backward = Backward(mode.values, n, task.settles)
+        outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
+    backward = Backward(mode.values, n, call.settles)
     backward.run(outputs[0], mode.taps)
     try:
         pull_back(mode.values, lifted, n)

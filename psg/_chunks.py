@@ -10,7 +10,7 @@ from psg import _functorch, _ladder, _memory, _random, _rungs
 from psg._call import Call
 from psg._clipped_sums import ClippedSums
 from psg._rungs import Result
-from psg.factors._base import widen
+from psg.factors._arithmetic import widen
 from psg.tree import concat
 
 

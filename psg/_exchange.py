@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _copies, _functorch, _random
+from psg import _ambient, _copies, _random
 from psg._call import Call
 from psg._errors import StateError, code_of, warn_once
 
@@ -147,7 +147,7 @@ def _agreeing(losses: Tensor, others: Tensor, kept: Tensor, call: Call) -> Tenso
     """Which of the kept losses agree up to rounding, which may differ where groups of samples have other sizes."""
     losses, others = losses[kept], others[kept].to(losses)
     dtypes = {tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()}
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {_functorch.autocast_dtype(losses) or losses.dtype})
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {_ambient.autocast_dtype(losses) or losses.dtype})
     rtol = max(1e-3, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
     size = min(1.0, float(losses.abs().nan_to_num(0, 0).amax()))
     return torch.isclose(losses, others, rtol=rtol, atol=10 * eps * size, equal_nan=True)

@@ -7,13 +7,16 @@ can see the call; `shown` makes it an op that modes see.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
+
+from psg import _functorch
 
 _APPLY = vars(Function)["apply"]
 
@@ -30,6 +33,31 @@ def is_refusal(error: Exception) -> bool:
 def lacks_batching(func: Any, args: Any) -> bool:
     """Whether this is the call of such a function."""
     return func is custom_function_call and not args[0].generate_vmap_rule
+
+
+UNBATCHED = ", an autograd.Function, returns an output in which samples are not told apart: torch would add up their cotangents"
+
+
+def is_unbatched(func: Any, tensors: Sequence[Tensor], output: Any, level: int) -> bool:
+    """Whether a function that was called on samples has returned an output with a history, but without the wrapper of the vmap.
+
+    For example zeros that inject a gradient. Below that vmap the output's cotangent is the sum over the samples, and each gets it.
+    """
+    if func is not custom_function_call or not any(level in _functorch.vmap_levels(tensor) for tensor in tensors):
+        return False
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    alike = [part for part in parts if isinstance(part, Tensor) and level not in _functorch.vmap_levels(part)]
+    return any(layer.requires_grad for part in alike for layer in _functorch.layers(part))
+
+
+def holds_containers(args: Sequence[Any]) -> bool:
+    """Whether an argument is a list or a dict: the function may write into it, and psg hands on copies of such."""
+    return any(isinstance(arg, (list, dict)) for arg in args)
+
+
+def attributes_of(holders: Sequence[Any]) -> list[dict[str, int]]:
+    """The attributes of objects and classes, by the id() of their values."""
+    return [{name: id(value) for name, value in vars(holder).items()} for holder in holders if hasattr(holder, "__dict__")]
 
 
 @contextlib.contextmanager

@@ -22,21 +22,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-from psg._errors import Stale
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype of autocast on this tensor's device; None if autocast is off."""
-    if not torch._C._is_any_autocast_enabled():
-        return None
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
-
-
-def is_autocast(tensor: Tensor) -> bool:
-    """Whether autocast is on for this tensor's device."""
-    return autocast_dtype(tensor) is not None
-
 
 def transform_active() -> bool:
     """Whether the caller runs inside a torch.func transform (grad, vmap, jvp, ...)."""
@@ -229,7 +214,7 @@ def vmap_levels(tensor: Tensor) -> set[int]:
     return {level_of(layer) for layer in layers(tensor) if _C.is_batchedtensor(layer)}
 
 
-def is_sampled(tensor: Tensor) -> bool:
+def is_vmapped(tensor: Tensor) -> bool:
     """Whether some vmap has wrapped this tensor."""
     return any(map(_C.is_batchedtensor, layers(tensor)))
 
@@ -312,12 +297,14 @@ class below:
             _C.push_dynamic_layer_stack(self._popped.pop())
 
 
-def run_below(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], level: int, n: int) -> tuple[Tensor, ...]:
-    """Call `run` on the physical values of `tensors`, below vmap; wrap what it returns (samples in dim 0)."""
+def run_below(run: Callable[..., Any], tensors: Sequence[Tensor], level: int, n: int) -> Any:
+    """Call `run` on the physical values of `tensors`, below vmap; wrap the tensor or tensors that it returns (samples in dim 0)."""
     # `physical` and `run` are ordinary ops on ordinary tensors, so they belong below the transform.
     with below():
-        outputs = run(*[physical(tensor, level, n) for tensor in tensors])
-    return tuple([wrap(output, level) for output in outputs])
+        output = run(*[physical(tensor, level, n) for tensor in tensors])
+    if isinstance(output, tuple):
+        return tuple([wrap(own, level) for own in output])
+    return output if output is NotImplemented else wrap(output, level)
 
 
 def lacks_batching(func: Any) -> bool:
@@ -349,8 +336,6 @@ def vmap(
     try:
         samples = [tensor if dim is None else _C._add_batch_dim(tensor, dim, level) for tensor, dim in zip(tensors, in_dims, strict=True)]
         outputs = function(samples)
-        if any(is_batched(output, level) and len(physical(output, level, n)) != n for output in outputs):
-            raise Stale(f"a batch of another size than {n}")
         return tuple(_C._remove_batch_dim(output, level, n, 0) for output in outputs)
     finally:
         _C._vmap_decrement_nesting()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg import _autograd, _functorch, _kernels, _pass
+from psg import _autograd, _functions, _functorch, _kernels, _pass
 from psg._call import Call
 from psg._errors import PsgError, Stale, StateError
 from psg._higher_order import HIGHER_ORDER, refuse_others
@@ -93,7 +93,10 @@ class VmapGuard(TorchFunctionMode):
                 output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if self.differentiated and _functions.is_unbatched(func, tensors_in(leaves), output, self.level - 1):
+            raise PsgError(f"{args[0].__name__}{_functions.UNBATCHED}")
+        return output
 
 
 class Repaired(TorchFunctionMode):

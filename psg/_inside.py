@@ -46,8 +46,7 @@ class Product:
         if here < level:
             return self._tapped(data)
         if here == level:
-            (output,) = _functorch.run_below(lambda physical: (self._tapped(physical),), [data], level, self.watch.n)
-            return output
+            return _functorch.run_below(self._tapped, [data], level, self.watch.n)
         if not _functorch.is_batched_within(data, level):
             # For example a tangent that all samples share: the parameter's gradient differs between samples nevertheless.
             with _functorch.below(level):

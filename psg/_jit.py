@@ -213,7 +213,7 @@ class Jitted:
 
     def _entry(self, signature: Hashable) -> "_Entry | None":
         entry = self._cache.get(self._state(signature))
-        return None if entry is None or entry.is_outdated else entry
+        return None if entry is None or entry.program is not None and entry.program.is_outdated else entry
 
     def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", list[Callable[[], Hashable]]]:
         """A new entry, and the `cache_key` functions of what the trace depends on beside the signature."""
@@ -272,11 +272,6 @@ class Jitted:
 class _Entry(NamedTuple):
     program: "_Program | None"
     info: Compiled
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether a tensor that the function closes over has changed its dtype or shape in place since it was compiled."""
-        return self.program is not None and self.program.is_outdated
 
 
 class _Program:
@@ -342,7 +337,7 @@ def _nudged(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, each entry randomly changed by a few roundings of its dtype, or of autocast's where that is coarser."""
 
     def nudge(tensor: Tensor) -> Tensor:
-        coarse = None if tensor.dtype == torch.float64 else _functorch.autocast_dtype(tensor)  # autocast leaves float64 alone
+        coarse = None if tensor.dtype == torch.float64 else _ambient.autocast_dtype(tensor)  # autocast leaves float64 alone
         eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarse) if dtype is not None)
         return tensor + 4 * eps * tensor * torch.randn_like(tensor)
 

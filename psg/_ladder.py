@@ -54,20 +54,17 @@ def run(call: Call, method: str) -> Result:
             if _ambient.may_compile() and not compiles:
                 # fn has imported the compiler, by `torch.cond` say, and run into it. From now on psg keeps it from compiling.
                 compiles, rungs = True, [rung, *rungs]
-                forget()
-                _random.set_state(state)
-                continue
-            if not rungs or isinstance(error, (InputError, StateError)):
+            elif not rungs or isinstance(error, (InputError, StateError)):
                 if isinstance(error, TypeError) and isinstance(call.fn, nn.Module):
                     error.add_note(f"psg.{call.name} calls fn(params, *sample); psg.stateless(module, criterion) makes that of a module.")
                 raise
-            if isinstance(error, torch.OutOfMemoryError):
+            elif isinstance(error, torch.OutOfMemoryError):
                 # The rungs below hold more at a time, or take n times as long.
                 error.add_note(f"psg.{call.name}: pass chunk_size= to run fewer samples at a time.")
                 raise
-            if isinstance(error, UnsupportedByVmap):
-                rungs = ["loop"]
-            reasons.append((rung, _reason(error)))
+            else:
+                rungs = ["loop"] if isinstance(error, UnsupportedByVmap) else rungs
+                reasons.append((rung, _reason(error)))
         forget()
         _random.set_state(state)
     if reasons and not pinned:

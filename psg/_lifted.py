@@ -22,7 +22,6 @@ class Lifted:
     Attributes:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
-        derived: For a derived value, the value with its history up to the roots.
         made_by: For a derived value, the step that has computed it, and the lifted values among the step's arguments.
         handle: The wrapper that the function holds; kept alive, since values are found by its id().
         shared: Whether it was computed also from data, which all samples share.
@@ -34,7 +33,6 @@ class Lifted:
     def __init__(self, leaf: Tensor, value: Tensor | None, name: str = "") -> None:
         self.leaf = leaf
         self.value = value
-        self.derived: Tensor | None = None
         self.made_by: tuple[Step, list[Lifted]] | None = None
         self.shared = False
         self.handle: Tensor | None = None
@@ -54,9 +52,13 @@ class Lifted:
         """Lift a value that an op has computed from lifted ones."""
         value = step.output.detach()
         lifted = cls(_autograd.own_leaf(value.expand(n, *value.shape)), value, f"{step.name} of {parents[0].name}")
-        lifted.derived, lifted.uses = step.output, parents[0].uses
-        lifted.made_by = step, parents
+        lifted.made_by, lifted.uses = (step, parents), parents[0].uses
         return lifted
+
+    @property
+    def derived(self) -> Tensor | None:
+        """For a derived value, the value with its history up to the roots."""
+        return None if self.made_by is None else self.made_by[0].output
 
     @property
     def is_from_autograd_function(self) -> bool:
@@ -256,17 +258,14 @@ def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 class _Anchor(torch.autograd.Function):
     """Give a history to a tensor that has none, without a copy and without making it a leaf or a view.
 
-    An in-place op of the user's on the output of a first layer is then as legal as in plain PyTorch.
+    An in-place op of the user's on the output of a first layer is then as legal as in plain PyTorch. It has no backward: every backward
+    pass stops at the edge of its output, where the cotangent is taken.
     """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
         ctx.mark_dirty(output)
         return output
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        return cotangents[0], None
 
 
 def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:

@@ -85,7 +85,7 @@ def run_rule(
     shared: dict[Place, Tensor],
     n: int,
     guess: Any = None,
-) -> tuple[tuple[Tensor, ...], bool] | None:
+) -> Any:
     """Run a rule on the physical batch and tap its outputs.
 
     Args:
@@ -100,12 +100,12 @@ def run_rule(
         guess: See `Tap`.
 
     Returns:
-        The outputs, and whether the op returns a single tensor instead of a tuple; None if the rule declines.
+        What the op returns, a tensor or a tuple of them; NotImplemented if the rule declines.
     """
     values: dict[Place, Any] = {**data, **{place: value.value for place, value in own.items()}}
     result = rule.call(replace_at(arguments, values), map(place_name, (*own, *shared)))
     if result is NotImplemented:
-        return None
+        return NotImplemented
     outputs, builders = outputs_and_builders(op, result, n)
     single = isinstance(result[0], Tensor)
     if own and torch.is_grad_enabled():
@@ -113,4 +113,4 @@ def run_rule(
         outputs = watch.tap(op, outputs, single, targets, (*data.values(), *shared.values()), guess)
     for value in own.values():
         value.uses.append(f"{op}: rule")
-    return outputs, single
+    return outputs[0] if single else outputs

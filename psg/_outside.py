@@ -92,9 +92,9 @@ class Outside:
         Raises:
             StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
         """
-        self._outside(func, leaves, own)
+        self._met(func, leaves, own)
 
-    def _outside(self, func: Any, leaves: list[Any], own: Collection[int]) -> list[Tensor]:
+    def _met(self, func: Any, leaves: list[Any], own: Collection[int]) -> list[Tensor]:
         """The tensors that autograd records at this op and no transform has wrapped."""
         if not _records(func):
             return []
@@ -137,7 +137,7 @@ class Recorded(Outside):
         """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
-        for leaf in self._outside(func, leaves, own):
+        for leaf in self._met(func, leaves, own):
             if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
                 self.found.append(leaf)
         if _functorch.current_level() > level and _records(func):

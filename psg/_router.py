@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call
 
-from psg import _autograd, _functions, _functorch, _random, _trees
+from psg import _ambient, _autograd, _functions, _functorch, _random, _trees
 from psg._agreed import run_agreed
 from psg._errors import Unsupported
 from psg._habits import Habits, Retry
@@ -91,6 +90,8 @@ class Router(Watch):
             if self.aliases.outdated:
                 self.aliases.read(name_of(func), tensors)
             output = self._route(func, args, kwargs, tensors, target)
+            if _functions.is_unbatched(func, tensors, output, self.level):
+                raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
             if id(output) not in self.by_handle:
                 output = self.aliases.note(func, args, kwargs, tensors, output)
             if marked:
@@ -334,17 +335,19 @@ class Router(Watch):
 
     def _run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an autograd.Function whose rule for vmap torch has not generated: once if on constants alone, else sample by sample."""
-        tensors, what = operands_of(args, kwargs)[0], _described(args[0])
+        (tensors, others), what = operands_of(args, kwargs), _described(args[0])
         wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
-        state = _random.get_state(tensors)
+        if _functions.holds_containers(args):
+            raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
+        state, attributes = _random.get_state(tensors), _functions.attributes_of(others)
 
         def on_copies(*own: Any, **options: Any) -> Any:
             """The call on copies: the function may write into its arguments without saying so, and they are the caller's."""
-            own, options = substitute((own, options), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-            copies = operands_of(own, options)[0]
-            before = [copy._version for copy in copies]
+            copies = {id(tensor): tensor.clone() for tensor in operands_of(own, options)[0]}
+            own, options = substitute((own, options), lambda leaf: copies.get(id(leaf), leaf))
+            before = [copy._version for copy in copies.values()]
             output = func(*own, **options)
-            if before != [copy._version for copy in copies]:
+            if before != [copy._version for copy in copies.values()]:
                 raise Unsupported(f"{what} writes into its arguments")
             return output
 
@@ -360,6 +363,9 @@ class Router(Watch):
             raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
         if not _random.same_state(state, _random.get_state(tensors)):
             raise Unsupported(f"{what} draws random numbers")
+        if attributes != _functions.attributes_of(others):
+            # All backward passes run after all forward passes: each would see what the last sample has left.
+            raise Unsupported(f"{what} sets attributes of its class or of an argument; what its backward needs belongs on ctx")
         return output
 
     def _held(self, leaf: Any) -> Any:
@@ -389,7 +395,7 @@ class Router(Watch):
             return NotImplemented
         # Inside a differentiating transform fn may run again: reuse the output. (Not if there are other tensors: they may have changed.)
         arguments, records = call_key(args, kwargs), _functorch.records_below(self.level)
-        key = None if others or arguments is None else (func, arguments, records, _functorch.autocast_dtype(lifted[0].leaf))
+        key = None if others or arguments is None else (func, arguments, records, _ambient.autocast_dtype(lifted[0].leaf))
         if key in self.derivations:
             return self.derivations[key][0]
         given = args, kwargs
@@ -420,8 +426,10 @@ class Router(Watch):
             output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        if func is not custom_function_call:
+        if func is not _functions.custom_function_call:
             return func(*args, **kwargs)
+        if _functions.holds_containers(args):
+            return NotImplemented  # they are copies here
         state = _random.get_state(operands_of(args, kwargs)[0])
         try:
             output = func(*args, **kwargs)
@@ -457,7 +465,7 @@ class Router(Watch):
         if any(map(_functorch.is_wrapped, operands_of((), others)[0])):
             return NotImplemented  # an argument beside the data differs from sample to sample
         product = Product(self, func, own, others, self.habits.recorded)
-        unfit = _functorch.is_autocast(data) or not _functorch.can_descend(self.level)
+        unfit = _ambient.is_autocast(data) or not _functorch.can_descend(self.level)
         return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
 
     def _run_rule(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
@@ -473,24 +481,17 @@ class Router(Watch):
         if operands.numbers:
             arguments = replace_at(arguments, operands.numbers)
 
-        single: bool | None = None  # None until the rule has accepted the call
-
-        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-            nonlocal single
+        def run(*inputs: Tensor) -> Any:
             given = dict(zip(data, with_history(inputs) if own else inputs, strict=True))
-            ran = run_rule(self, op, rule, arguments, own, given, shared, self.n)
-            if ran is None:
-                return ()
-            outputs, single = ran
-            return outputs
+            return run_rule(self, op, rule, arguments, own, given, shared, self.n)
 
-        outputs = _functorch.run_below(run, list(data.values()), self.level, self.n)
-        if single is None:
+        output = _functorch.run_below(run, list(data.values()), self.level, self.n)
+        if output is NotImplemented:
             return NotImplemented
         for tensor in data.values():
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
-        return outputs[0] if single else outputs
+        return output
 
 
 def _described(function: Any) -> str:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _trees
 from psg._agreed import Diverged
-from psg._batch import BatchTask, NotFinite, capture_batch
+from psg._batch import NotFinite, capture_batch
 from psg._call import Call
-from psg._capture import CaptureTask, capture
+from psg._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
@@ -159,19 +159,7 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
 
 def _capture_together(call: Call) -> Result:
     outputs = _Outputs(call)
-    task = CaptureTask(
-        function=lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies),
-        tensors=call.tensors,
-        keyword_tensors=call.keyword_tensors,
-        in_dims=call.tensor_dims,
-        params=call.tensor_params,
-        n=call.n,
-        randomness=call.randomness,
-        look=call.outside.look,
-        settles=call.settles,
-        owner=call.fn,
-    )
-    captured = capture(task)
+    captured = capture(call, lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies))
     values, *extra = captured.outputs
     return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, freed=captured.freed)
 
@@ -208,6 +196,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
+        guard.own.owns(values)  # raises if fn returns what it has kept from an earlier call
         guard.aliases.read("the result", values)
         return values[0], values
 
@@ -215,8 +204,6 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
     with torch.no_grad() if bare else contextlib.nullcontext():
         gradients, (values, *extra) = batched(*copies)
-    if len(values) != call.n:
-        raise Stale(f"a batch of another size than {call.n}")
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
 
 
@@ -341,17 +328,7 @@ def _batch_together(call: Call) -> Result:
         states.append(_random.get_state(call.tensors))
         return values
 
-    params = {i: call.paths[position] for i, position in zip(call.tensor_params, call.params, strict=True)}
-    task = BatchTask(
-        function=function,
-        tensors=call.tensors,
-        keyword_tensors=call.keyword_tensors,
-        in_dims=call.tensor_dims,
-        params=params,
-        n=call.n,
-        look=call.outside.look,
-    )
-    captured = capture_batch(task)
+    captured = capture_batch(call, function)
     values, *extra = captured.outputs
     if call.n > 1 and not _functorch.is_traced():
         _exchange.refuse_meeting(call, values, *states)

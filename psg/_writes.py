@@ -79,7 +79,7 @@ class Aliases:
         # `to` and its kin look at the strides of the whole batch, even if they are asked for a layout that each sample has.
         converts = func in _CONVERSIONS and kwargs.get("memory_format") is not None and output.dtype == tensors[0].dtype
         reshapes = func in _RESHAPING and _functorch.storage_of(tensors[0]) not in self._known
-        if (converts or reshapes) and _functorch.is_sampled(tensors[0]) or func is Tensor.__getitem__ and _selects(args[1]):
+        if (converts or reshapes) and _functorch.is_vmapped(tensors[0]) or func is Tensor.__getitem__ and _selects(args[1]):
             self._any = True
             return self._pair(tensors[0], output) if self._follows else output
         return output
@@ -137,6 +137,6 @@ def _selects(index: Any) -> bool:
         and item.ndim == 0
         and item.dtype != torch.bool
         and not item.is_floating_point()
-        and _functorch.is_sampled(item)
+        and _functorch.is_vmapped(item)
         for item in items
     )

@@ -121,8 +121,8 @@ class _Bounded:
 
 
 def _least(dtype: torch.dtype) -> float:
-    """A norm that no underflow of squares can change much, in a gradient of up to 1e12 entries: 1e-12 in float32."""
-    return 1e7 * torch.finfo(dtype).tiny ** 0.5
+    """A norm that no underflow of squares can change much, in a gradient of up to 1e12 entries: 1e-12, from float32 squares or narrower."""
+    return 1e7 * torch.finfo(torch.promote_types(dtype, torch.float32)).tiny ** 0.5
 
 
 def _at_zero(norms: Tensor, coefs: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from psg import _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
 from psg.factors import Dense, Factor
-from psg.factors._base import as_real, widen
+from psg.factors._arithmetic import as_real, widen
 
 __all__ = ["all_gather", "all_reduce"]
 

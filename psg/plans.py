@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from psg import _functorch, _machine, _trees
-from psg._errors import InputError
+from psg._errors import InputError, is_integer
 
 __all__ = ["Choice", "using"]
 
@@ -85,7 +85,7 @@ def using(
     for question, answer in answers.items():
         if answer is not None and not callable(answer) and answer not in _ANSWERS[question]:
             raise InputError(f"psg.plans.using({question}={answer!r}): expected one of {_ANSWERS[question]}, or a function.")
-    if keep_bytes is not None and not (isinstance(keep_bytes, int) and keep_bytes >= 0):
+    if keep_bytes is not None and not is_integer(keep_bytes, least=0):
         raise InputError(f"psg.plans.using(keep_bytes={keep_bytes!r}): expected a number of bytes that is at least 0.")
     before = _settings.get()
     token = _settings.set(

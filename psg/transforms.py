@@ -156,7 +156,7 @@ def per_sample_grad(
                 [4., 4.]])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform("per_sample_grad", fn, options, _chunks.RowCollector, _materialize, _gradients, materializes=True)
+    return _transform("per_sample_grad", fn, options, "gradients", _chunks.RowCollector, _materialize, _gradients)
 
 
 @_ambient.untraced
@@ -199,9 +199,7 @@ def per_sample_value_and_grad(
                 [4., 4.]]))
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform(
-        "per_sample_value_and_grad", fn, options, _chunks.RowCollector, _materialize, _values_and_gradients, materializes=True
-    )
+    return _transform("per_sample_value_and_grad", fn, options, "gradients", _chunks.RowCollector, _materialize, _values_and_gradients)
 
 
 @_ambient.untraced
@@ -244,7 +242,7 @@ def per_sample_norm(
         tensor([5., 0.])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform("per_sample_norm", fn, options, _chunks.RowCollector, _norm, _norms, settles=True)
+    return _transform("per_sample_norm", fn, options, "reductions", _chunks.RowCollector, _norm, _norms)
 
 
 @_ambient.untraced
@@ -297,7 +295,7 @@ def factored_grad(
         torch.Size([5, 5])
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    return _transform("factored_grad", fn, options, _chunks.FactorCollector, _factors, _gradients, factored=True)
+    return _transform("factored_grad", fn, options, "factors", _chunks.FactorCollector, _factors, _gradients)
 
 
 @_ambient.untraced
@@ -362,14 +360,17 @@ def clipped_grad(
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("clipped_grad", fn, options, _chunks.ClippedCollector, settles=True)
+    run = _over_batches("clipped_grad", fn, options, "reductions", _chunks.ClippedCollector)
 
     def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
         mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
         groups: list[Group] = []
 
         def reduce(call: Call, result: Result, start: int) -> ClippedSums:
-            return _clip(call, result, groups, chosen, None if mask is None else mask[start : start + len(result.values)])
+            # A policy may close over a tensor that the caller differentiates.
+            coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, chosen))
+            own = None if mask is None else mask[start : start + len(result.values)]
+            return clipped_sums(result.factors, groups, coefficients, own)
 
         def check(call: Call) -> None:
             groups.extend(groups_of(clip_norm, call.gradient_spec, chosen))
@@ -397,19 +398,21 @@ class _Reduced(NamedTuple):
     aux: Any
 
 
+_Kept = Literal["gradients", "factors", "reductions"]
+"""What a transform keeps of each chunk: materialised gradients, factors, or what it has reduced them to."""
+
+
 def _transform(
     name: str,
     fn: Callable[..., Any],
     options: Options,
+    kept: _Kept,
     collector: Callable[[int], Any],
     reduce: Callable[[Call, Result, int], Any],
     finish: Callable[[Call, _Reduced], Any],
-    factored: bool = False,
-    materializes: bool = False,
-    settles: bool = False,
 ) -> Callable[..., Any]:
     """The public function: it runs a call chunk by chunk, reduces each chunk, and makes the result of all reductions by `finish`."""
-    run = _over_batches(name, fn, options, collector, factored, materializes, settles)
+    run = _over_batches(name, fn, options, kept, collector)
     return _wrap(name, fn, options, lambda args, kwargs: finish(*run(args, kwargs, reduce)), _first)
 
 
@@ -417,14 +420,12 @@ def _over_batches(
     name: str,
     fn: Callable[..., Any],
     options: Options,
+    kept: _Kept,
     collector: Callable[[int], Any],
-    factored: bool = False,
-    materializes: bool = False,
-    settles: bool = False,
 ) -> Callable[..., tuple[Call, _Reduced]]:
     """The function that prepares a call, runs it chunk by chunk, reduces each chunk and collects the reductions."""
     expect_one_sample(f"psg.{name}", fn)
-    label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, materializes)
+    label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, kept == "gradients")
 
     def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
         reduced, values, aux = collector(call.n), _chunks.RowCollector(call.n), _chunks.RowCollector(call.n)
@@ -449,11 +450,11 @@ def _over_batches(
         reduce: Callable[[Call, Result, int], Any],
         check: Callable[[Call], None] = lambda call: None,
     ) -> tuple[Call, _Reduced]:
-        kept = _ambient.keep(fn)
+        own = _ambient.keep(fn)
         with _ambient.off():
-            call = prepare(label, kept, options, args, kwargs, settles)
+            call = prepare(label, own, options, args, kwargs, settles=kept == "reductions")
             check(call)
-            return call, _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=not factored)
+            return call, _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=kept != "factors")
 
     return run
 
@@ -574,12 +575,6 @@ def _factors(call: Call, result: Result, start: int) -> list[Factor]:
 
 def _norm(call: Call, result: Result, start: int) -> list[Tensor]:
     return [Joint(result.factors).norm]
-
-
-def _clip(call: Call, result: Result, groups: list[Group], policy: clipping.Policy, mask: Tensor | None) -> ClippedSums:
-    # A policy may close over a tensor that the caller differentiates.
-    coefficients = functools.partial(call.outside.run, functools.partial(clipping.coefficients, policy))
-    return clipped_sums(result.factors, groups, coefficients, mask)
 
 
 # How a transform makes its result from the whole batch

@@ -154,14 +154,22 @@ class Below(torch.autograd.Function):
             tensor.unsqueeze(0).expand(n, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip(tensors, in_dims[1:], strict=True)
         ]
-        outputs = run(*values)
-        return outputs, (0,) * len(outputs)
+        output = run(*values)
+        return output, 0 if isinstance(output, torch.Tensor) else (0,) * len(output)
 
 
 def run_below_publicly(run, tensors, level, n):
     # torch calls the `vmap` method only if some tensor is batched: here one always is.
     batched = _functorch.wrap(torch.zeros(n, device=tensors[0].device if tensors else None), level)
-    return Below.apply(lambda _, *values: run(*values), batched, *tensors)
+    declined = []
+
+    def asked(_, *values):
+        output = run(*values)
+        declined.append(output is NotImplemented)
+        return () if declined[-1] else output
+
+    output = Below.apply(asked, batched, *tensors)
+    return NotImplemented if declined[-1] else output
 
 
 @each_case(lambda case: not case.not_capture)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Factor
+from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
-from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled, merge_scaled

@@ -5,72 +5,37 @@ i in, o out; g group; k kernel.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from psg import _functorch, _machine
+from psg import _functorch, _machine, _matmul
 from psg._errors import InputError
+from psg.factors._arithmetic import (
+    add_up,
+    as_real,
+    gather_groups,
+    matrices,
+    norm_of_norms,
+    real_rows,
+    root,
+    rows_of,
+    square,
+    straight,
+    wide,
+    widen,
+    zero_rows,
+)
 from psg.factors._division import Division
-
-if TYPE_CHECKING:
-    from psg.factors._sketch import Sketch
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of products of `dtype` are accumulated: at least float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def widen(tensor: Tensor) -> Tensor:
-    """The tensor in its `wide` dtype."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
+from psg.factors._sketch import Sketch
 
 _TINY = 1 << 18  # to form this many bytes of gradients takes less time than to call the ops that work on segments of factors
 _LARGE = 1 << 14  # on a CPU, gradients of at least this many entries are squared and added in one fused pass
-
-# Devices whose products of 16-bit matrices can return float32, the dtype in which they accumulate anyway.
-WIDENING = {"cuda", "xpu"}
-
-
-def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
-    """left[n] @ right[n] -> [n, a, b], accumulated and returned in the `wide` dtype."""
-    if left.dtype == wide(left.dtype):
-        return torch.bmm(left, right)
-    if left.device.type in WIDENING and not (_functorch.transform_active() or left.requires_grad or right.requires_grad):
-        return torch.bmm(left, right, out_dtype=torch.float32)  # `out_dtype` has no derivative
-    return torch.bmm(widen(left), widen(right))
-
-
-def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
-    """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
-    dtype = wide(tensor.dtype)
-    if weights.dtype != dtype:
-        weights = weights.to(dtype)
-    weights = weights.reshape(-1, *(1,) * (tensor.ndim - 1))
-    if dtype == tensor.dtype:
-        return tensor * weights
-    if _functorch.transform_active() or _functorch.is_traced() or tensor.requires_grad or weights.requires_grad:
-        return (tensor * weights).to(tensor.dtype)
-    return torch.mul(tensor, weights, out=torch.empty_like(tensor))  # rounds as it writes
-
-
-def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:
-    """Exactly zero where keep[n] is False, even where `tensor` is inf or NaN."""
-    return torch.where(keep.reshape(-1, *(1,) * (tensor.ndim - 1)), tensor, 0)
-
-
-def root(squared: Tensor) -> Tensor:
-    """The square root, with derivatives of zero at zero."""
-    zero = squared == 0
-    return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
-
 
 # In units of eps * squared_terms (see `Factor.recover`): squared norms below _LOST lack digits that a norm needs; rounding is at most
 # _ROUNDING. Where terms repeat, the errors of their inner products do too, and add up with the number of terms: from _FEW terms on both
@@ -78,67 +43,6 @@ def root(squared: Tensor) -> Tensor:
 _LOST = 1 << 17
 _ROUNDING = 1 << 8
 _FEW = 1 << 7
-
-
-def squared_terms_of(left: Tensor, right: Tensor) -> Tensor:
-    """sum_t |left_t|^2 |right_t|^2 -> [n], from the Gram matrices of two sides, [n, t, t], for `Factor.recover`.
-
-    Squares so small that inner products with them may have underflowed count as the largest such, where `recover` can look further.
-    """
-    left, right = (gram.diagonal(dim1=1, dim2=2) for gram in (left, right))
-    if _functorch.can_read_now(left):
-        limits = torch.finfo(left.dtype)
-        left, right = (squares.clamp(min=10 * limits.tiny / limits.eps) for squares in (left, right))
-    return (left * right).sum(1)
-
-
-def norm_of_norms(parts: list[Tensor]) -> Tensor:
-    """[n, k], [n, l], ... -> the norm of every row over all of them, [n]."""
-    if len(parts) == 1 and parts[0].shape[1] == 1:
-        return parts[0].squeeze(1)
-    return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dim=1)
-
-
-def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
-    """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k]; zeros where the table holds n."""
-    order = table.reshape(-1)
-    shape = table.shape[0], table.shape[1] * tensor.shape[1], *tensor.shape[2:]
-    if order.shape[0] == tensor.shape[0] and torch.equal(order, torch.arange(len(order), device=order.device)):
-        return tensor.reshape(shape)  # already side by side
-    held = (order < len(tensor)).nonzero()[:, 0]
-    if len(held) == len(order):
-        return tensor[order].reshape(shape)
-    return tensor.new_zeros(len(order), *tensor.shape[1:]).index_copy_(0, held, tensor[order[held]]).reshape(shape)
-
-
-def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
-    """Sum the rows of each of n owners: rows [rows, *], split into one or more parts -> [n, *], in the `wide` dtype."""
-    total, start = None, 0
-    for part in map(widen, parts):
-        total = part.new_zeros(n, *part.shape[1:]) if total is None else total
-        # Row by row, index_add_ is up to eight times slower on other strides.
-        total.index_add_(0, owners[start : start + len(part)], part.contiguous())
-        start += len(part)
-    assert total is not None
-    return total
-
-
-def square(values: Tensor) -> Tensor:
-    """|values|^2, real, at least float32."""
-    values = widen(values)
-    return values.real.square() + values.imag.square() if values.is_complex() else values.square()
-
-
-def as_real(values: Tensor) -> Tensor:
-    """The values; complex ones as pairs of real numbers, [*shape, 2]."""
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values  # conj() may be lazy
-
-
-def _matrices(values: Tensor) -> Tensor:
-    """[n, *shape] as matrices [n, shape[0], the rest]; a complex entry is two real ones."""
-    values = as_real(values)
-    rows = values.shape[1] if values.ndim > 1 else 1
-    return values.reshape(len(values), rows, values.shape[2:].numel())
 
 
 def _floating_only(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -316,9 +220,9 @@ class Factor(ABC):
                 squares = reduce(lambda sum, gradient: addcmul(sum, gradient, gradient), part, squares)
         return total, squares
 
-    def project(self, sketch: "Sketch") -> Tensor:
+    def project(self, sketch: Sketch) -> Tensor:
         """The sketch of each sample's gradient -> [n, dim], real, at least float32."""
-        return torch.cat([sketch.matrices(_matrices(part)) for part in self.parts()])
+        return torch.cat([sketch.matrices(matrices(part)) for part in self.parts()])
 
     def parts(self) -> Iterator[Tensor]:
         """Yield the gradients materialised, a few samples at a time, in order; at least one part."""
@@ -347,8 +251,6 @@ class Factor(ABC):
         Returns:
             The factor of m samples.
         """
-        from psg.factors._dense import Dense
-
         kept = table < self.n
         owners = torch.arange(len(table), device=table.device)[:, None].expand(table.shape)[kept]
         return Dense(add_up(self.take(table[kept]).parts(), owners, len(table)).to(self.dtype))
@@ -366,8 +268,6 @@ class Factor(ABC):
         return self._segment_sum(Division(ids, count))
 
     def _segment_sum(self, division: Division) -> "Factor":
-        from psg.factors._dense import Dense
-
         size = self.n * self._bytes()
         if size <= _TINY and self.dtype == wide(self.dtype):  # in half precision, sums would be rounded or overflow
             return Dense(self.materialize())._segment_sum(division)
@@ -377,8 +277,6 @@ class Factor(ABC):
         return self._segments_factored(division)
 
     def _segments_formed(self, division: Division) -> "Factor":
-        from psg.factors._dense import Dense
-
         # Gradients of a segment may cancel, so they must not be rounded one by one.
         return Dense(add_up(self.to(wide(self.dtype)).parts(), division.ids, division.count).to(self.dtype))
 
@@ -433,8 +331,6 @@ class Factor(ABC):
 
     def settle(self) -> "Factor":
         """The cheapest form for a norm and a weighted sum: Dense if `is_kept`, else the same kind with the factors in it settled."""
-        from psg.factors._dense import Dense  # imported here, as Dense derives from Factor
-
         if self.is_kept:
             return Dense(self.materialize())
         parts = any(isinstance(held, Factor) for held in self._held())
@@ -455,3 +351,88 @@ class Additive(Factor):
     def regroup(self, table: Tensor) -> Factor:
         # The gradient of a group is the sum over the positions of all its samples.
         return self._each(lambda tensor: gather_groups(tensor, table), lambda factor: factor.regroup(table))
+
+
+_BLOCK = 4096
+
+
+class Dense(Factor):
+    """The per-sample gradient tensor itself: for biases, normalisation layers, and whatever has no rule.
+
+    Args:
+        values: The per-sample gradients, [n, *shape].
+
+    Example:
+        >>> import torch
+        >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).norm()
+        tensor([5., 1.])
+    """
+
+    fields = ("values",)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape[1:]
+
+    @property
+    def _lead(self) -> Tensor:
+        return self.values
+
+    def materialize(self) -> Tensor:
+        return self.values
+
+    def squared_norm(self) -> Tensor:
+        if self.is_differentiated:
+            return widen(real_rows(self.values)).square().sum(1)
+        return self.norm().square()  # one read and no temporary, but no second derivative at zero
+
+    def squared_terms(self) -> Tensor:
+        return self.squared_norm()
+
+    def norm(self) -> Tensor:
+        return norm_of_norms(self.partial_norms())
+
+    def partial_norms(self) -> list[Tensor]:
+        dtype = wide(self.dtype.to_real())
+        if self.values.ndim == 2 and self.values.shape[1] < _BLOCK and not self.values.is_complex():
+            return [torch.linalg.vector_norm(self.values, dim=1, keepdim=True, dtype=dtype)]
+        # Block by block: one float32 sum over a million squares is off by 1e-5, and a norm must not be.
+        rows = real_rows(straight(self.values)[0])
+        head = rows.shape[1] // _BLOCK * _BLOCK
+        parts = [torch.linalg.vector_norm(rows[:, :head].unflatten(1, (-1, _BLOCK)), dim=2, dtype=dtype)] if head else []
+        if head < rows.shape[1] or not head:
+            parts.append(torch.linalg.vector_norm(rows[:, head:], dim=1, keepdim=True, dtype=dtype))
+        return parts
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        values, order = straight(self.values)
+        values = widen(values)
+        if weights.dtype != values.dtype:
+            weights = weights.to(values.dtype)
+        total = _matmul.sum_rows(rows_of(values), weights)
+        if total.dtype != self.dtype:
+            total = total.to(self.dtype)
+        if values.ndim != 2:
+            total = total.reshape(values.shape[1:])
+        return total if order is None else total.permute(order).contiguous()
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return widen(real_rows(self.values)) @ widen(real_rows(direction[None].to(wide(self.dtype)))[0])
+
+    @property
+    def is_kept(self) -> bool:
+        return True
+
+    def settle(self) -> Factor:
+        return self
+
+    def regroup(self, table: Tensor) -> Factor:
+        return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))
+
+    def _segment_sum(self, division: Division) -> Factor:
+        values, order = straight(self.values)
+        total = add_up([values], division.ids, division.count).to(self.dtype)
+        return Dense(total if order is None else total.permute(0, *(1 + dim for dim in order)))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch, _machine, _matmul, plans
-from psg.factors._base import expect_real, scale_rows, squared_terms_of, wide_bmm, widen
-from psg.factors._dense import Dense
+from psg.factors._arithmetic import scale_rows, squared_terms_of, wide_bmm, widen
+from psg.factors._base import Dense, expect_real
 from psg.factors._outer import Outer
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch

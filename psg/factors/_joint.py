@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, norm_of_norms, root
-from psg.factors._dense import Dense, rows_of
+from psg.factors._arithmetic import norm_of_norms, root, rows_of
+from psg.factors._base import Dense, Factor
 from psg.factors._sketch import Sketch, sketch_side_by_side
 
 _MIN_JOINED = 4  # joining fewer factors gains nothing

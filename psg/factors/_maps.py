@@ -8,9 +8,9 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from psg.factors._base import Factor, widen
+from psg.factors._arithmetic import widen
+from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
-from psg.factors._dense import Dense
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _machine, _matmul
-from psg.factors._base import expect_real, scale_rows, square, squared_terms_of, wide, wide_bmm, widen
-from psg.factors._dense import Dense
+from psg.factors._arithmetic import scale_rows, square, squared_terms_of, wide, wide_bmm, widen
+from psg.factors._base import Dense, expect_real
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _machine, plans
-from psg.factors._base import Additive
-from psg.factors._dense import Dense
+from psg.factors._base import Additive, Dense
 
 _OPS_PER_CARRY = 25
 """How many more ops it takes to carry a factor over a derivation and norm it, than to do the same with its materialised gradient."""

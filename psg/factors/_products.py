@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _machine, _matmul
-from psg.factors._base import Factor, wide, wide_bmm, widen
+from psg.factors._arithmetic import real_rows, wide, wide_bmm, widen
+from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
-from psg.factors._dense import Dense, real_rows
 from psg.factors._maps import contracted
 from psg.factors._outer import Outer
 from psg.factors._rows import Rows

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from psg import _functorch, _memory
 from psg._errors import InputError
-from psg.factors._base import Additive, Factor, expect_real, square, wide, widen
-from psg.factors._dense import Dense
+from psg.factors._arithmetic import square, wide, widen
+from psg.factors._base import Additive, Dense, Factor, expect_real
 from psg.factors._division import Division
 from psg.factors._sketch import Sketch
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._base import Factor, expect_real, root, square, wide, widen, zero_rows
-from psg.factors._dense import Dense
+from psg.factors._arithmetic import root, square, wide, widen, zero_rows
+from psg.factors._base import Dense, Factor, expect_real
 from psg.factors._division import Division
 from psg.factors._outer import Outer
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from psg import _functorch, plans
 from psg._errors import InputError
-from psg.factors._base import Factor, add_up, wide
-from psg.factors._dense import Dense
+from psg.factors._arithmetic import add_up, wide
+from psg.factors._base import Dense, Factor
 from psg.factors._division import Division, tables_of
 from psg.factors._sketch import Sketch
 

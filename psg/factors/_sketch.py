@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from psg import _machine
-from psg.factors._base import widen
+from psg.factors._arithmetic import widen
 
 _PRIME = (1 << 31) - 1
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from psg import _machine, _memory, plans
-from psg.factors._base import Additive, Factor, wide
-from psg.factors._dense import Dense
+from psg.factors._arithmetic import wide
+from psg.factors._base import Additive, Dense, Factor
 from psg.factors._planned import Planned
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from psg import _functorch, _matmul
+from psg import _ambient, _matmul
 from psg._errors import PsgError
 from psg.factors import Dense, Factor, Outer
-from psg.factors._base import wide
+from psg.factors._arithmetic import wide
 from psg.rules._gates import Lstm, Recurrence, Weights
 from psg.rules._registry import reshape
 
@@ -143,7 +143,7 @@ class _Run(torch.autograd.Function):
 
 
 def run_layer(layer: Layer, *data: Tensor) -> tuple[Tensor, ...]:
-    with torch.autocast(data[0].device.type, enabled=False) if _functorch.is_autocast(data[0]) else contextlib.nullcontext():
+    with torch.autocast(data[0].device.type, enabled=False) if _ambient.is_autocast(data[0]) else contextlib.nullcontext():
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in data):
             outputs: Any = _Run.apply(layer, *data)
             return outputs
@@ -191,7 +191,7 @@ def compute_dtype(kind: Kind, input: Tensor, states: Sequence[Tensor], weights: 
         if [state.shape[-1] for state in states] != [output, hidden][: kind.states]:
             return None
         dtypes |= {w.dtype for w in own if w is not None}
-    if not all(dtype.is_floating_point for dtype in dtypes) or len(dtypes) > 1 and not _functorch.is_autocast(input):
+    if not all(dtype.is_floating_point for dtype in dtypes) or len(dtypes) > 1 and not _ambient.is_autocast(input):
         return None
     compute = wide(dtypes.pop())
     for dtype in dtypes:

@@ -22,7 +22,7 @@ def prelu(input: Tensor, weight: Tensor) -> Any:
     flat = input.flatten(0, 1) if weight.numel() != 1 else input
 
     def factor(cotangent: Tensor) -> Dense:
-        slopes = input.clamp(max=0) * cotangent
+        slopes = torch.where(input > 0, 0, input * cotangent)  # there an infinite cotangent must not meet a zero
         if weight.numel() != 1:
             return Dense(slopes.reshape(*slopes.shape[:3], slopes.shape[3:].numel()).sum((1, 3)))
         return Dense(slopes.reshape(len(slopes), slopes.shape[1:].numel()).sum(1).reshape(-1, *weight.shape))
@@ -35,7 +35,7 @@ def prelu_written_out(input: Tensor, weight: Tensor) -> Any:
     """Inside transforms: vmap's backward is wrong where another vmap has batched the cotangent than input or weight."""
     one = weight.numel() == 1
     fits = weight.ndim < 2 and (one or input.ndim > 1 and weight.numel() == input.shape[1])
-    if not fits or not (_functorch.is_sampled(input) or _functorch.is_sampled(weight)):
+    if not fits or not (_functorch.is_vmapped(input) or _functorch.is_vmapped(weight)):
         return NotImplemented
     weight = weight.reshape(()) if one else weight.reshape(-1, *(1,) * (input.ndim - 2))
     positive = input > 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from psg import _functorch, _machine
 from psg._errors import PsgError
 from psg.factors import Outer, Rows
-from psg.factors._base import wide
+from psg.factors._arithmetic import wide
 from psg.rules._registry import decomposition, reshape, rule, transpose
 
 
@@ -27,6 +27,8 @@ def embedding(
     if weight.is_complex() or max_norm is not None:
         return NotImplemented  # torch rescales rows of the weight in place, which later uses of the weight in fn must see
     rows, features = weight.shape
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        return NotImplemented  # torch raises its own error
     output = F.embedding(input, weight)
 
     def factor(cotangent: Tensor) -> Rows:
@@ -62,7 +64,7 @@ def embedding_with_padding(
     sparse: bool = False,
 ) -> Any:
     """An embedding whose weight depends on the sample: vmap's batching rule ignores padding_idx, whose row must get no gradient."""
-    if padding_idx is None or max_norm is not None or not _functorch.is_sampled(weight) or not -len(weight) <= padding_idx < len(weight):
+    if padding_idx is None or max_norm is not None or not _functorch.is_vmapped(weight) or not -len(weight) <= padding_idx < len(weight):
         return NotImplemented
     output = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     return _WithoutGradient.apply(output, (input == padding_idx % len(weight)).unsqueeze(-1))

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call
 
-from psg import _functorch, _writes
+from psg import _functions, _functorch, _writes
 from psg._errors import StateError
 from psg.rules._registry import leak
 
 leak(
     *(torch.as_strided, Tensor.as_strided),
     reason="as_strided depends on the memory layout of one sample, which vmap does not keep",
-    when=lambda input, *args, **kwargs: _functorch.is_sampled(input),
+    when=lambda input, *args, **kwargs: _functorch.is_vmapped(input),
     rungs=("capture", "vmap"),
 )
 leak(torch.as_strided_copy, Tensor.as_strided_, reason="as_strided_copy or as_strided_ under vmap has a wrong gradient or value")
@@ -75,7 +74,7 @@ def _marks_dirty(function: Any) -> bool:
 
 
 leak(
-    custom_function_call,
+    _functions.custom_function_call,
     reason="an autograd.Function writes into its arguments, unseen",
     when=lambda function, *args, **kwargs: _marks_dirty(function),
     rungs=("capture", "vmap"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, _matmul
+from psg import _ambient, _matmul
 from psg.factors import Dense, Outer
 from psg.rules._registry import reshape, rule, transpose
 
@@ -36,7 +36,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.is_complex() or weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         return NotImplemented
     shape = (*input.shape[:-1], weight.shape[0])
-    converted = _functorch.is_autocast(input) or bias is not None and bias.dtype != input.dtype
+    converted = _ambient.is_autocast(input) or bias is not None and bias.dtype != input.dtype
     if input.ndim > 2 and not converted and not input.is_contiguous() and input.mT.is_contiguous():
         # The transpose of a contiguous tensor, such as an unfolded image: a flat product would copy it first.
         output = reshape(_matmul.affine_blocks(input.flatten(0, -3), weight, bias), shape)

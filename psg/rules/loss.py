@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg import _ambient, _functorch
 from psg.rules._registry import decomposition, rule
 
 
@@ -87,7 +87,7 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
 
 def _in_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The arguments of a loss that torch computes in float32 under autocast, converted to float32 there."""
-    if not _functorch.is_autocast(tensors[0]):
+    if not _ambient.is_autocast(tensors[0]):
         return tensors
     return tuple(tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor for tensor in tensors)
 

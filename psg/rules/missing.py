@@ -9,7 +9,7 @@ from torch import Tensor
 
 from psg import _functorch
 from psg._ops import leaves_of
-from psg.factors._base import widen
+from psg.factors._arithmetic import widen
 from psg.rules._registry import decomposition, reshape, rule
 
 
@@ -55,7 +55,7 @@ def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha:
     """The same where the rule declines, as a scatter_add: vmap would run index_add sample by sample."""
     if others or not isinstance(dim, int):
         return NotImplemented
-    if not _functorch.is_sampled(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
+    if not _functorch.is_vmapped(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
         return NotImplemented
     shape = [1] * source.ndim
     shape[dim] = len(index)
@@ -143,7 +143,7 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
     """tensor[mask] = number, for a mask that depends on the sample: under vmap the selection has no shape, and torch.where needs none."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape[: index.ndim]
     is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
-    if not (is_mask and is_number and _functorch.is_sampled(index)):
+    if not (is_mask and is_number and _functorch.is_vmapped(index)):
         return NotImplemented
     self.copy_(torch.where(index.reshape(index.shape + (1,) * (self.ndim - index.ndim)), value, self))
 
@@ -152,7 +152,7 @@ def _in_parts(op: Any) -> None:
     @decomposition(op)
     def parts(*args: Any, **kwargs: Any) -> Any:
         tensors = (leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-        if "out" in kwargs or not any(map(_functorch.is_sampled, tensors)) or _functorch.tangents_active():
+        if "out" in kwargs or not any(map(_functorch.is_vmapped, tensors)) or _functorch.tangents_active():
             return NotImplemented
         return _functorch.in_parts(op, args, kwargs)
 
@@ -174,7 +174,7 @@ def _quantile(name: str) -> None:
         Source: quantile_compute in aten/src/ATen/native/Sorting.cpp.
         """
         several = isinstance(q, Tensor) and q.ndim == 1
-        if out is not None or not _functorch.is_sampled(input) or input.numel() == 0 or not input.ndim and dim not in (None, 0, -1):
+        if out is not None or not _functorch.is_vmapped(input) or input.numel() == 0 or not input.ndim and dim not in (None, 0, -1):
             return NotImplemented
         if isinstance(q, Tensor) and (q.ndim > 1 or q.dtype != input.dtype or q.device != input.device):
             return NotImplemented
@@ -242,7 +242,7 @@ def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) ->
 def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Any:
     """The product of theta and the grid of the identity: ([b,d,d+1], [b,c,*shape]) -> [b,*shape,d]."""
     dims = len(size) - 2 if isinstance(size, (list, tuple)) else 0
-    if dims not in (2, 3) or theta.ndim != 3 or theta.shape != (size[0], dims, dims + 1) or not _functorch.is_sampled(theta):
+    if dims not in (2, 3) or theta.ndim != 3 or theta.shape != (size[0], dims, dims + 1) or not _functorch.is_vmapped(theta):
         return NotImplemented
     identity = torch.eye(dims, dims + 1, dtype=theta.dtype, device=theta.device)[None]
     grid = F.affine_grid(identity, [1, *size[1:]], bool(align_corners))

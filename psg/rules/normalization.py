@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from psg import _functorch
+from psg import _ambient
 from psg.factors import Dense
-from psg.factors._base import wide, widen
+from psg.factors._arithmetic import wide, widen
 from psg.rules._registry import decomposition, has_history, reshape, rule
 from psg.rules.linear import sum_images
 
@@ -59,7 +59,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         return NotImplemented  # one value a group: torch refuses it
     # The native kernel assumes that input, weight and bias are contiguous, and does not check.
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
-    if not has_history(weight, bias) and input.dtype == wide(input.dtype) and not _functorch.is_autocast(input):
+    if not has_history(weight, bias) and input.dtype == wide(input.dtype) and not _ambient.is_autocast(input):
         norm = _Norm(weight, bias, num_groups, eps)
         output: Any = _GroupNorm.apply(input, norm) if input.requires_grad else norm.forward(input)
         return output, norm.factors()
@@ -200,6 +200,8 @@ def _by_statistics(input: Tensor, mean: Tensor | None, var: Tensor | None, weigh
     # Written out: one multiply-add in any memory layout, and the statistics may differ between samples.
     if mean is None or var is None or input.ndim < 3 or _any_complex(input, weight, bias):
         return NotImplemented
+    if any(part.shape[-1:] != input.shape[2:3] for part in (mean, var, weight, bias) if part is not None):
+        return NotImplemented  # torch raises its own error
     # Expanded statistics (stride 0) are the same for all samples: compute with one row. None are differentiated.
     mean, var = (widen(tensor[:1] if tensor.stride(0) == 0 else tensor).detach() for tensor in (mean, var))
     rstd = (var + eps).rsqrt()
@@ -272,7 +274,7 @@ def written_out_batch_norm(
 
 def _written_out(input: Tensor, dims: Iterable[int], weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Any:
     """Normalise over `dims`; `shape` is that of weight and bias to broadcast against the input."""
-    if input.numel() == 0 or _functorch.is_autocast(input) or _any_complex(input, weight, bias):
+    if input.numel() == 0 or _ambient.is_autocast(input) or _any_complex(input, weight, bias):
         return NotImplemented
     wide_input, dims = widen(input), tuple(dims)
     centred = wide_input - wide_input.mean(dims, keepdim=True)

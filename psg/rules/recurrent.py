@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg import _ambient
 from psg._errors import PsgError
 from psg.rules._gates import Elman, Gru, Lstm, Relu, Weights
 from psg.rules._layers import Cell, Kind, Layer, as_hx, compute_dtype, run_layer, states_of, weights_of
@@ -48,7 +48,7 @@ def _layer(op: Any, kind: Kind) -> None:
         if compute is None:
             return NotImplemented
         dtypes = [input.dtype] * (1 + len(states))
-        if _functorch.is_autocast(input):
+        if _ambient.is_autocast(input):
             # Which dtypes come out depends on the kernel: ask torch, with one step of one sample.
             step = input[0, :, :1] if batch_first else input[0, :1]
             with torch.no_grad():
@@ -168,7 +168,7 @@ def _cell(op: Any, kind: Kind) -> None:
         if compute is None or any(state.shape[:-1] != input.shape[:2] for state in states):
             return NotImplemented
         dtypes = [input.dtype] * len(states)
-        if _functorch.is_autocast(input):
+        if _ambient.is_autocast(input):
             with torch.no_grad():
                 found = op(input[0, :1], as_hx(kind, [state[0, :1] for state in states]), w_ih, w_hh, b_ih, b_hh)
                 dtypes = [output.dtype for output in states_of(kind, found)]

@@ -51,7 +51,7 @@ def lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoin
 
     Where LU depends on the sample and B has more dimensions, vmap gives LU one of size 1, for which torch (2.13) takes wrong pivots.
     """
-    if out is not None or not _functorch.is_sampled(LU):
+    if out is not None or not _functorch.is_vmapped(LU):
         return NotImplemented
     if not left:  # X A = B is A^H X^H = B^H
         return torch.linalg.lu_solve(LU, pivots, B.mH, adjoint=not adjoint).mH
@@ -73,7 +73,7 @@ def _aligned(op: Any) -> None:
     def solve(A: Tensor, B: Tensor, *, left: bool = True, **options: Any) -> Any:
         """Give A and B equally many dimensions: where one has fewer, vmap broadcasts them to a wrong shape."""
         vector = B.ndim == 1 or A.shape[:-1] == B.shape
-        if A.ndim == B.ndim + vector or not (_functorch.is_sampled(A) or _functorch.is_sampled(B)) or "out" in options:
+        if A.ndim == B.ndim + vector or not (_functorch.is_vmapped(A) or _functorch.is_vmapped(B)) or "out" in options:
             return NotImplemented
         if vector:
             return op(A, B.expand(A.shape[:-1]), left=left, **options)
@@ -107,7 +107,7 @@ for _op in (F.mse_loss, F.smooth_l1_loss, F.huber_loss):
 @decomposition(Tensor.squeeze_)
 def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
     """Squeeze one dimension after the other: without `dim`, vmap squeezes the dimension of the samples too, where there is one sample."""
-    if dims or options or not _functorch.is_sampled(input):
+    if dims or options or not _functorch.is_vmapped(input):
         return NotImplemented
     for dim in reversed(range(input.ndim)):
         input.squeeze_(dim)  # does nothing in a dimension of another size than 1

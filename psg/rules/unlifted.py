@@ -100,7 +100,8 @@ def _attention(
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return scores.softmax(-1) @ value
+    masked = (scores == -math.inf).all(-1, keepdim=True)  # where all scores are masked, torch's output is zero
+    return scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0) @ value
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:

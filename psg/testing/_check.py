@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _ambient, _functorch, transforms, tree
+from psg import _ambient, transforms, tree
 from psg._call import Method, Options, prepare
 from psg._errors import InputError
 from psg._trees import Tree, flatten
@@ -78,7 +78,7 @@ def check(
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
         (values, grads), (found_values, found) = loop(*args, **shared), both(*args, **shared)
         allowed = rtol
-        if rtol is None and (narrow := _functorch.autocast_dtype(values)) is not None:
+        if rtol is None and (narrow := _ambient.autocast_dtype(values)) is not None:
             allowed = max(default_rtol(leaf.dtype) for leaf in [values.new_empty(0, dtype=narrow), *flatten(grads)[0]])
         try:
             assert_trees_close(found_values, values, allowed, atol, name="values")

@@ -11,7 +11,7 @@ from psg import _functorch, _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
 from psg.factors import Factor
-from psg.factors._base import square, wide
+from psg.factors._arithmetic import square, wide
 from psg.factors._joint import Joint
 from psg.tree._leaves import factors_of
 

@@ -1,0 +1,139 @@
+"""Arithmetic on per-sample tensors that all kinds of factors share: wide dtypes, rows scaled, zeroed, grouped and added up, norms."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from psg import _functorch
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of products of `dtype` are accumulated: at least float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """The tensor in its `wide` dtype."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+# Devices whose products of 16-bit matrices can return float32, the dtype in which they accumulate anyway.
+WIDENING = {"cuda", "xpu"}
+
+
+def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
+    """left[n] @ right[n] -> [n, a, b], accumulated and returned in the `wide` dtype."""
+    if left.dtype == wide(left.dtype):
+        return torch.bmm(left, right)
+    if left.device.type in WIDENING and not (_functorch.transform_active() or left.requires_grad or right.requires_grad):
+        return torch.bmm(left, right, out_dtype=torch.float32)  # `out_dtype` has no derivative
+    return torch.bmm(widen(left), widen(right))
+
+
+def scale_rows(tensor: Tensor, weights: Tensor) -> Tensor:
+    """weights[n] * tensor[n, ...] -> [n, ...], in the dtype of `tensor`; the weights themselves are not rounded to it."""
+    dtype = wide(tensor.dtype)
+    if weights.dtype != dtype:
+        weights = weights.to(dtype)
+    weights = weights.reshape(-1, *(1,) * (tensor.ndim - 1))
+    if dtype == tensor.dtype:
+        return tensor * weights
+    if _functorch.transform_active() or _functorch.is_traced() or tensor.requires_grad or weights.requires_grad:
+        return (tensor * weights).to(tensor.dtype)
+    return torch.mul(tensor, weights, out=torch.empty_like(tensor))  # rounds as it writes
+
+
+def zero_rows(tensor: Tensor, keep: Tensor) -> Tensor:
+    """Exactly zero where keep[n] is False, even where `tensor` is inf or NaN."""
+    return torch.where(keep.reshape(-1, *(1,) * (tensor.ndim - 1)), tensor, 0)
+
+
+def root(squared: Tensor) -> Tensor:
+    """The square root, with derivatives of zero at zero."""
+    zero = squared == 0
+    return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
+
+
+def squared_terms_of(left: Tensor, right: Tensor) -> Tensor:
+    """sum_t |left_t|^2 |right_t|^2 -> [n], from the Gram matrices of two sides, [n, t, t], for `Factor.recover`.
+
+    Squares so small that inner products with them may have underflowed count as the largest such, where `recover` can look further.
+    """
+    left, right = (gram.diagonal(dim1=1, dim2=2) for gram in (left, right))
+    if _functorch.can_read_now(left):
+        limits = torch.finfo(left.dtype)
+        left, right = (squares.clamp(min=10 * limits.tiny / limits.eps) for squares in (left, right))
+    return (left * right).sum(1)
+
+
+def norm_of_norms(parts: list[Tensor]) -> Tensor:
+    """[n, k], [n, l], ... -> the norm of every row over all of them, [n]."""
+    if len(parts) == 1 and parts[0].shape[1] == 1:
+        return parts[0].squeeze(1)
+    return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dim=1)
+
+
+def gather_groups(tensor: Tensor, table: Tensor) -> Tensor:
+    """[n, t, ...] -> [m, k t, ...]: the positions of the samples in each row of table [m, k]; zeros where the table holds n."""
+    order = table.reshape(-1)
+    shape = table.shape[0], table.shape[1] * tensor.shape[1], *tensor.shape[2:]
+    if order.shape[0] == tensor.shape[0] and torch.equal(order, torch.arange(len(order), device=order.device)):
+        return tensor.reshape(shape)  # already side by side
+    held = (order < len(tensor)).nonzero()[:, 0]
+    if len(held) == len(order):
+        return tensor[order].reshape(shape)
+    return tensor.new_zeros(len(order), *tensor.shape[1:]).index_copy_(0, held, tensor[order[held]]).reshape(shape)
+
+
+def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
+    """Sum the rows of each of n owners: rows [rows, *], split into one or more parts -> [n, *], in the `wide` dtype."""
+    total, start = None, 0
+    for part in map(widen, parts):
+        total = part.new_zeros(n, *part.shape[1:]) if total is None else total
+        # Row by row, index_add_ is up to eight times slower on other strides.
+        total.index_add_(0, owners[start : start + len(part)], part.contiguous())
+        start += len(part)
+    assert total is not None
+    return total
+
+
+def square(values: Tensor) -> Tensor:
+    """|values|^2, real, at least float32."""
+    values = widen(values)
+    return values.real.square() + values.imag.square() if values.is_complex() else values.square()
+
+
+def as_real(values: Tensor) -> Tensor:
+    """The values; complex ones as pairs of real numbers, [*shape, 2]."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values  # conj() may be lazy
+
+
+def matrices(values: Tensor) -> Tensor:
+    """[n, *shape] as matrices [n, shape[0], the rest]; a complex entry is two real ones."""
+    values = as_real(values)
+    rows = values.shape[1] if values.ndim > 1 else 1
+    return values.reshape(len(values), rows, values.shape[2:].numel())
+
+
+def straight(values: Tensor) -> tuple[Tensor, list[int] | None]:
+    """The values with the dimensions after the first sorted into memory order, and the inverse permutation (None for no change).
+
+    In memory order a reduction reads sequentially and copies nothing.
+    """
+    if values.is_contiguous():
+        return values, None
+    order = sorted(range(1, values.ndim), key=lambda dim: -values.stride(dim))
+    return values.permute(0, *order), [order.index(dim) for dim in range(1, values.ndim)]
+
+
+def rows_of(values: Tensor) -> Tensor:
+    """[n, *shape] -> [n, P], also for n = 0 and for scalars."""
+    if values.ndim == 2:
+        return values
+    return values.reshape(values.shape[0], values.shape[1:].numel())
+
+
+def real_rows(values: Tensor) -> Tensor:
+    """[n, *shape] -> [n, P] or, of complex values, [n, 2 P]: the inner product of complex gradients is that of R^2."""
+    return rows_of(as_real(values))
