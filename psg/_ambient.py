@@ -82,7 +82,11 @@ def _off(inference: bool, checkpointed: bool, enabled: list[str]) -> Iterator[No
             stack.enter_context(torch.no_grad())
         for device in enabled:
             stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+        try:
+            yield
+        finally:
+            if enabled:  # the user's context would keep what fn has cast: values of tensors that are made anew in every call
+                torch.clear_autocast_cache()
 
 
 def usable(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable
 from types import FrameType
 from typing import Any, TypeGuard
+from weakref import ref
 
 
 class PsgError(Exception):
@@ -64,8 +65,13 @@ def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
 
 
 def code_of(function: Any) -> Hashable:
-    """A function's identity in the keys of `warn_once`: its code object under wrappers; its type if it is not written in Python."""
+    """A function's identity in the keys of `warn_once`: its code object under wrappers; its type if it is not written in Python.
+
+    Functions of `stateless` share their code, and are told apart by their `cache_key`.
+    """
     function = inspect.unwrap(function)
+    if (cache_key := getattr(function, "cache_key", None)) is not None:
+        return ref(cache_key)
     return getattr(function, "__code__", type(function))
 
 

@@ -68,9 +68,12 @@ class VmapGuard(TorchFunctionMode):
             if target is not None:
                 self.aliases.write(name_of(func), written(target))
             output = self._run(func, leaves, target, *self.outside.replace((args, kwargs)))
+            self.outside.made(output, kwargs)
             output = self.aliases.note(func, args, kwargs, tensors, output)
             if marked:
                 self.own.claim(output, target)
+            else:
+                self.own.note(output)
             return output
         except Exception as error:
             self.failure = str(error)
@@ -168,7 +171,9 @@ class LoopGuard(Repaired):
         self.outside.look(func, leaves, self.own)
         args, kwargs = self.outside.replace((args, kwargs))
         refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
-        return super().__torch_function__(func, types, args, kwargs)
+        output = super().__torch_function__(func, types, args, kwargs)
+        self.outside.made(output, kwargs)
+        return output
 
 
 class RerunGuard(Repaired):

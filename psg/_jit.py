@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, user_line
-from psg._stateless import collecting_cache_keys, state_of
+from psg._stateless import Called, collecting_calls, state_of
 from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
@@ -222,7 +222,7 @@ class Jitted:
         name = self._name
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
-        found, program, error, cache_keys = None, None, None, []
+        found, program, error, called = None, None, None, Called([], {})
         generators: Generators = {}
 
         def rewind() -> None:
@@ -239,8 +239,8 @@ class Jitted:
                 torch.rand(1, generator=generator, device=generator.device)
 
         try:
-            with _tracing, collecting_cache_keys() as cache_keys:
-                found = trace(self._fn, leaves, spec, tensors, name, generators)
+            with _tracing, collecting_calls() as called:
+                found = trace(self._fn, leaves, spec, tensors, name, generators, called.constants)
             program = _Program(found, tensors, self._compile)
             if self._check:
 
@@ -266,7 +266,7 @@ class Jitted:
         seconds = time.perf_counter() - start
         if error is None:
             _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
-        return _Entry(program, Compiled(signature, seconds, error)), [key for key in cache_keys if key is not self._key]
+        return _Entry(program, Compiled(signature, seconds, error)), [key for key in called.cache_keys if key is not self._key]
 
 
 class _Entry(NamedTuple):
@@ -297,7 +297,7 @@ class _Program:
     @property
     def is_tracked(self) -> bool:
         """Whether the function closes over a tensor that requires grad: the graph's results would have no history."""
-        return any(tensor.requires_grad for tensor in self._trace.captured)
+        return any(tensor.requires_grad for tensor in self._trace.recorded)
 
 
 def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: Callable[[], Any]) -> None:

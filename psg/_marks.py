@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 
 from psg import _functorch
@@ -20,12 +23,24 @@ class Marks:
     def __init__(self, *levels: int) -> None:
         self._levels = levels
         self._mark = object()
+        self._unmarked: dict[StorageWeakRef, list[ref[Tensor]]] = {}  # outputs noted, by their storage
 
     def claim(self, output: Any, target: Any = None) -> None:
-        """Mark an output made from the samples or the parameters of this pass, and the target that it is written into."""
+        """Mark an output made from the samples or the parameters of this pass, and the target that it is written into, with its views."""
         for tensor in (*output, target) if isinstance(output, (tuple, list)) else (output, target):
             if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels:
                 vars(tensor)["_psg_pass"] = self._mark
+        if target is not None and self._unmarked:
+            for own in target if isinstance(target, (tuple, list)) else (target,):
+                if isinstance(own, Tensor) and own.layout == torch.strided:
+                    viewed = [view() for view in self._unmarked.pop(_functorch.storage_of(own), ())]
+                    self.claim([view for view in viewed if view is not None])
+
+    def note(self, output: Any) -> None:
+        """Note an output made from neither, which may be filled from them through a view of it."""
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels and tensor.layout == torch.strided:
+                self._unmarked.setdefault(_functorch.storage_of(tensor), []).append(ref(tensor))
 
     def mark(self, output: Any) -> None:
         """Mark an output that no transform has wrapped, though it was computed from the parameters of this pass."""

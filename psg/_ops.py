@@ -81,7 +81,10 @@ LIKE_ANOTHER = {"to", "type", "type_as", "view_as", "expand_as", "reshape_as"}
 # Ops that make tensors into which functions write: in the first set often, in the second now and then.
 FACTORIES: list[set[Any]] = [
     {torch.zeros, torch.ones, torch.full, torch.empty, Tensor.new, Tensor.new_tensor, *LIKENESSES},
-    {torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone},
+    {
+        *(torch.tensor, torch.scalar_tensor, torch.as_tensor, torch.asarray),
+        *(torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone),
+    },
 ]
 
 # Ops whose results often become masks, and are seldom written into.

@@ -94,6 +94,9 @@ class Outside:
         """
         self._met(func, leaves, own)
 
+    def made(self, output: Any, kwargs: Any) -> None:
+        """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
+
     def _met(self, func: Any, leaves: list[Any], own: Collection[int]) -> list[Tensor]:
         """The tensors that autograd records at this op and no transform has wrapped."""
         if not _records(func):
@@ -142,6 +145,10 @@ class Recorded(Outside):
                 self.found.append(leaf)
         if _functorch.current_level() > level and _records(func):
             self._expect_bare(func, leaves, own, level)
+
+    def made(self, output: Any, kwargs: Any) -> None:
+        if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
+            self._made[id(output)] = output
 
     def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
         """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""

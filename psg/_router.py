@@ -98,6 +98,8 @@ class Router(Watch):
                 self.own.claim(output, target)
                 if target is None and self.constants and self.own.has_marked(tensors):
                     self.own.mark(output)
+            else:
+                self.own.note(output)
             return output
         except Exception as error:
             self.failure = str(error)
@@ -302,11 +304,14 @@ class Router(Watch):
 
     def _run_unlifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that uses no lifted value; if it makes a tensor that the function may write into, make one for every sample."""
+        if kwargs.get("requires_grad") is True:
+            with self:
+                return func(*args, **{**kwargs, "requires_grad": False}).requires_grad_()
         self._avoid_leak(func, args, kwargs)
         output = self._run(func, args, kwargs)
         if not self.habits.fills or not any(func in kind for kind in FACTORIES[: self.habits.fills]):
             return output
-        if not isinstance(output, Tensor) or _functorch.is_wrapped(output):
+        if not isinstance(output, Tensor) or _functorch.is_wrapped(output) or any(output is arg for arg in args):
             return output
         with _functorch.below():
             output = output.expand(self.n, *output.shape).clone()

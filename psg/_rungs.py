@@ -104,13 +104,26 @@ def _run_capture(call: Call) -> Result:
         diverged = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
     with contextlib.suppress(PsgError, RuntimeError):
         return _as_compiled(_capture_together, call, state)
-    # Capture samples that take different branches apart: each group is a batch of its own.
-    if len(diverged.groups) > max(2, call.n // 2):
+    return _capture_apart(call, diverged, state, [max(2, call.n // 2)])
+
+
+def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, left: list[int]) -> Result:
+    """Capture samples that take different branches apart: each group is a batch of its own, and may be divided further.
+
+    `left` holds how many passes are left: a pass takes longer than a sample of a loop, so that many would take longer than the loop.
+    """
+    left[0] -= len(diverged.groups)
+    if left[0] < 0:
+        raise Unsupported(str(diverged))  # not `diverged`, which this frame and those of its callers hold
+
+    def capture_group(own: Call) -> Result:
         try:
-            raise diverged
-        finally:
-            del diverged  # its traceback will hold this frame, which must not hold it
-    return _run_apart(_run_capture, call, diverged.groups, state)
+            return _capture_together(own)
+        except Diverged as error:
+            further = error.with_traceback(None)
+        return _capture_apart(own, further, state, left)
+
+    return _run_apart(capture_group, call, diverged.groups, state)
 
 
 _UNCHANGED = {getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in (Tensor, torch.nn.Parameter)}

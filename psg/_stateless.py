@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
-from types import CellType, FunctionType
-from typing import Any
-from weakref import WeakKeyDictionary
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
@@ -25,19 +26,30 @@ from psg._outside import UNDIFFERENTIATED, USED_ELSEWHERE, owning, refuse_own
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-# Within `collecting_cache_keys`, the `cache_key` of every function of `stateless` that has been called: what a trace depends on.
-_called_cache_keys: ContextVar[list[Callable[[], Hashable]] | None] = ContextVar("_called_cache_keys", default=None)
+class Called(NamedTuple):
+    """What a trace must know of the functions of `stateless` that it has called.
+
+    Attributes:
+        cache_keys: The `cache_key` of each: what the trace depends on.
+        constants: By id, parameters of the modules that the functions were not given: constants, though they require grad.
+    """
+
+    cache_keys: list[Callable[[], Hashable]]
+    constants: dict[int, Tensor]
+
+
+_called: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=None)
 
 
 @contextlib.contextmanager
-def collecting_cache_keys() -> Iterator[list[Callable[[], Hashable]]]:
-    """A context that collects the `cache_key` of every function of `stateless` that is called in it."""
-    called: list[Callable[[], Hashable]] = []
-    token = _called_cache_keys.set(called)
+def collecting_calls() -> Iterator[Called]:
+    """A context that collects what `Called` holds."""
+    called = Called([], {})
+    token = _called.set(called)
     try:
         yield called
     finally:
-        _called_cache_keys.reset(token)
+        _called.reset(token)
 
 
 def state_of(module: nn.Module) -> Hashable:
@@ -47,6 +59,7 @@ def state_of(module: nn.Module) -> Hashable:
     held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
     # The keys of hooks are numbers that are given once.
     hooks = tuple((*child._forward_pre_hooks, None, *child._forward_hooks) for _, child in children)
+    hooks += (*_global_forward_pre_hooks, None, *_global_forward_hooks)
     return children, tuple(child.training for _, child in children), hooks, tuple(map(id, held))
 
 
@@ -139,11 +152,12 @@ def stateless(
     # torch's own losses hold no tensors.
     own_loss = vars(F).get(getattr(criterion, "__name__", "")) is criterion
     guarded = contextlib.nullcontext if own_loss else partial(_OwnParameterGuard, message=_KEPT_BY_CRITERION)
+    criteria = [] if criterion is None else [held for held in _reachable([criterion]) if isinstance(held, nn.Module) and held is not module]
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
-        called = _called_cache_keys.get()
-        if called is not None and cache_key not in called:
-            called.append(cache_key)
+        called = _called.get()
+        if called is not None and cache_key not in called.cache_keys:
+            called.cache_keys.append(cache_key)
         if not isinstance(params, Mapping):
             raise InputError(
                 f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "
@@ -180,7 +194,7 @@ def stateless(
     def cache_key() -> Hashable:
         """For `psg.jit`: what the loss depends on, except its arguments and the values of the module's and the criterion's tensors."""
         with lock:
-            return state_of(module), state_of(criterion) if isinstance(criterion, nn.Module) else None
+            return tuple(map(state_of, (module, *criteria)))
 
     loss.cache_key = cache_key  # type: ignore[attr-defined]
     loss.__qualname__ = f"stateless({_kind(module)}).loss"
@@ -232,6 +246,8 @@ def _call(
     # Parameters that are not in `params` are constants, like frozen ones: detached, or the result would require grad for them.
     constants: dict[int, Tensor] = {}  # by id, so that a tied parameter has one for all its names
     others = {name: parameter for name, parameter in own.items() if name not in params and parameter.requires_grad}
+    if (called := _called.get()) is not None:
+        called.constants.update((id(parameter), parameter) for parameter in others.values())
     rest = {name: constants.setdefault(id(parameter), parameter.detach()) for name, parameter in others.items()}
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
@@ -262,7 +278,7 @@ def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dic
         stale = [name for name in moved if _functorch.memory_of(params[name]) == memory[name]]
     if stale:
         warn_once(
-            (type(module), "stale"),
+            (ref(module), "stale"),
             f"stateless: the module's parameter {stale[0]!r} has been moved, cast or assigned anew since stateless was called. The one in "
             "params is now another tensor, which an optimizer of the module does not update. Call stateless again.",
             UserWarning,
@@ -289,8 +305,9 @@ def _changing(children: dict[str, nn.Module], name: str) -> str:
     if not children[owner].training:
         way_out = "Take the update out of forward; if it fills a cache, run the module on the longest input once before."
     return (
-        f"stateless: the forward pass of {owner or 'the module'} ({_kind(children[owner])}) changes its buffer {name!r}, so that one "
-        f"sample's gradient would depend on the samples before it. {way_out}"
+        f"stateless: the forward pass of {owner or 'the module'} ({_kind(children[owner])}) changes its buffer {name!r}: in a loop one "
+        f"sample's gradient could depend on the samples before it. {way_out} If every sample may start from the buffer as it is now, as "
+        "where forward resets a state, write fn with torch.func.functional_call(module, (params, copies of the buffers), inputs)."
     )
 
 
@@ -384,28 +401,36 @@ def _unregistered_parameters(module: nn.Module) -> dict[int, str]:
     """The parameters that the module also holds in unregistered places, such as lists, or of which it holds views: their names, by id."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
     found: dict[int, str] = {}
-    seen: set[int] = set()
     held: list[Any] = []
     for child in module.modules():
         held += [value for name, value in vars(child).items() if name not in ("_parameters", "_buffers", "_modules")]
+    for value in _reachable(held):
+        if isinstance(value, Tensor):
+            key = id(value._base if value.requires_grad and value._is_view() else value)
+            found |= {key: names[key]} if key in names else {}
+    return found
+
+
+def _reachable(held: list[Any]) -> Iterator[Any]:
+    """These objects, and what they hold if they are collections, functions, methods or partials of functions."""
+    seen: set[int] = set()
     while held:
         value = held.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Tensor):
-            key = id(value._base if value.requires_grad and value._is_view() else value)
-            found |= {key: names[key]} if key in names else {}
-        elif isinstance(value, dict):
-            held += value.values()
+        yield value
+        if isinstance(value, dict):
+            held += iter(value.values())
         elif isinstance(value, (list, tuple)):
-            held += value
+            held += iter(value)  # a class derived from them need not have a length
         elif isinstance(value, partial):
             held += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            held += [value.__self__, value.__func__]
         elif isinstance(value, FunctionType):
             held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
             held += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
-    return found
 
 
 _EMPTY_CELL = CellType()

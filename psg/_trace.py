@@ -6,7 +6,7 @@ a constant of the first call is made an input, or refused.
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,12 +31,14 @@ class Trace(NamedTuple):
     Attributes:
         graph: Maps the tensors of the arguments, followed by those captured, to those of the result.
         captured: The tensors that the function closes over.
+        recorded: Those of them that autograd would record: all but a module's parameters that `stateless` has detached.
         leaves: The leaves of the result; tensors stand for the graph's outputs.
         spec: The structure of the result.
     """
 
     graph: GraphModule
     captured: list[Tensor]
+    recorded: list[Tensor]
     leaves: list[Any]
     spec: Any
 
@@ -44,7 +47,15 @@ Generators = dict[int, tuple[torch.Generator, Tensor]]
 """Random generators, by id, and their states when they were first seen."""
 
 
-def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Tensor], name: str, generators: Generators) -> Trace:
+def trace(
+    fn: Callable[..., Any],
+    leaves: list[Any],
+    spec: Any,
+    tensors: list[Tensor],
+    name: str,
+    generators: Generators,
+    constants: Container[int],
+) -> Trace:
     """Trace a function.
 
     Args:
@@ -54,6 +65,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
         tensors: The tensors among the leaves, without history.
         name: The name of the function, for messages.
         generators: To be filled with the generators that the function draws from, beside torch's default ones.
+        constants: When the function has run, the ids of parameters that it takes for constants; see `Called`.
 
     Raises:
         StateError: The function draws random numbers of Python or NumPy, or writes into an argument or a tensor that it closes over.
@@ -76,6 +88,9 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
             "with torch, or draw them outside of the function and pass them to it."
         )
     captured = _captured(graph)
+    places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]
+    detached = [all(user.target is torch.ops.aten.detach.default for user in place.users) for place in places]
+    recorded = [own for own, alone in zip(captured, detached, strict=True) if not (alone and id(own) in constants)]
     # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second trace finds another one in its place.
     # Autograd's symbolic zeros may differ.
     suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()}
@@ -94,7 +109,7 @@ def trace(fn: Callable[..., Any], leaves: list[Any], spec: Any, tensors: list[Te
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.graph.erase_node(node)
     graph.recompile()
-    return Trace(graph, captured, *result)
+    return Trace(graph, captured, recorded, *result)
 
 
 def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
@@ -109,23 +124,53 @@ class _ConstantsAsInputs(TorchDispatchMode):
 
     It also refuses outputs whose size depends on the data, since the size is a Python value too, on which all later ops may depend; and
     writes into inputs or closed-over tensors, since the trace, the comparison and the call would each write.
+
+    What fn computes from numbers alone (a grid of times, a mask of positions) is known in the trace: its Python values are baked in.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Sequence[Tensor], name: str) -> None:
         super().__init__()
-        self._literals: list[Tensor] = []
         self._name = name
         # By storage, which views share. The tensors are kept alive, so that no other storage gets the same key.
         self._outside = {_storage(tensor): tensor for tensor in tensors}
+        self._known: set[StorageWeakRef] = set()  # of tensors that fn has computed from numbers alone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
+        tags = func.tags if isinstance(func, OpOverload) else ()
+        counts = torch.Tag.dynamic_output_shape in tags
+        known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in tags and all(map(self._knows, operands))
+        if known and operands and (counts or func in _PYTHON_VALUED) and get_proxy_mode() is not None:
+            with disable_proxy_modes_tracing():
+                output = func(*args, **kwargs)
+            return _trees.map_tensors(self._literal, output)
+        if func is torch.ops.aten.index.Tensor:
+            masks = [isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]]
+            counts = any(mask and not self._knows(index) for mask, index in zip(masks, args[1], strict=True))
+            args = args[0], [self._literal(index) if mask and not counts else index for mask, index in zip(masks, args[1], strict=True)]
+        if counts and kwargs.get("output_size") is None and get_proxy_mode() is not None:
+            raise PsgError(f"the size of the output of {func} depends on the data")
+        output = self._run(func, args, kwargs)
+        if known or func is torch.ops.aten.lift_fresh.default:
+            self._known |= set(map(_weak_storage, _strided(_trees.flatten(output)[0])))
+        else:
+            self._known -= set(map(_weak_storage, _strided(_written(func, args, kwargs))))
+        return output
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and _weak_storage(tensor) in self._known
+
+    def _literal(self, tensor: Tensor) -> Tensor:
+        """The same values as a literal of the graph."""
+        with self, torch._C.DisableTorchFunction():
+            literal = torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=tensor.device)
+            return literal if literal.shape == tensor.shape else literal.reshape(tensor.shape)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         mode = get_proxy_mode()
-        if mode is not None and isinstance(func, OpOverload) and torch.Tag.dynamic_output_shape in func.tags:
-            if _counts(func, args, kwargs, self._literals):
-                raise PsgError(f"the size of the output of {func} depends on the data")
         if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
             tracer = mode.tracer
             for leaf in _trees.flatten((args, kwargs))[0]:
@@ -137,11 +182,11 @@ class _ConstantsAsInputs(TorchDispatchMode):
                 f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over ({func}), which "
                 "compiling would do more than once. Return the new value from the function and write it outside."
             )
-        output = func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:
-            self._literals.append(output)
-        return output
+        return func(*args, **kwargs)
 
+
+# Ops with a Python value, which the tracer gives only of literals.
+_PYTHON_VALUED = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 
 # In training mode these write into running statistics, and their schemas do not say so.
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default}
@@ -159,16 +204,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return _trees.tensors_in(_trees.flatten(written)[0])
 
 
+def _weak_storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _strided(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-def _counts(func: OpOverload, args: Any, kwargs: Any, literals: list[Tensor]) -> bool:
-    """Whether the shape of an op's output depends on the data: that of indexing does only if the indices include a mask, literals aside."""
-    if func is not torch.ops.aten.index.Tensor:
-        return kwargs.get("output_size") is None
-    masks = [index for index in args[1] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
-    return any(all(mask is not literal for literal in literals) for mask in masks)
 
 
 class _Reads(TorchFunctionMode):

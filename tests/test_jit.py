@@ -1078,3 +1078,41 @@ def test_zeros_of_numpy_have_signs():
     fast = psg.jit(psg.per_sample_grad(lambda w, x, s: (w * x).sum() * math.copysign(1, s), in_dims=(None, 0, None)), backend="eager")
     w, x = torch.randn(3), torch.randn(2, 3)
     assert_trees_close(fast(w, x, numpy.float32(-0.0)), -fast(w, x, numpy.float32(0.0)))
+
+
+# --- values that are known in the trace ---------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (w * x).square().sum() * torch.full((), 2.0).item(),
+        lambda w, x: sum((w * x).square().sum() * (float(t) + 1) for t in torch.arange(3)),
+        lambda w, x: (w * x)[torch.arange(4, device=x.device) % 2 == 0].square().sum(),
+        lambda w, x: (w * x)[torch.ones(4, device=x.device).nonzero()[:, 0]].square().sum(),
+        lambda w, x: (w * x).square().sum() * (2.0 if torch.equal(torch.ones(2), torch.ones(2)) else 1.0),
+    ],
+    ids=["item", "iteration", "mask", "nonzero", "equal"],
+)
+def test_what_is_computed_from_numbers_alone_has_python_values(fn, device):
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    for batch in (x, x + 1):
+        same(fast(w, batch), psg.per_sample_grad(fn)(w, batch))
+    assert fast.cache_info()[0].error is None
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_numbers_that_data_have_overwritten_are_not_known(through_a_view, device):
+    def fn(w, x):
+        kept = torch.zeros(4, device=x.device)
+        view = kept[:2]
+        (view if through_a_view else kept).copy_(x[:2] if through_a_view else x)
+        return (w * x).square().sum() * (kept if through_a_view else view)[0].item()
+
+    w, x = torch.randn(4, device=device), torch.ones(3, 4, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    with pytest.warns(psg.FallbackWarning, match="cannot be traced"):
+        fast(w, x)
+    same(fast(w, 2 * x), psg.per_sample_grad(fn)(w, 2 * x))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.testing import layouts, shapes, tensors
+from psg.testing import assert_trees_close, layouts, loop_grad, shapes, tensors
 
 
 @st.composite
@@ -48,3 +48,13 @@ def test_prelu_refuses_what_torch_refuses(shape, device):
     w, x = torch.rand(2, device=device), torch.randn(3, *shape, device=device)
     with pytest.raises(RuntimeError, match="parameter|size"):
         psg.per_sample_grad(lambda w, x: F.prelu(x, w).sum(), method="capture")(w, x)
+
+
+@pytest.mark.parametrize("slopes", [1, 3])
+def test_prelu_at_infinite_cotangents(slopes, device):
+    def fn(w, x):  # the derivative is infinite at x = 1
+        return (F.prelu(x, w) - 1).abs().sqrt().sum()
+
+    w, x = torch.full((slopes,), 0.25, device=device), torch.tensor([[[-2.0], [1.0], [3.0]], [[1.0], [-2.0], [1.0]]], device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x[:, None]), loop_grad(fn)(w, x[:, None]))
+    assert psg.clipped_grad(fn, 1.0)(w, x[:, None]).nonfinite == 0

@@ -418,6 +418,77 @@ class Listed(torch.autograd.Function):
         return 2 * cotangent
 
 
+class Injected(torch.autograd.Function):
+    """Zero, whose gradient is that of half the squared norm."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.zeros((), device=x.device, dtype=x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0]
+
+
+class Apart(torch.autograd.Function):
+    """Two products, of which the second does not depend on the first argument."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return x * w, 2 * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, w = ctx.saved_tensors
+        return first * w, first * x + 2 * second
+
+
+class Logged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log):
+        log.append(x.detach().abs())
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 3 * cotangent, None
+
+
+def _logging(w, x):
+    log = [torch.ones_like(x[:3])]
+    return (Logged.apply(w @ x, log) * log[-1]).sum()
+
+
+class Holder:
+    seen = None
+
+
+class Remembering(torch.autograd.Function):
+    seen = None
+
+    @staticmethod
+    def forward(ctx, x, holder):
+        ctx.holder = Remembering if holder is None else holder
+        ctx.holder.seen = x
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.holder.seen, None
+
+
 def _closing_over(w, x):
     class Product(torch.autograd.Function):
         @staticmethod
@@ -438,10 +509,14 @@ def _closing_over(w, x):
         (lambda w, x: (w @ Secret.apply(x)).sum(), "writes into its arguments"),
         (lambda w, x: Noisy.apply(w @ x).sum(), "draws random numbers"),
         (lambda w, x: Listed.apply(w @ x)[0].sum(), "raises TypeError sample by sample"),
+        (_logging, "takes a list or a dict"),
+        (lambda w, x: Remembering.apply(w @ x, Holder()).sum(), "sets attributes"),
+        (lambda w, x: Remembering.apply(w @ x, None).sum(), "sets attributes"),
+        (lambda w, x: Injected.apply(w @ x) + (w @ x).sin().sum(), "samples are not told apart"),
         (_closing_over, "raises RuntimeError sample by sample"),
         (lambda w, x: torch.func.grad(lambda z: Reversed.apply(w @ z, 0.5).sum())(x).sum(), "runs inside a transform of fn's own"),
     ],
-    ids=["dirty", "in secret", "random", "no tensor", "closure", "in a transform"],
+    ids=["dirty", "in secret", "random", "no tensor", "list", "object", "class", "injection", "closure", "in a transform"],
 )
 def test_functions_that_need_a_loop(fn, why, device):
     w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
@@ -449,9 +524,67 @@ def test_functions_that_need_a_loop(fn, why, device):
     with pytest.raises((psg.PsgError, RuntimeError), match=why):
         psg.per_sample_grad(fn, method="capture")(w, x)
     if "transform" not in why:  # in which torch refuses the old style
-        with pytest.warns(psg.FallbackWarning, match="method='loop'"):
+        rung = "vmap" if "told apart" in why else "loop"
+        with pytest.warns(psg.FallbackWarning, match=f"method='{rung}'"):
             assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
     assert torch.equal(x, before)
+
+
+def test_an_output_of_a_function_that_all_samples_share_is_differentiated_in_a_loop(device):
+    def fn(w, x):
+        product, double = Apart.apply(x, w)
+        return (product * double.sin()).sum()
+
+    w, x = torch.randn(4, device=device), torch.randn(5, 4, device=device)
+    own, other = (w.clone().requires_grad_() for _ in range(2))
+    with pytest.warns(psg.FallbackWarning, match="samples are not told apart"):
+        psg.per_sample_norm(fn)(own, x).square().sum().backward()
+    rows = [torch.autograd.grad(fn(other, row), other, create_graph=True)[0] for row in x]
+    sum(row.square().sum() for row in rows).backward()
+    assert_trees_close(own.grad, other.grad, per_sample=False)
+
+
+def test_a_function_that_is_given_one_tensor_twice_sees_that(device):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            ctx.factor = 1 if a is b else 10
+            return a * b
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            a, b = ctx.saved_tensors
+            return ctx.factor * cotangent * b, ctx.factor * cotangent * a
+
+    def fn(w, x):
+        z = w * x
+        return Product.apply(z, z).sum() + Product.apply(z, w).sum()
+
+    w, x = torch.randn(4, device=device), torch.randn(5, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+
+
+def test_a_function_with_a_sparse_gradient(device):
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, table, index):
+            ctx.save_for_backward(index)
+            ctx.shape = table.shape
+            return table[index]
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return torch.sparse_coo_tensor(ctx.saved_tensors[0][None], cotangent, ctx.shape), None
+
+    table, index = torch.randn(5, 3, device=device), torch.randint(5, (4, 2), device=device)
+    for fn in (
+        lambda table, index: Look.apply(table, index).sin().sum(),
+        lambda table, index: Look.apply(table, index).sin().sum() + table.square().sum(),
+    ):
+        expected = loop_grad(fn)(table, index)
+        assert_trees_close(psg.per_sample_grad(fn)(table, index), expected)
+        assert_trees_close(psg.per_sample_norm(fn)(table, index), expected.flatten(1).norm(dim=1))
 
 
 def test_a_function_that_runs_out_of_memory_ends_the_call(device):
