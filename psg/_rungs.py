@@ -111,6 +111,9 @@ def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, 
     """Capture samples that take different branches apart: each group is a batch of its own, and may be divided further.
 
     `left` holds how many passes are left: a pass takes longer than a sample of a loop, so that many would take longer than the loop.
+
+    Raises:
+        Unsupported: There are too many groups.
     """
     left[0] -= len(diverged.groups)
     if left[0] < 0:
