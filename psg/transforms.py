@@ -22,11 +22,12 @@ Arguments that all five share:
                 parameter with data needs a rule; otherwise InputError names the parameter, the op and the line. Values computed from
                 parameters and frozen tensors alone (merged low-rank updates, masks, penalties against an anchor) need none.
                 StateError if several losses depend on one row of data, as under batch normalisation, or if at least half of the losses of
-                a quarter of the samples change when the others are exchanged. Samples that interact rarely, in other ways than through
-                parameters, are not noticed; nor are those of an fn that rejects the exchanged batch (it warns), or whose losses are not
-                repeatable. These checks hold for the samples at hand, and cost two more backward passes (three for more than 65
-                samples; more in float16, or if cotangents of other samples cancel) and one more forward pass (two where fn draws
-                random numbers). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0.
+                up to half of the samples (of fewer than eight, of all) change when the others are exchanged. Samples that interact
+                rarely, in other ways than through parameters, are not noticed; nor are those of an fn that rejects the exchanged batch
+                (it warns), or whose losses are not repeatable. These checks hold for the samples at hand, and cost two more backward
+                passes (three for more than 65 samples; more in float16, or if cotangents of other samples cancel) and two more forward
+                passes (for fewer than eight samples up to five; one more where fn draws random numbers). Only shared arguments can be
+                differentiated, and tensors in aux must have the samples in dim 0.
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 
