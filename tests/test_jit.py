@@ -1116,3 +1116,39 @@ def test_numbers_that_data_have_overwritten_are_not_known(through_a_view, device
     with pytest.warns(psg.FallbackWarning, match="cannot be traced"):
         fast(w, x)
     same(fast(w, 2 * x), psg.per_sample_grad(fn)(w, 2 * x))
+
+
+@pytest.mark.parametrize("wrap", [lambda c: c, functools.partial, lambda c: c.forward, lambda c: lambda o, y: c(o, y)])
+def test_a_criterion_behind_other_functions_leads_to_a_new_trace(wrap, device):
+    class Weighted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weights", torch.ones(2, device=device))
+
+        def forward(self, output, target):
+            return ((output - target) ** 2 * self.weights).sum()
+
+    criterion = Weighted()
+    loss, params = psg.stateless(torch.nn.Linear(3, 2, device=device), wrap(criterion))
+    x, y = torch.randn(4, 3, device=device), torch.randn(4, 2, device=device)
+    fast = psg.jit(psg.per_sample_norm(loss), backend="eager")
+    fast(params, x, y)
+    criterion.weights = torch.tensor([3.0, 4.0], device=device)
+    same(fast(params, x, y), psg.per_sample_norm(loss)(params, x, y))
+
+
+def test_a_part_of_the_parameters_runs_compiled(device):
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *args: runs.append(1) or graph(*args)
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).to(device)
+    loss, params = psg.stateless(model, torch.nn.functional.mse_loss)
+    part = {name: value for name, value in params.items() if name.startswith("2")}
+    x, y = torch.randn(4, 3, device=device), torch.randn(4, 2, device=device)
+    fast = psg.jit(psg.per_sample_norm(loss), backend=backend)
+    fast(part, x, y)
+    runs.clear()
+    same(fast(part, x, y), psg.per_sample_norm(loss)(part, x, y))
+    assert runs

@@ -807,3 +807,41 @@ def test_wrapped_modules_are_refused(name):
     wrapper = type(name, (nn.Sequential,), {})(nn.Linear(3, 2))
     with pytest.raises(psg.InputError, match=r"Give that module itself, before it is wrapped"):
         psg.stateless(wrapper, F.cross_entropy)
+
+
+def test_a_module_may_hold_collections_without_a_length():
+    class Irreps(tuple):
+        def __len__(self):
+            raise NotImplementedError
+
+    model = torch.nn.Linear(3, 2)
+    model.irreps = Irreps((1, 2))
+    loss, params = psg.stateless(model, F.cross_entropy)
+    assert psg.per_sample_norm(loss)(params, torch.randn(4, 3), torch.tensor([0, 1, 1, 0])).shape == (4,)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_leaves_that_fn_makes_are_its_own(device):
+    def fn(w, x):
+        return (w * x).square().sum() + torch.tensor(0.0, requires_grad=True, device=x.device)
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    for method in ("capture", "vmap", "loop"):
+        assert not psg.per_sample_norm(fn, method=method)(w, x).requires_grad
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_a_kept_tensor_that_was_filled_through_a_view_is_an_error(method, device):
+    memo = {}
+
+    def fn(w, x):
+        if "z" not in memo:
+            memo["z"] = torch.zeros_like(x)
+            memo["z"][:2].copy_(x[:2])
+        return ((w * x + memo["z"]) ** 2).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    transform = psg.per_sample_grad(fn, method=method)
+    transform(w, x)
+    with pytest.raises(psg.StateError, match="kept from an earlier call"):
+        transform(w, x)
