@@ -55,9 +55,15 @@ def holds_containers(args: Sequence[Any]) -> bool:
     return any(isinstance(arg, (list, dict)) for arg in args)
 
 
-def attributes_of(holders: Sequence[Any]) -> list[dict[str, int]]:
-    """The attributes of objects and classes, by the id() of their values."""
-    return [{name: id(value) for name, value in vars(holder).items()} for holder in holders if hasattr(holder, "__dict__")]
+def attributes_of(holders: Sequence[Any]) -> list[dict[str, Any]]:
+    """The attributes of objects and classes. The values are kept alive: another object that took the place of one would have its id()."""
+    return [dict(vars(holder)) for holder in holders if hasattr(holder, "__dict__")]
+
+
+def same_attributes(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> bool:
+    """Whether these are the same names, and the same objects."""
+    pairs = list(zip(before, now, strict=True))
+    return all(own.keys() == other.keys() and all(own[name] is other[name] for name in own) for own, other in pairs)
 
 
 @contextlib.contextmanager

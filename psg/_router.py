@@ -368,7 +368,7 @@ class Router(Watch):
             raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
         if not _random.same_state(state, _random.get_state(tensors)):
             raise Unsupported(f"{what} draws random numbers")
-        if attributes != _functions.attributes_of(others):
+        if not _functions.same_attributes(attributes, _functions.attributes_of(others)):
             # All backward passes run after all forward passes: each would see what the last sample has left.
             raise Unsupported(f"{what} sets attributes of its class or of an argument; what its backward needs belongs on ctx")
         return output

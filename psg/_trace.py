@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psg import _ambient, _trees
+from psg import _ambient, _functorch, _trees
 from psg._errors import PsgError, StateError
 from psg._ops import read_by
 
@@ -155,13 +155,13 @@ class _ConstantsAsInputs(TorchDispatchMode):
             raise PsgError(f"the size of the output of {func} depends on the data")
         output = self._run(func, args, kwargs)
         if known or func is torch.ops.aten.lift_fresh.default:
-            self._known |= set(map(_weak_storage, _strided(_trees.flatten(output)[0])))
+            self._known |= set(map(_functorch.storage_of, _strided(_trees.flatten(output)[0])))
         else:
-            self._known -= set(map(_weak_storage, _strided(_written(func, args, kwargs))))
+            self._known -= set(map(_functorch.storage_of, _strided(_written(func, args, kwargs))))
         return output
 
     def _knows(self, tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and _weak_storage(tensor) in self._known
+        return tensor.layout == torch.strided and _functorch.storage_of(tensor) in self._known
 
     def _literal(self, tensor: Tensor) -> Tensor:
         """The same values as a literal of the graph."""
@@ -202,10 +202,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     written = [value for argument, value in arguments if argument.is_write]
     written += [kwargs[argument.name] for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
     return _trees.tensors_in(_trees.flatten(written)[0])
-
-
-def _weak_storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _strided(leaves: Sequence[Any]) -> list[Tensor]:

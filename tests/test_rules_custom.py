@@ -544,6 +544,16 @@ def test_an_output_of_a_function_that_all_samples_share_is_differentiated_in_a_l
     assert_trees_close(own.grad, other.grad, per_sample=False)
 
 
+@pytest.mark.parametrize("n", range(1, 7))
+def test_state_that_a_function_replaces_is_seen_for_any_number_of_samples(n, device):
+    """Its value for the last sample may lie where the one before the call did."""
+    holder = Holder()
+    holder.seen = torch.zeros(3, device=device)
+    w, x = torch.randn(3, 4, device=device), torch.randn(n, 4, device=device)
+    with pytest.raises(psg.PsgError, match="sets attributes"):
+        psg.per_sample_grad(lambda w, x: Remembering.apply(w @ x, holder).sum(), method="capture")(w, x)
+
+
 def test_a_function_that_is_given_one_tensor_twice_sees_that(device):
     class Product(torch.autograd.Function):
         @staticmethod
