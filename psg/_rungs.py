@@ -297,9 +297,9 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> No
     """Refuse a loss that was computed from another sample's copy of the parameters, and check the outside tensors in its graph."""
     ids = set(map(id, own))
     for leaf in own:
-        vars(leaf)["_psg_sample"] = True
+        vars(leaf)["_psg_loop_leaf"] = True
     for node in nodes:
-        if hasattr(node, "variable") and "_psg_sample" in vars(node.variable) and id(node.variable) not in ids:
+        if hasattr(node, "variable") and "_psg_loop_leaf" in vars(node.variable) and id(node.variable) not in ids:
             raise Stale("a value of the parameters of another sample")
     call.outside.expect(nodes, seen | ids)
 

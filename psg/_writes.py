@@ -64,7 +64,7 @@ class Aliases:
     def __init__(self, laid_out: Sequence[Tensor], follows: bool) -> None:
         self._laid_out = laid_out
         self._follows = follows
-        self._any = False
+        self._found = False
         self._partners: dict[Any, set[Any]] = {}
         self.outdated: set[Any] = set()
 
@@ -74,13 +74,13 @@ class Aliases:
 
     def note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> Any:
         """Track the result of an op that has run, given its arguments and the tensors among them; returns the result to go on with."""
-        if self._any and not self._follows:
+        if self._found and not self._follows:
             return output
         # `to` and its kin look at the strides of the whole batch, even if they are asked for a layout that each sample has.
         converts = func in _CONVERSIONS and kwargs.get("memory_format") is not None and output.dtype == tensors[0].dtype
         reshapes = func in _RESHAPING and _functorch.storage_of(tensors[0]) not in self._known
         if (converts or reshapes) and _functorch.is_vmapped(tensors[0]) or func is Tensor.__getitem__ and _selects(args[1]):
-            self._any = True
+            self._found = True
             return self._pair(tensors[0], output) if self._follows else output
         return output
 
@@ -99,7 +99,7 @@ class Aliases:
         Raises:
             Retry: There are tensors to be followed.
         """
-        if self._any and not self._follows:
+        if self._found and not self._follows:
             raise Retry(f"{op} writes into a tensor after a reshape", follows=True)
         for node in map(_functorch.storage_of, tensors):
             self.outdated |= self._partners.get(node, set()) - {node}
