@@ -513,3 +513,63 @@ def test_what_takes_too_much_memory_is_not_tried_again(params, x):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         psg.per_sample_norm(fn)(params, x)
     assert len(calls) == 1 and "chunk_size" in caught.value.__notes__[0]
+
+
+class Slotted:
+    """A function that takes no weak reference."""
+
+    __slots__ = ()
+
+    def __call__(self, w, x):
+        return score(w * x)
+
+
+@pytest.mark.parametrize("fn", [torch.dot, Slotted()], ids=["without a signature", "without weak references"])
+def test_unusual_functions(fn, x, device):
+    w = torch.randn(3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    keep = torch.arange(N, device=device) > 0
+    assert_trees_close(psg.clipped_grad(fn, float("inf"))(w, x, mask=keep).grads, loop_grad(fn)(w, x[1:]).sum(0), per_sample=False)
+    with pytest.raises(psg.PsgError, match="no argument has a dimension for the samples"):
+        psg.per_sample_grad(fn)(w, 3)
+
+
+@pytest.mark.parametrize(
+    "use, message",
+    [
+        (lambda clipped: psg.tree.add_noise(clipped, 1.0), "add_noise: got a ClippedGrad: pass its grads"),
+        (lambda clipped: psg.tree.norm(clipped), "norm: got a ClippedGrad; expected per-sample gradients"),
+    ],
+)
+def test_a_clipped_grad_in_the_place_of_a_tree(use, message, params, x):
+    with pytest.raises(psg.PsgError, match=message):
+        use(psg.clipped_grad(loss, 1.0)(params, x))
+
+
+def test_a_parameter_that_no_longer_requires_grad(x, device):
+    def fn(w, x):
+        w.requires_grad_(False)
+        return score(w * x)
+
+    w = torch.randn(3, device=device)
+    with pytest.raises(psg.PsgError, match=r"requires_grad_\(False\) on a parameter"):
+        psg.per_sample_grad(fn, method="capture")(w, x)
+    with pytest.warns(psg.FallbackWarning, match=r"requires_grad_\(False\) on a parameter"):
+        found = psg.per_sample_grad(fn)(w, x)
+    assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_truth_of_a_tensor_of_several_numbers(method, x, device):
+    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
+        psg.per_sample_grad(lambda w, x: w.sum() if x else (w * x).sum(), method=method)(torch.ones(3, device=device), x)
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "loop"])
+def test_a_derivative_inside_fn_of_several_numbers(method, x, device):
+    def fn(w, x):
+        own = x.detach().requires_grad_()
+        return (torch.autograd.grad(w * own, own)[0] * w).sum()
+
+    with pytest.raises((RuntimeError, psg.PsgError), match="no scalar|only for scalar outputs"):
+        psg.per_sample_grad(fn, method=method)(torch.ones(3, device=device), x)

@@ -1152,3 +1152,11 @@ def test_a_part_of_the_parameters_runs_compiled(device):
     runs.clear()
     same(fast(part, x, y), psg.per_sample_norm(loss)(part, x, y))
     assert runs
+
+
+def test_what_is_no_function_and_a_representation():
+    with pytest.raises(psg.PsgError, match="expected a function, got 3"):
+        psg.jit(3)
+    norms = psg.jit(psg.per_sample_norm(torch.dot), backend="eager")
+    norms(torch.ones(3), torch.ones(2, 3))
+    assert repr(norms) == "psg.jit(per_sample_norm(dot)), compiled for 1 signatures"

@@ -173,3 +173,13 @@ def test_padding_keeps_its_tangent(transform, method, device):
     expected_values, expected = loop_value_and_grad(fn)(*args)
     assert_trees_close(values, expected_values)
     assert_trees_close(grads, expected)
+
+
+def test_a_padding_index_that_is_no_row(device):
+    """`torch.embedding` does not look at it, where `F.embedding` raises an error."""
+    table, tokens = torch.randn(5, 2, device=device), torch.randint(0, 5, (4, 3), device=device)
+
+    def fn(table, tokens):
+        return torch.embedding(table, tokens, 7).tanh().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(table, tokens), loop_grad(fn)(table, tokens))

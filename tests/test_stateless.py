@@ -779,6 +779,11 @@ def test_a_criterion_of_the_output_alone(criterion, device):
     psg.check(lambda p, x: loss(p, x).sum())(params, torch.randn(4, 3, device=device))
 
 
+def test_a_criterion_without_a_signature(device):
+    loss, params = psg.stateless(nn.Linear(3, 2).to(device), torch.dist)
+    psg.check(loss)(params, torch.randn(4, 3, device=device), torch.randn(4, 2, device=device))
+
+
 @pytest.mark.parametrize("change", [nn.Module.float, lambda module: vector_to_parameters(torch.ones(8), module.parameters())])
 def test_parameters_that_the_module_has_left_behind(change):
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
