@@ -3,8 +3,9 @@
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from types import NoneType
 from typing import Any
 
 import optree
@@ -56,24 +57,47 @@ def _register(kind: type) -> bool:
     elif dataclasses.is_dataclass(kind):
         names = tuple(field.name for field in dataclasses.fields(kind))
 
-        def unflatten(_: Any, children: Sequence[Any]) -> Any:
+        def unflatten(others: _Others, children: Sequence[Any]) -> Any:
             value = object.__new__(kind)  # no __init__: it may check or derive, and the children may be anything
             for name, child in zip(names, children, strict=True):
                 object.__setattr__(value, name, child)
-            return value
+            return _restore(value, others)
 
-        register(kind, lambda value: ([getattr(value, name) for name in names], None, names), unflatten, namespace=NAMESPACE)
+        flatten = lambda value: ([getattr(value, name) for name in names], _others(value, names), names)  # noqa: E731
+        register(kind, flatten, unflatten, namespace=NAMESPACE)
     elif issubclass(kind, Mapping):
         make: Any = kind
         register(
             kind,
-            lambda value: (list(value.values()), tuple(value), tuple(value)),
-            lambda keys, children: make(dict(zip(keys, children, strict=True))),
+            lambda value: (list(value.values()), (tuple(value), _others(value, value)), tuple(value)),
+            lambda held, children: _restore(make(dict(zip(held[0], children, strict=True))), held[1]),
             namespace=NAMESPACE,
         )
     else:
         return False
     return True
+
+
+_Others = tuple[tuple[str, Any, str], ...]
+
+
+def _others(value: Any, names: Container[str]) -> _Others:
+    """The Python values, beside those named, that a container has as attributes: name, value and, because 1 == 1.0 == True, its repr."""
+    held = [(name, own) for name, own in getattr(value, "__dict__", {}).items() if name not in names and type(own) in _PLAIN]
+    # A property that is cached may be one of the whole batch.
+    return tuple((name, own, repr(own)) for name, own in held if not isinstance(getattr(type(value), name, None), _DERIVED))
+
+
+def _restore(value: Any, others: _Others) -> Any:
+    """Give a container that was made anew the attributes for which it has a default."""
+    for name, own, _ in others:
+        if hasattr(value, name):
+            object.__setattr__(value, name, own)
+    return value
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, NoneType)
+_DERIVED = (property, cached_property)
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:

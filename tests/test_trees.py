@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import threading
 
 import optree
@@ -181,3 +182,44 @@ def test_a_container_that_is_registered_after_it_was_met(device):
         psg.per_sample_grad(by_attributes)(late, x)
     torch_pytree.register_pytree_node(Late, lambda node: ([node.weight, node.bias], None), lambda leaves, _: Late(*leaves))
     assert psg.per_sample_grad(by_attributes)(late, x).weight.shape == (N, 4, 3)
+
+
+class Options(dict):
+    """A mapping with an attribute that has a default, and with what it has computed."""
+
+    scale = 1.0
+
+    @functools.cached_property
+    def count(self):
+        return len(self["x"])
+
+
+@dataclasses.dataclass
+class Example:
+    x: torch.Tensor
+    scale = 1.0  # no field
+
+    @functools.cached_property
+    def count(self):
+        return len(self.x)
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+@pytest.mark.parametrize("kind", [Options, Example])
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_attributes_beside_the_leaves(kind, method, device):
+    def fn(w, example):
+        assert example.count == 4
+        return score(w * example["x"]) * example.scale
+
+    w, x = torch.randn(4, device=device), torch.randn(N, 4, device=device)
+    batch = kind(x=x)
+    batch.scale = 3.0
+    assert batch.count == N
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, batch), loop_grad(lambda w, x: 3 * score(w * x))(w, x))
+    fast = psg.jit(psg.per_sample_norm(fn), backend="eager")
+    fast(w, batch)
+    batch.scale = 2.0
+    assert_trees_close(fast(w, batch), psg.per_sample_norm(lambda w, x: 2 * score(w * x))(w, x))
