@@ -91,7 +91,7 @@ def jit(
         mode: As in torch.compile, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
         buckets: Pad batches to a few sizes, so that a varying number of samples (Poisson sampling) does not compile anew for each: an
             integer b for multiples of b, or a sequence of sizes (beyond the largest, its multiples). Padding repeats the last sample; it
-            contributes exactly zero to sums and does not appear in the result. Only for functions made by psg's transforms.
+            contributes exactly zero to sums and does not appear in the result; random numbers are those of the padded batch. Only for functions made by psg's transforms.
         check: Compare the first result of every signature with the eager one. Where they differ by more than rounding the inputs explains,
             a FallbackWarning says so, and calls of that signature stay eager.
 

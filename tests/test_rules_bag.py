@@ -46,7 +46,7 @@ def bag_problems(draw):
             },
         )
     )
-    last = kind != "matrix" and draw(st.booleans())
+    last = draw(st.booleans())  # ignored for a matrix
     if last:
         options["include_last_offset"] = True
     shape = (bags, t) if kind == "matrix" else (t,)
@@ -99,10 +99,11 @@ def test_ties_of_a_maximum(n, rows, t, seed, device):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("offsets", [False, True])
-def test_the_module_takes_the_rule(mode, offsets, device):
-    module = nn.EmbeddingBag(7, 3, mode=mode, padding_idx=2, include_last_offset=offsets).to(device)
+@pytest.mark.parametrize("last", [False, True])
+def test_the_module_takes_the_rule(mode, offsets, last, device):
+    module = nn.EmbeddingBag(7, 3, mode=mode, padding_idx=2, include_last_offset=last).to(device)
     ids = torch.randint(7, (3, 6) if offsets else (3, 2, 4), device=device)
-    extra = (torch.tensor([[0, 2, 6], [0, 0, 6], [0, 6, 6]], device=device),) if offsets else ()
+    extra = (torch.tensor([[0, 2, 6], [0, 0, 6], [0, 6, 6]], device=device)[:, : 2 + last],) if offsets else ()
 
     def fn(params, *inputs):
         return score(functional_call(module, params, inputs))

@@ -159,6 +159,7 @@ def embedding_bag(
         return NotImplemented
     if padding_idx is not None and not -rows <= padding_idx < rows:
         return NotImplemented
+    include_last_offset = include_last_offset and offsets is not None  # torch ignores it without offsets
     starts = _starts(input, offsets, include_last_offset)
     if starts is None:
         return NotImplemented
