@@ -5,7 +5,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Hashable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeGuard
 from weakref import ref
 
@@ -67,11 +67,11 @@ def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
 def code_of(function: Any) -> Hashable:
     """A function's identity in the keys of `warn_once`: its code object under wrappers; its type if it is not written in Python.
 
-    Functions of `stateless` share their code, and are told apart by their `cache_key`.
+    Functions that psg makes, those of `stateless` for example, share their code, and are told apart by themselves.
     """
     function = inspect.unwrap(function)
-    if (cache_key := getattr(function, "cache_key", None)) is not None:
-        return ref(cache_key)
+    if isinstance(function, FunctionType) and function.__module__.partition(".")[0] == "psg":
+        return ref(function)
     return getattr(function, "__code__", type(function))
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
@@ -19,10 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, user_line
-from psg._stateless import Called, collecting_calls, state_of
+from psg._ops import handles_ops
+from psg._stateless import Called, Guard, collecting_calls
 from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
@@ -67,14 +70,15 @@ def jit(
       values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings. Each signature is
       compiled once. Other objects are told apart by their hash: changes of their attributes are not seen.
     - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
-      it by another tensor is not. In modules, psg does see this: for functions made by `psg.stateless`, wherever fn calls them, and for
-      modules among the arguments, replaced buffers, frozen parameters or submodules, forward hooks and `train()`/`eval()` lead to a new
-      trace, in the criterion too. Give any other function an attribute `cache_key` for this: a function without arguments, whose
-      hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack)
+      it by another tensor is not. In modules, psg does see this: for every module of which fn reads anything, wherever it holds it,
+      replaced buffers, frozen parameters or submodules, hooks, `train()`/`eval()`, and new values of the attributes that fn reads (a
+      dropout's `p`) lead to a new trace, in the criterion too. What lists and dicts hold is not looked at. After 16 traces for one
+      signature, further changes run eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without arguments,
+      whose hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack)
       cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
-    - Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes a Python
-      value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from numbers.
-      So does a transform with `method="batch"`, which looks at the data.
+    - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes
+      a Python value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from
+      numbers. So does a transform with `method="batch"`, which looks at the data.
     - `torch.compiler.is_compiling()` is true during the trace. Models that take a shortcut where a mask masks nothing should ask that
       first, as those of transformers do, and then take the path that is right for every mask.
     - fn must not write into an argument or a tensor that it closes over: return the new values instead.
@@ -91,7 +95,8 @@ def jit(
         mode: As in torch.compile, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
         buckets: Pad batches to a few sizes, so that a varying number of samples (Poisson sampling) does not compile anew for each: an
             integer b for multiples of b, or a sequence of sizes (beyond the largest, its multiples). Padding repeats the last sample; it
-            contributes exactly zero to sums and does not appear in the result; random numbers are those of the padded batch. Only for functions made by psg's transforms.
+            contributes exactly zero to sums and does not appear in the result; random numbers are those of the padded batch. Only for
+            functions made by psg's transforms.
         check: Compare the first result of every signature with the eager one. Where they differ by more than rounding the inputs explains,
             a FallbackWarning says so, and calls of that signature stay eager.
 
@@ -143,14 +148,14 @@ class Jitted:
         label = label_of(fn)
         if label is not None:
             mark(self, label)
-        self._cache: dict[Hashable, _Entry] = {}
-        # By signature: the `cache_key` of every function of `stateless` that its traces have called.
-        self._cache_keys: dict[Hashable, tuple[Callable[[], Hashable], ...]] = {}
+        # By signature, then by what a trace depends on beside it, then by the state that this was in.
+        self._cache: dict[Hashable, dict[Guard, dict[Hashable, _Entry]]] = {}
+        self._builds: Counter[Hashable] = Counter()
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         """The function's name, and the number of signatures."""
-        return f"psg.jit({self._name}), compiled for {len(self._cache)} signatures"
+        return f"psg.jit({self._name}), compiled for {len(self.cache_info())} signatures"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, compiled for this signature."""
@@ -171,13 +176,13 @@ class Jitted:
 
     def cache_info(self) -> list[Compiled]:
         """The signatures met so far, in order."""
-        return [entry.info for entry in self._cache.values()]
+        return [entry.info for guarded in self._cache.values() for entries in guarded.values() for entry in entries.values()]
 
     def cache_clear(self) -> None:
         """Forget what has been compiled."""
         with self._lock:
             self._cache.clear()
-            self._cache_keys.clear()
+            self._builds.clear()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec, orders = _flatten((args, kwargs))
@@ -186,19 +191,31 @@ class Jitted:
         tensors = _trees.tensors_in(leaves)
         if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._fn(*args, **kwargs)
-        if any(tensor.numel() == 0 for tensor in tensors):
-            return self._fn(*args, **kwargs)  # an empty batch: nothing to compile
-        signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), self._key())
-        entry = self._entry(signature)
+        if any(tensor.numel() == 0 or handles_ops(tensor) for tensor in tensors):
+            return self._fn(*args, **kwargs)  # an empty batch: nothing to compile; or a tensor whose class sees no op of a compiled graph
+        # psg's transforms enable autograd themselves.
+        modes = None if self._batching is not None else (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), modes, self._key())
+        entry = self._entry(signature, tensors)
         if entry is None:
             with self._lock:
-                entry = self._entry(signature)
+                entry = self._entry(signature, tensors)
+                if entry is None and self._builds[signature] == _MOST_BUILDS:
+                    return self._fn(*args, **kwargs)
                 if entry is None:
-                    entry, cache_keys = self._build(leaves, spec)
+                    entry, guard = self._build(leaves, spec)
                     # If the function itself raises, it does so here, before anything is cached.
                     result = None if entry.info.error is None else self._fn(*args, **kwargs)
-                    self._cache_keys[signature] = tuple(dict.fromkeys((*self._cache_keys.get(signature, ()), *cache_keys)))
-                    self._cache[self._state(signature)] = entry
+                    self._cache.setdefault(signature, {}).setdefault(guard, {})[guard.state()] = entry
+                    self._builds[signature] += 1
+                    if self._builds[signature] == _MOST_BUILDS:
+                        warnings.warn(
+                            f"psg.jit({self._name}): compiled {_MOST_BUILDS} times for {entry.info.signature}, because attributes of "
+                            "modules or the shapes of tensors that the function closes over have changed. Calls after further changes "
+                            "run eagerly. Pass what changes as an argument.",
+                            FallbackWarning,
+                            stacklevel=3,
+                        )
                     if entry.info.error is not None:
                         what = f"Calls of this signature run eagerly: {entry.info.signature}."
                         warnings.warn(f"psg.jit({self._name}): {entry.info.error}. {what}", FallbackWarning, stacklevel=3)
@@ -207,22 +224,21 @@ class Jitted:
             return self._fn(*args, **kwargs)
         return entry.program(tensors)
 
-    def _state(self, signature: Hashable) -> Hashable:
-        """The cache's key: the signature, and the state of the modules whose `stateless` functions its traces have called."""
-        return signature, tuple(cache_key() for cache_key in self._cache_keys.get(signature, ()))
+    def _entry(self, signature: Hashable, tensors: Sequence[Tensor]) -> "_Entry | None":
+        for guard, entries in list(self._cache.get(signature, {}).items()):  # a copy: another thread may add to it
+            entry = entries.get(guard.state())
+            if entry is not None and (entry.program is None or not entry.program.is_outdated(tensors)):
+                return entry
+        return None
 
-    def _entry(self, signature: Hashable) -> "_Entry | None":
-        entry = self._cache.get(self._state(signature))
-        return None if entry is None or entry.program is not None and entry.program.is_outdated else entry
-
-    def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", list[Callable[[], Hashable]]]:
-        """A new entry, and the `cache_key` functions of what the trace depends on beside the signature."""
+    def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", Guard]:
+        """A new entry, and what the trace depends on beside the signature."""
         tensors = [tensor.detach() for tensor in _trees.tensors_in(leaves)]
         signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         name = self._name
         start, state = time.perf_counter(), _random.get_state(tensors)
         _log.info("%s: compiling for %s", name, signature)
-        found, program, error, called = None, None, None, Called([], {})
+        found, program, error, called = None, None, None, Called()
         generators: Generators = {}
 
         def rewind() -> None:
@@ -240,7 +256,13 @@ class Jitted:
 
         try:
             with _tracing, collecting_calls() as called:
-                found = trace(self._fn, leaves, spec, tensors, name, generators, called.constants)
+
+                def noted(*args: Any, **kwargs: Any) -> Any:
+                    mode: Any = get_proxy_mode()
+                    with called.noting(mode.tracer.root):  # the module in which the tracer keeps constants
+                        return self._fn(*args, **kwargs)
+
+                found = trace(noted, leaves, spec, tensors, name, generators, called.constants)
             program = _Program(found, tensors, self._compile)
             if self._check:
 
@@ -266,12 +288,19 @@ class Jitted:
         seconds = time.perf_counter() - start
         if error is None:
             _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
-        return _Entry(program, Compiled(signature, seconds, error)), [key for key in called.cache_keys if key is not self._key]
+        guard = called.guard()
+        return _Entry(program, Compiled(signature, seconds, error), guard.held()), guard
+
+
+# As often is one signature compiled, for different states of the modules and the tensors that the function closes over.
+_MOST_BUILDS = 16
 
 
 class _Entry(NamedTuple):
     program: "_Program | None"
     info: Compiled
+    held: list[Any]
+    """What must stay alive, because the cache's key has its ids."""
 
 
 class _Program:
@@ -279,7 +308,9 @@ class _Program:
 
     def __init__(self, trace: Trace, tensors: list[Tensor], compile: _Compile) -> None:
         self._trace = trace
-        self._expected = [_signature(tensor) for tensor in trace.captured]
+        self._outside = [*trace.captured, *trace.sized]
+        self._expected = [_signature(tensor) for tensor in self._outside]
+        self._offsets = [(place, tensors[place].storage_offset()) for place in trace.placed]
         with _ambient.off(), torch.no_grad():
             self._run = compile(trace.graph, [tensor.detach() for tensor in (*tensors, *trace.captured)])
 
@@ -289,10 +320,11 @@ class _Program:
             outputs = self._run(*(tensor.detach() for tensor in (*tensors, *self._trace.captured)))
         return _trees.unflatten(self._trace.spec, _trees.fill(self._trace.leaves, outputs))
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether tensors that the function closes over have other shapes, strides, dtypes or devices than when it was compiled."""
-        return any(_signature(tensor) != expected for tensor, expected in zip(self._trace.captured, self._expected, strict=True))
+    def is_outdated(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the program does not fit these arguments, or what the function closes over now."""
+        return any(_signature(tensor) != expected for tensor, expected in zip(self._outside, self._expected, strict=True)) or any(
+            tensors[place].storage_offset() != offset for place, offset in self._offsets
+        )
 
     @property
     def is_tracked(self) -> bool:
@@ -373,24 +405,29 @@ def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
 
 def _signature(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
-        return leaf.shape, strides, leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
+        kind = Tensor if isinstance(leaf, nn.Parameter) else type(leaf)
+        strides = leaf.stride() if leaf.layout == torch.strided else (leaf.layout, *_entries(leaf))
+        return kind, leaf.shape, strides, leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
     try:
         hash(leaf)
     except TypeError:
         raise InputError(
             f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it by functools.partial first."
         ) from None
-    if isinstance(leaf, nn.Module):
-        return leaf, state_of(leaf)
-    # Numbers by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN.
-    return type(leaf), repr(leaf) if isinstance(leaf, Number) else leaf
+    # Numbers by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN. Other kinds may have any repr.
+    return type(leaf), repr(leaf) if type(leaf) in (int, float, complex) else (leaf, repr(leaf)) if isinstance(leaf, Number) else leaf
+
+
+def _entries(tensor: Tensor) -> tuple[Any, ...]:
+    """What else the shape of a sparse tensor's parts depends on."""
+    return (tensor._nnz(), tensor.is_coalesced()) if tensor.layout == torch.sparse_coo else (tensor._nnz(),)
 
 
 def _surroundings() -> Hashable:
     """The settings that a trace depends on, beside the arguments."""
-    numerics = torch.get_default_dtype(), _ambient.default_device(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    return _ambient.autocast(), are_disabled(), plans.settings_key(), numerics
+    numerics = torch.get_default_dtype(), _ambient.default_device(), torch.get_float32_matmul_precision(), torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return _ambient.autocast(), are_disabled(), plans.settings_key(), numerics, strict
 
 
 def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:

@@ -1,6 +1,6 @@
 """What psg knows of torch's functions, and helpers that take their arguments apart."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -44,10 +44,12 @@ DIFFERENTIATING = {torch.autograd.grad, Tensor.backward}
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
 # These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (READS), of
-# where to split (_SPLITS), or of the tensors in a list (_FROM_LISTS).
+# where to split (_SPLITS), of the tensors in a list (_FROM_LISTS, _INDEXING), or of how many sequences each step of a pack has (_PACKED).
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
-_FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+_FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new, torch.sparse_coo_tensor}
+_INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+_PACKED = {torch._VF._pad_packed_sequence, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -58,11 +60,19 @@ def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     elif func in _SPLITS:
         items = (*args[1:], *(value for name, value in kwargs.items() if name != "input"))
     elif func in _FROM_LISTS:
-        items = leaves_of([item for item in (*args, *kwargs.values()) if isinstance(item, (list, tuple))], {})
-    elif func is torch.sparse_coo_tensor and len(args) < 3 and kwargs.get("size") is None:
-        items = args[0] if args else kwargs["indices"]
-        items = [items] if isinstance(items, Tensor) else leaves_of(items, {})
+        items = _in_lists((*args, *kwargs.values()))
+        if func is torch.sparse_coo_tensor and len(args) < 3 and kwargs.get("size") is None:
+            items = [*items, args[0] if args else kwargs["indices"]]
+    elif func in _INDEXING and isinstance(args[1], (tuple, list)):
+        items = _in_lists(args[1])  # a list of tensors is a tuple of indices, but one inside of it is an index
+    elif func in _PACKED and isinstance(args[1], Tensor) and not args[1].is_floating_point():
+        items = args[1:2]
     return [item for item in items if isinstance(item, Tensor)]
+
+
+def _in_lists(arguments: Iterable[Any]) -> list[Any]:
+    """The leaves of those arguments that are lists, or sequences of another kind."""
+    return leaves_of([list(item) for item in arguments if isinstance(item, Sequence) and not isinstance(item, str)], {})
 
 
 # Ops that select by a mask, or find nonzero entries: the number of entries is a Python value too.
@@ -184,6 +194,17 @@ def _inplace_position(func: Any) -> int | None:
     # torch.nn.functional's activations are Python functions with an option `inplace`.
     names = func.__code__.co_varnames[: func.__code__.co_argcount] if isinstance(func, FunctionType) else ()
     return names.index("inplace") if "inplace" in names else None
+
+
+def handles_ops(tensor: Tensor) -> bool:
+    """Whether the tensor's class handles ops itself, by a `__torch_function__` of its own."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return False
+    handler = type(tensor).__torch_function__
+    return getattr(handler, "__func__", handler) not in _USUAL
+
+
+_USUAL = {getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in (Tensor, torch.nn.Parameter)}
 
 
 Place = tuple[str, int | None]

@@ -16,6 +16,7 @@ from psg._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
+from psg._ops import handles_ops
 from psg.factors import Dense, Factor, Sum, concat
 
 
@@ -129,16 +130,10 @@ def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, 
     return _run_apart(capture_group, call, diverged.groups, state)
 
 
-_UNCHANGED = {getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in (Tensor, torch.nn.Parameter)}
-
-
 def _refuse_overrides(call: Call) -> None:
     """Refuse tensors whose class handles ops itself, by `__torch_function__`: under vmap's wrappers they would be plain tensors."""
     for position, leaf in enumerate(call.leaves):
-        if type(leaf) in (Tensor, torch.nn.Parameter) or not isinstance(leaf, Tensor):
-            continue
-        handler = type(leaf).__torch_function__
-        if getattr(handler, "__func__", handler) not in _UNCHANGED:
+        if isinstance(leaf, Tensor) and handles_ops(leaf):
             raise Unsupported(
                 f"{call.paths[position]} is a {type(leaf).__name__}, whose __torch_function__ sees no op under vmap; pass "
                 f".as_subclass(torch.Tensor) if none needs it"

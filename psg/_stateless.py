@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules import module as _modules
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
@@ -26,17 +26,85 @@ from psg._outside import UNDIFFERENTIATED, USED_ELSEWHERE, owning, refuse_own
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-class Called(NamedTuple):
-    """What a trace must know of the functions of `stateless` that it has called.
+class Called:
+    """What a trace must know of the modules that it has met.
 
     Attributes:
-        cache_keys: The `cache_key` of each: what the trace depends on.
-        constants: By id, parameters of the modules that the functions were not given: constants, though they require grad.
+        constants: By id, parameters that functions of `stateless` were not given: constants, though they require grad.
     """
 
-    cache_keys: list[Callable[[], Hashable]]
-    constants: dict[int, Tensor]
+    def __init__(self) -> None:
+        self.constants: dict[int, Tensor] = {}
+        self._read: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
 
+    @contextlib.contextmanager
+    def noting(self, *ignored: nn.Module) -> Iterator[None]:
+        """A context in which the trace's function runs: it notes which attributes of which modules are read."""
+        passed = frozenset(map(id, ignored))
+
+        def get(module: nn.Module, name: str) -> Any:
+            if id(module) not in passed and _called.get() is self:  # else another thread reads it
+                values = object.__getattribute__(module, "__dict__")
+                self._read.setdefault((id(module), name), (module, values.get(name)))
+            return super(nn.Module, module).__getattribute__(name)
+
+        kind: Any = nn.Module
+        kind.__getattribute__ = get
+        try:
+            yield
+        finally:
+            del kind.__getattribute__
+
+    def guard(self) -> "Guard":
+        """What the trace depends on, of all modules of which it has read something."""
+        roots: list[nn.Module] = []
+        inside: set[int] = set()
+        for module, _ in self._read.values():  # a module is read before what it contains
+            if id(module) not in inside:
+                roots.append(module)
+                inside.update(map(id, module.modules()))
+        # What the trace itself has changed (a counter, an activation that is kept) does not tell whether anything else has.
+        read = [(module, name) for (_, name), (module, first) in self._read.items() if first is vars(module).get(name)]
+        return Guard(tuple(roots), tuple((module, name) for module, name in read if name not in _INTERNAL and _may_vary(module, name)))
+
+
+def _may_vary(module: nn.Module, name: str) -> bool:
+    """Whether an attribute that was read is one of the instance, or may be replaced by one: not a method, a parameter or a submodule."""
+    return name == "forward" or name in vars(module)
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes of every module: `state_of` knows what matters of them."""
+
+
+class Guard(NamedTuple):
+    """Tells whether modules are as they were in a trace, except for the values of their tensors.
+
+    Attributes:
+        modules: The modules.
+        read: The attributes that the trace has read, by module and name.
+    """
+
+    modules: tuple[nn.Module, ...]
+    read: tuple[tuple[nn.Module, str], ...]
+
+    def state(self) -> Hashable:
+        """Equal states have equal traces, while what `held` gave is alive."""
+        states = []
+        for module in self.modules:
+            with _locks.get(module, contextlib.nullcontext()):  # in a call of another thread it may hold other tensors
+                states.append(state_of(module))
+        values = (vars(module).get(name) for module, name in self.read)
+        return tuple(states), tuple(value if type(value) in _PLAIN else id(value) for value in values)
+
+    def held(self) -> list[Any]:
+        """The objects whose ids are in the current state."""
+        children = [child for module in self.modules for child in module.modules()]
+        tensors = [tensor for child in children for held in (child._parameters, child._buffers) for tensor in held.values()]
+        return [*tensors, *(vars(module).get(name) for module, name in self.read)]
+
+
+_PLAIN = frozenset({bool, int, float, complex, str})
 
 _called: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=None)
 
@@ -44,7 +112,7 @@ _called: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=
 @contextlib.contextmanager
 def collecting_calls() -> Iterator[Called]:
     """A context that collects what `Called` holds."""
-    called = Called([], {})
+    called = Called()
     token = _called.set(called)
     try:
         yield called
@@ -54,13 +122,22 @@ def collecting_calls() -> Iterator[Called]:
 
 def state_of(module: nn.Module) -> Hashable:
     """What a trace of a module depends on, except the values of its tensors: submodules, their modes and hooks, which tensors they hold."""
-    # The modules themselves, because ids may be reused. For tensors ids suffice: a compiled program keeps those it reads alive.
+    # The modules themselves, because ids may be reused. Tensors are held by whoever keeps the state.
     children = tuple(module.named_modules(remove_duplicate=False))
     held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
-    # The keys of hooks are numbers that are given once.
-    hooks = tuple((*child._forward_pre_hooks, None, *child._forward_hooks) for _, child in children)
-    hooks += (*_global_forward_pre_hooks, None, *_global_forward_hooks)
+    hooks = tuple(tuple(own) for _, child in children for own in _hooks_of(child))  # their keys are numbers that are given once
+    hooks += tuple(map(tuple, _GLOBAL_HOOKS))
     return children, tuple(child.training for _, child in children), hooks, tuple(map(id, held))
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    *(_modules._global_forward_pre_hooks, _modules._global_forward_hooks),
+    *(_modules._global_backward_pre_hooks, _modules._global_backward_hooks),
+)
 
 
 def stateless(
@@ -152,12 +229,8 @@ def stateless(
     # torch's own losses hold no tensors.
     own_loss = vars(F).get(getattr(criterion, "__name__", "")) is criterion
     guarded = contextlib.nullcontext if own_loss else partial(_OwnParameterGuard, message=_KEPT_BY_CRITERION)
-    criteria = [] if criterion is None else [held for held in _reachable([criterion]) if isinstance(held, nn.Module) and held is not module]
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
-        called = _called.get()
-        if called is not None and cache_key not in called.cache_keys:
-            called.cache_keys.append(cache_key)
         if not isinstance(params, Mapping):
             raise InputError(
                 f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "
@@ -191,12 +264,6 @@ def stateless(
             error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}{named}.")
             raise
 
-    def cache_key() -> Hashable:
-        """For `psg.jit`: what the loss depends on, except its arguments and the values of the module's and the criterion's tensors."""
-        with lock:
-            return tuple(map(state_of, (module, *criteria)))
-
-    loss.cache_key = cache_key  # type: ignore[attr-defined]
     loss.__qualname__ = f"stateless({_kind(module)}).loss"
     return loss, params
 

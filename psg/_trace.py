@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psg import _ambient, _functorch, _trees
 from psg._errors import PsgError, StateError
-from psg._ops import read_by
+from psg._ops import CONVERSIONS, METADATA, read_by
 
 
 class Trace(NamedTuple):
@@ -32,6 +32,8 @@ class Trace(NamedTuple):
         graph: Maps the tensors of the arguments, followed by those captured, to those of the result.
         captured: The tensors that the function closes over.
         recorded: Those of them that autograd would record: all but a module's parameters that `stateless` has detached.
+        sized: Other tensors that the function closes over, of which it reads the shape or the dtype.
+        placed: The tensors among the arguments whose `storage_offset` it reads, by position.
         leaves: The leaves of the result; tensors stand for the graph's outputs.
         spec: The structure of the result.
     """
@@ -39,6 +41,8 @@ class Trace(NamedTuple):
     graph: GraphModule
     captured: list[Tensor]
     recorded: list[Tensor]
+    sized: list[Tensor]
+    placed: list[int]
     leaves: list[Any]
     spec: Any
 
@@ -73,10 +77,11 @@ def trace(
         Exception: The tracer refuses an op, or the function raises an error itself.
     """
     result: list[Any] = []
+    reads = _Reads(generators)
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling(), _ConstantsAsInputs(tensors, name), _Reads(generators):
+        with _ambient.compiling(), _ConstantsAsInputs(tensors, name), reads:
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(_trees.tensors_in(result[0]))
 
@@ -109,7 +114,9 @@ def trace(
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.graph.erase_node(node)
     graph.recompile()
-    return Trace(graph, captured, recorded, *result)
+    placed = [place for place, tensor in enumerate(tensors) if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
+    sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
+    return Trace(graph, captured, recorded, sized, placed, *result)
 
 
 def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
@@ -141,7 +148,8 @@ class _ConstantsAsInputs(TorchDispatchMode):
         kwargs = kwargs or {}
         operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
         tags = func.tags if isinstance(func, OpOverload) else ()
-        counts = torch.Tag.dynamic_output_shape in tags
+        counts = torch.Tag.dynamic_output_shape in tags or func in _SIZED_BY_DATA
+        counts |= func in _SPARSE_PARTS and _storage(operands[0]) not in self._outside
         known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in tags and all(map(self._knows, operands))
         if known and operands and (counts or func in _PYTHON_VALUED) and get_proxy_mode() is not None:
             with disable_proxy_modes_tracing():
@@ -188,6 +196,16 @@ class _ConstantsAsInputs(TorchDispatchMode):
 # Ops with a Python value, which the tracer gives only of literals.
 _PYTHON_VALUED = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 
+# Ops whose output has a size that depends on the data, though they have no such tag; these parts of a sparse tensor that fn makes do too.
+_SIZED_BY_DATA = {
+    torch.ops.aten._pack_padded_sequence.default,
+    *(torch.ops.aten._to_sparse.default, torch.ops.aten._to_sparse.sparse_dim, torch.ops.aten._to_sparse_csr.default),
+    *(torch.ops.aten._to_sparse_csc.default, torch.ops.aten._to_sparse_bsr.default, torch.ops.aten._to_sparse_bsc.default),
+}
+_SPARSE_PARTS = {
+    getattr(torch.ops.aten, name).default for name in ("_nnz", "_values", "values", "_indices", "indices", "crow_indices", "col_indices")
+}
+
 # In training mode these write into running statistics, and their schemas do not say so.
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default}
 
@@ -216,21 +234,43 @@ class _Reads(TorchFunctionMode):
     """Makes the tracer refuse reads of memory that are no ops, by asking it for one entry, which it gives only of constants.
 
     It also notes the generators that ops draw from.
+
+    Attributes:
+        sized: Tensors unknown to the tracer of which the function has read the shape or the dtype, by id.
+        placed: The storages of tensors of which it has read where they begin.
     """
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()
         self._generators = generators
+        self.sized: dict[int, Tensor] = {}
+        self.placed: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for leaf in (*args, *kwargs.values()):
             if isinstance(leaf, torch.Generator) and id(leaf) not in self._generators:
                 self._generators[id(leaf)] = leaf, leaf.get_state()
+        if func in _MEASURES and (mode := get_proxy_mode()) is not None and not _functorch.is_wrapped(args[0]):
+            if not has_proxy_slot(args[0], mode.tracer):
+                self.sized[id(args[0])] = args[0]
+        if func is Tensor.storage_offset:
+            self.placed.add(_storage(_functorch.bare(args[0])))
         for tensor in read_by(func, args, kwargs):
             if tensor.numel():
                 tensor.detach().flatten()[0].item()
+        if func in CONVERSIONS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+            raise PsgError("a constructor such as torch.FloatTensor reads a tensor unseen by the tracer; torch.stack makes one of tensors")
         return func(*args, **kwargs)
+
+
+_MEASURES = METADATA | {
+    Tensor.is_contiguous,
+    Tensor.nelement,
+    Tensor.ndimension,
+    Tensor.element_size,
+    vars(torch._C.TensorBase)["nbytes"].__get__,
+}
 
 
 def _captured(graph: GraphModule) -> list[Tensor]:

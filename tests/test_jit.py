@@ -10,6 +10,7 @@ import shutil
 import threading
 import unittest
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from agreement import linear_args, linear_loss
 from cases import N, each_case
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import psg
 from psg.rules import _fused, _gates
@@ -1160,3 +1162,201 @@ def test_what_is_no_function_and_a_representation():
     norms = psg.jit(psg.per_sample_norm(torch.dot), backend="eager")
     norms(torch.ones(3), torch.ones(2, 3))
     assert repr(norms) == "psg.jit(per_sample_norm(dot)), compiled for 1 signatures"
+
+
+# --- what a trace reads unseen, or takes for the same -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, k: x[[k, 0], 1].sum(),
+        lambda x, k: x[:, [k, 0]].sum(),
+        lambda x, k: x[0, [[k, 0]]].sum(),
+        lambda x, k: (torch.FloatTensor([k, 1.0]).to(x.device) * x.sum()).sum(),
+        lambda x, k: (x.new([k, 1.0]) * x.sum()).sum(),
+        lambda x, k: torch.sparse_coo_tensor([[0]], [k], (1,)).to_dense().sum() * x.sum(),
+        lambda x, k: x.sum() / (torch.arange(3, device=k.device) < k).float().to_sparse()._nnz(),
+    ],
+    ids=["index", "second index", "nested index", "FloatTensor", "new", "sparse tensor", "number of entries"],
+)
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning", "ignore::UserWarning")
+def test_values_that_are_read_unseen(read, device):
+    k = torch.tensor(1, device=device)
+    fn = psg.per_sample_norm(lambda w, x: read(w * x, k) ** 2)
+    fast = psg.jit(fn, backend="eager")
+    w, x = torch.randn(3, 3, device=device), torch.randn(4, 3, 3, device=device)
+    for value in (1, 2):
+        k.fill_(value)
+        same(fast(w, x), fn(w, x))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_packed_sequences_of_other_lengths(device):
+    def step(w, x, lengths):
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return norms(w, pad_packed_sequence(packed, batch_first=True)[0])
+
+    norms = psg.per_sample_norm(lambda w, x: (w * x).square().mean())
+    fast = psg.jit(step, backend="eager")
+    w, x = torch.randn(3, device=device), torch.randn(2, 5, 3, device=device)
+    for lengths in ([5, 3], [5, 5], [2, 1]):
+        same(fast(w, x, torch.tensor(lengths)), step(w, x, torch.tensor(lengths)))
+
+
+def test_where_a_tensor_begins_in_memory(device):
+    norms = psg.per_sample_norm(lambda w, x: (w * x).sum() ** 2)
+    step = lambda w, s: norms(w, torch.as_strided(s, (3, 4), (1, 1), s.storage_offset()))  # noqa: E731
+    fast = psg.jit(step, backend="eager")
+    w, series = torch.randn(4, device=device), torch.randn(40, device=device)
+    for start in (0, 5):
+        same(fast(w, series[start : start + 6]), step(w, series[start : start + 6]))
+
+
+def test_the_shape_alone_of_what_fn_closes_over(device):
+    queue = torch.zeros(4, device=device)
+    fn = psg.per_sample_norm(lambda w, x: (w * x).sum() ** 2 / len(queue))
+    fast = psg.jit(fn, backend="eager")
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    same(fast(w, x), fn(w, x))
+    queue.resize_(8)
+    same(fast(w, x), fn(w, x))
+
+
+class Scaled(nn.Module):
+    """A module with an attribute, and a buffer of which only the length is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale, self.calls = nn.Linear(4, 2), 1.0, 0
+        self.register_buffer("queue", torch.zeros(2))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * self.scale / len(self.queue) * (3 if self.training else 1)
+
+
+teacher = Scaled().requires_grad_(False).double()  # made before the tests' default dtype is set
+
+
+class Distance:
+    def __init__(self):
+        self.net = teacher
+
+    def __call__(self, output, x):
+        return (output - self.net(x)).square().sum()
+
+
+class Hiding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 2), [teacher]
+
+    def forward(self, x):
+        return self.linear(x) - self.kept[0](x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: psg.stateless(nn.Linear(4, 2), lambda output, x: (output - teacher(x)).square().sum()),
+        lambda: psg.stateless(nn.Linear(4, 2), Distance()),
+        lambda: psg.stateless(Hiding(), lambda output, x: output.square().sum()),
+        lambda: (lambda w, x, _: (F.linear(x, w["w"]) - teacher(x)).square().sum(), {"w": torch.randn(2, 4)}),
+    ],
+    ids=["a global", "an attribute of a criterion", "in a list", "without stateless"],
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: teacher.train(not teacher.training),
+        lambda: setattr(teacher, "scale", teacher.scale + 1),
+        lambda: setattr(teacher, "queue", torch.zeros(len(teacher.queue) + 1)),
+        lambda: setattr(teacher, "forward", lambda x: 2 * teacher.linear(x)),
+    ],
+    ids=["mode", "attribute", "buffer", "forward"],
+)
+def test_modules_are_looked_after_wherever_they_are(make, change):
+    loss, params = make()
+    fn = psg.per_sample_norm(loss)
+    fast = psg.jit(fn, backend="eager")
+    x = torch.randn(3, 4)
+    try:
+        for _ in range(2):
+            same(fast(params, x, x), fn(params, x, x))
+            before = len(fast.cache_info())
+            same(fast(params, x, x), fn(params, x, x))  # fn has changed a counter meanwhile
+            assert len(fast.cache_info()) == before
+            change()
+            same(fast(params, x, x), fn(params, x, x))
+    finally:
+        vars(teacher).pop("forward", None)
+
+
+def test_a_replaced_buffer_stays_alive_with_its_signature():
+    """Otherwise its successor could lie in its place, and be taken for it."""
+    module = Scaled()
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fast = psg.jit(psg.per_sample_norm(loss), backend="eager")
+    fast(params, torch.randn(3, 4))
+    former = weakref.ref(module.queue)
+    module.queue = torch.zeros(3)
+    assert former() is not None
+    fast.cache_clear()
+    assert former() is None
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_backward_hooks_are_traced_anew():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    loss, params = psg.stateless(net, lambda output: output.square().sum())
+    fn = psg.per_sample_grad(loss)
+    fast, x = psg.jit(fn, backend="eager"), torch.randn(3, 4)
+    same(fast(params, x), fn(params, x))
+    net[2].register_full_backward_hook(lambda module, given, cotangent: (2 * given[0],))
+    same(fast(params, x), fn(params, x))
+
+
+def test_states_that_change_at_every_call_run_eagerly_at_last():
+    module = Scaled()
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fn = psg.per_sample_norm(loss)
+    fast, x = psg.jit(fn, backend="eager"), torch.randn(3, 4)
+    with pytest.warns(psg.FallbackWarning, match=r"compiled 16 times for .*Pass what changes as an argument"):
+        for step in range(20):
+            module.scale = 1.0 + step
+            same(fast(params, x), fn(params, x))
+    assert len(fast.cache_info()) == 16
+
+
+class Tripled(torch.Tensor):
+    """A tensor with a sine of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            output = func(*args, **(kwargs or {}))
+        return 3 * output if func is torch.Tensor.sin else output
+
+
+class Level(int):
+    def __repr__(self):
+        return "Level"
+
+
+@pytest.mark.parametrize("one, another", [(torch.ones(4), torch.ones(4).as_subclass(Tripled)), (Level(2), Level(4))])
+def test_arguments_that_look_alike(one, another):
+    norms = psg.per_sample_norm(lambda w, x: (w * x).sum() ** 2)
+    fn = lambda w, x, k: norms(w, x) * (k.sin() if isinstance(k, torch.Tensor) else k)  # noqa: E731
+    fast = psg.jit(fn, backend="eager")
+    w, x = torch.randn(4), torch.randn(4, 4)
+    for given in (one, another):
+        same(fast(w, x, given), fn(w, x, given))
+
+
+def test_a_plain_function_may_ask_for_the_mode():
+    fn = lambda x: x * (2 if torch.is_grad_enabled() else 1) * (5 if torch.is_inference_mode_enabled() else 1)  # noqa: E731
+    fast, x = psg.jit(fn, backend="eager"), torch.ones(3)
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            same(fast(x), fn(x))
