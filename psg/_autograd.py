@@ -57,6 +57,19 @@ def find_leaf(node: Any, ids: Container[int], seen: set[Any]) -> int | None:
     return None
 
 
+def has_scripted_part(node: Any) -> bool:
+    """Whether the graph that ends at this node holds one of TorchScript's own, which transforms differentiate once, but not twice."""
+    seen, nodes = set(), [node]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            if node.name().endswith("DifferentiableGraphBackward"):
+                return True
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    return False
+
+
 def saved_tensor_hooks() -> object:
     """The innermost hooks (pack, unpack) through which autograd now saves tensors; None if there are none."""
     return _autograd._top_saved_tensors_default_hooks(True)

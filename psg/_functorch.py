@@ -38,6 +38,12 @@ def is_transformed() -> bool:
     return transform_active() or tangents_active()
 
 
+def is_differentiated() -> bool:
+    """Whether the caller runs inside a transform that takes derivatives, of torch.func or of forward-mode autograd."""
+    stack = _C.get_interpreter_stack() or ()
+    return any(interpreter.key() in (_C.TransformType.Grad, _C.TransformType.Jvp) for interpreter in stack) or tangents_active()
+
+
 def is_traced() -> bool:
     """Whether something below torch.func, such as a tracer, sees every op: then no op may return a Python value."""
     return torch._C._len_torch_dispatch_stack() > 0

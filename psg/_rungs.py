@@ -200,6 +200,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     outputs, differentiated = _Outputs(call), call.needs_derivative
     # Clones: a function that writes into its arguments must not write into the caller's.
     copies = [*map(_copies.sample_by_sample, call.tensors, call.tensor_dims)]
+    derived = differentiated or _functorch.is_differentiated()
     bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
@@ -209,6 +210,8 @@ def _vmap_together(call: Call, follows: bool) -> Result:
             raise PsgError(f"the function handles an error: {guard.failure}")
         guard.own.owns(values)  # raises if fn returns what it has kept from an earlier call
         guard.aliases.read("the result", values)
+        if derived:
+            _refuse_scripts(values[0])
         return values[0], values
 
     gradient = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
@@ -216,6 +219,12 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     with torch.no_grad() if bare else contextlib.nullcontext():
         gradients, (values, *extra) = batched(*copies)
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
+
+
+def _refuse_scripts(loss: Tensor) -> None:
+    """Refuse a loss that TorchScript has a part in, inside transforms: its gradients would have a derivative of zero, or none."""
+    if _autograd.has_scripted_part(loss.grad_fn):
+        raise PsgError("transforms cannot differentiate the gradient of a function of torch.jit.script; use the function before scripting")
 
 
 class _Misderived(PsgError):
@@ -301,12 +310,15 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> No
 
 def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:
     """One sample's gradients inside an enclosing transform, which can differentiate `torch.func.grad` but not plain autograd."""
+    derived = _functorch.is_differentiated()
 
     def function(*own: Tensor) -> tuple[Tensor, Any]:
         for position, leaf in zip(call.params, own, strict=True):
             leaves[position] = leaf
         with LoopGuard(call):
             values = outputs.of(leaves)
+        if derived:
+            _refuse_scripts(values[0])
         return values[0], values
 
     own = [leaves[position] for position in call.params]

@@ -233,7 +233,7 @@ def _storage(tensor: Tensor) -> int:
 class _Reads(TorchFunctionMode):
     """Makes the tracer refuse reads of memory that are no ops, by asking it for one entry, which it gives only of constants.
 
-    It also notes the generators that ops draw from.
+    It also notes the generators that ops draw from, and takes the arguments of torch.distributions for valid.
 
     Attributes:
         sized: Tensors unknown to the tracer of which the function has read the shape or the dtype, by id.
@@ -259,6 +259,8 @@ class _Reads(TorchFunctionMode):
         for tensor in read_by(func, args, kwargs):
             if tensor.numel():
                 tensor.detach().flatten()[0].item()
+        if func is torch._is_all_true:  # torch.distributions validates its arguments by it
+            return torch.tensor(True, device=args[0].device)
         if func in CONVERSIONS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             raise PsgError("a constructor such as torch.FloatTensor reads a tensor unseen by the tracer; torch.stack makes one of tensors")
         return func(*args, **kwargs)

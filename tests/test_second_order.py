@@ -1,5 +1,6 @@
 """Derivatives of per-sample gradients against those of the loop: vmap(grad), the reference of other tests, is itself wrong for some."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -327,3 +328,35 @@ def test_checkpointed_misderived_ops_run_as_they_are(pair, wide_setting):
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     psg.per_sample_norm(checkpointed, method="loop")(leaves, x).sin().sum().backward()
     assert_trees_close([leaf.grad for leaf in leaves.values()], list(by_torch(params, x)), per_sample=False)
+
+
+class Swish(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([0.3, -0.5]))
+
+    def forward(self, x):
+        a = x * self.w
+        return (a * torch.sigmoid(a)).sum(-1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_gradients_of_scripted_modules_are_differentiated_in_a_loop():
+    """Transforms see nothing of the graph that TorchScript differentiates itself, and would take its derivative for zero."""
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+    def penalties(module, method="auto"):
+        loss, params = psg.stateless(module, lambda output: output.sum())
+        return lambda w: psg.per_sample_norm(loss, method=method)({"w": w}, x).square().sum() + params["w"].sum()
+
+    w = Swish().w.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(penalties(Swish(), "loop")(w), w)
+    scripted = torch.jit.script(Swish())
+    for _ in range(3):  # TorchScript optimises the second or third call
+        scripted(x).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # before it optimises, the fast rungs are right
+            (found,) = torch.autograd.grad(penalties(scripted)(w), w)
+        assert_trees_close(found, expected, per_sample=False)
+    with pytest.raises(psg.PsgError, match=r"use the function before scripting"):
+        torch.func.grad(penalties(scripted))(w.detach())
