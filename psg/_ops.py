@@ -94,6 +94,7 @@ FACTORIES: list[set[Any]] = [
     {
         *(torch.tensor, torch.scalar_tensor, torch.as_tensor, torch.asarray),
         *(torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone),
+        *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal),  # shared by all samples if randomness="same"
     },
 ]
 

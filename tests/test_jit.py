@@ -1360,3 +1360,16 @@ def test_a_plain_function_may_ask_for_the_mode():
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with context():
             same(fast(x), fn(x))
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+def test_distributions_are_traced(device):
+    def fn(p, x, y):
+        return -torch.distributions.Normal(p["w"] @ x, p["s"].exp()).log_prob(y).sum()
+
+    params = {"w": torch.randn(2, 3, device=device), "s": torch.zeros(2, device=device)}
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    fast = psg.jit(psg.per_sample_norm(fn), backend="eager")
+    for scale in (1, 2):
+        same(fast(params, scale * x, y), psg.per_sample_norm(fn)(params, scale * x, y))
+    assert [entry.error for entry in fast.cache_info()] == [None]

@@ -154,3 +154,24 @@ def test_numbers_of_python_and_numpy_are_drawn_once_but_by_the_loop(method, coun
     w, x = torch.ones(1, device=device), torch.ones(8, 1, device=device)
     grads = psg.per_sample_grad(lambda w, x: (w * x).sum() * draw(), method=method)(w, x)
     assert grads.unique().numel() == count
+
+
+def _write(w, x):
+    noise = torch.randn(3, device=x.device)
+    noise[0] = x[0]
+    return (w * noise).sum()
+
+
+def _differentiate(w, x):
+    start = torch.rand_like(x).requires_grad_()
+    return (w * (x - torch.autograd.grad((w * start).square().sum(), start)[0])).sum()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fn", [_write, _differentiate])
+def test_what_all_samples_draw_may_be_written_into_and_differentiated_for(fn, device):
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    torch.manual_seed(0)
+    expected = psg.per_sample_grad(fn, randomness="same", method="loop")(w, x)
+    torch.manual_seed(0)
+    assert_trees_close(psg.per_sample_grad(fn, randomness="same")(w, x), expected)
