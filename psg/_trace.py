@@ -94,7 +94,7 @@ def trace(
         )
     captured = _captured(graph)
     places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]
-    detached = [all(user.target is torch.ops.aten.detach.default for user in place.users) for place in places]
+    detached = [all(user.target in _DETACHING for user in place.users) for place in places]
     recorded = [own for own, alone in zip(captured, detached, strict=True) if not (alone and id(own) in constants)]
     # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second trace finds another one in its place.
     # Autograd's symbolic zeros may differ.
@@ -109,14 +109,19 @@ def trace(
         # A compiler may give a tensor other strides than eager mode does, for which there is no such view.
         node.target = torch.ops.aten.reshape.default
     returned = set(graph.graph.output_node().all_input_nodes)
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        if node not in returned:  # no tensor has a history or is written into here, so detach does nothing
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.graph.erase_node(node)
+    for op in _DETACHING:
+        for node in graph.graph.find_nodes(op="call_function", target=op):
+            if node not in returned:  # no tensor has a history or is written into here, so detach does nothing
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                graph.graph.erase_node(node)
     graph.recompile()
     placed = [place for place, tensor in enumerate(tensors) if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
     return Trace(graph, captured, recorded, sized, placed, *result)
+
+
+# What `Tensor.detach` is in a graph; an alias from torch 2.15 on.
+_DETACHING = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 
 
 def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
