@@ -152,3 +152,19 @@ def test_derivatives_of_weighted_sums_of_16_bits(device):
     (found,) = torch.autograd.grad(Outer(left, right).weighted_sum(weights).float().sum(), left)
     expected = (weights[:, None] * right.float().sum(2))[:, :, None].expand(left.shape)
     assert_trees_close(found.float(), expected, rtol=psg.testing.default_rtol(torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, x: torch.view_as_real(x @ torch.complex(p, 2 * p).conj()).sin().sum(),
+        lambda p, x: torch.complex(p.sum(1), x.real).conj().imag.sin().sum(),
+        lambda p, x: torch.imag((p @ x.imag).conj() * x).sin().sum(),
+        lambda p, x: (torch.complex(p, p.T).mH @ x).imag.sin().sum(),
+    ],
+    ids=["of a parameter", "imaginary part", "by torch.imag", "transposed"],
+)
+def test_conjugates(fn, device):
+    p, x = torch.randn(3, 3, device=device), torch.randn(N, 3, device=device, dtype=torch.complex128)
+    assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(fn)(p, x))

@@ -297,3 +297,17 @@ def _is_contiguous(self: Tensor, memory_format: Any = torch.contiguous_format) -
     if _CHANNELS_LAST.get(memory_format) != self.ndim:
         return NotImplemented
     return self.movedim(1, -1).is_contiguous()
+
+
+@decomposition(torch.complex)
+def _complex(real: Tensor, imag: Tensor, *, out: Tensor | None = None) -> Any:
+    """The same in memory: the derivative of `torch.complex` takes the imaginary part of a lazy conjugate, which vmap cannot negate."""
+    if out is not None or real.dtype != imag.dtype or not real.is_floating_point():
+        return NotImplemented
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+
+@decomposition(torch.imag, vars(torch._C.TensorBase)["imag"].__get__)
+def _imag(input: Tensor) -> Any:
+    """Of a lazy conjugate, resolved."""
+    return input.resolve_conj().imag if input.is_conj() else NotImplemented
