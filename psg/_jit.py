@@ -201,9 +201,7 @@ class Jitted:
         if entry is None:
             with self._lock:
                 entry = self._entry(signature, tensors)
-                if entry is None and self._builds[signature] == _MOST_BUILDS:
-                    return self._fn(*args, **kwargs)
-                if entry is None:
+                if entry is None and self._builds[signature] < _MOST_BUILDS:
                     entry, guard = self._build(leaves, spec)
                     # If the function itself raises, it does so here, before anything is cached.
                     result = None if entry.info.error is None else self._fn(*args, **kwargs)
@@ -221,7 +219,7 @@ class Jitted:
                         what = f"Calls of this signature run eagerly: {entry.info.signature}."
                         warnings.warn(f"psg.jit({self._name}): {entry.info.error}. {what}", FallbackWarning, stacklevel=3)
                         return result
-        if entry.program is None or torch.is_grad_enabled() and entry.program.is_tracked:
+        if entry is None or entry.program is None or torch.is_grad_enabled() and entry.program.is_tracked:
             return self._fn(*args, **kwargs)
         return entry.program(tensors)
 
@@ -415,8 +413,10 @@ def _signature(leaf: Any) -> Hashable:
         raise InputError(
             f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it by functools.partial first."
         ) from None
-    # Numbers by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN. Other kinds may have any repr.
-    return type(leaf), repr(leaf) if type(leaf) in (int, float, complex) else (leaf, repr(leaf)) if isinstance(leaf, Number) else leaf
+    if not isinstance(leaf, Number):
+        return type(leaf), leaf
+    # Numbers by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN. Kinds beside Python's own may have any repr.
+    return type(leaf), repr(leaf), None if type(leaf) in (int, float, complex) else leaf
 
 
 def _entries(tensor: Tensor) -> tuple[Any, ...]:
