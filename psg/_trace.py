@@ -264,12 +264,15 @@ class _Reads(TorchFunctionMode):
         for tensor in read_by(func, args, kwargs):
             if tensor.numel():
                 tensor.detach().flatten()[0].item()
-        if func is torch._is_all_true:  # torch.distributions validates its arguments by it
+        if func is _VALIDATING:
             return torch.tensor(True, device=args[0].device)
         if func in CONVERSIONS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             raise PsgError("a constructor such as torch.FloatTensor reads a tensor unseen by the tracer; torch.stack makes one of tensors")
         return func(*args, **kwargs)
 
+
+_VALIDATING = torch._VF._is_all_true
+"""What torch.distributions validates its arguments by."""
 
 _MEASURES = METADATA | {
     Tensor.is_contiguous,
