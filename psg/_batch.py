@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from psg import _copies, _functorch, _kernels, _pass
+from psg import _autograd, _copies, _functorch, _kernels, _pass
 from psg._call import Call
 from psg._capture import Captured, Function
 from psg._errors import InputError, PsgError, StateError, user_line
@@ -331,7 +331,9 @@ class _BatchMode(Watch):
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back."""
         args, kwargs = substitute((args, kwargs), self.attached)
-        output, values, _ = self.lift(func, met, args, kwargs, func(*args, **kwargs), lambda _, part: part.detach().requires_grad_())
+        with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
+            output = func(*args, **kwargs)
+        output, values, _ = self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())
         self.derived.update(_functorch.storage_of(value.leaf) for value in values)
         return output
 
@@ -420,7 +422,8 @@ class _BatchMode(Watch):
         if failed:
             raise StateError(
                 f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
-                "hides. Each loss must depend on rows of its own; normalise over no batch, or use a smaller chunk_size or a wider dtype."
+                "hides. Each loss must depend on rows of its own: normalise over no batch, and keep the samples in front of the dimensions "
+                "of a parameter that is added, multiplied or repeated. Against rounding use a smaller chunk_size or a wider dtype."
             )
         with torch.no_grad():
             for tap, own, samples in told:

@@ -1,8 +1,10 @@
 """The rungs of the ladder: from a call to its result by the capture pass, by vmap(grad), in a loop, or as a function of a whole batch."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +165,7 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
         aux=_trees.map_tensors(lambda tensor: tensor[back], _trees.concat([result.aux for result in results], "aux")),
         factors=[concat(column).take(back) for column in columns],
         rung=results[0].rung,
-        uses=results[0].uses,
+        uses=[[*reduce(or_, map(Counter, column)).elements()] for column in zip(*(result.uses for result in results), strict=True)],
         freed=sum(result.freed for result in results),
     )
 
@@ -223,7 +225,9 @@ def _vmap_together(call: Call, follows: bool) -> Result:
 
 def _refuse_scripts(loss: Tensor) -> None:
     """Refuse a loss that TorchScript has a part in, inside transforms: its gradients would have a derivative of zero, or none."""
-    if _autograd.has_scripted_part(loss.grad_fn):
+    with torch._C.DisableTorchFunction():  # other modes watch fn, not this question
+        node = loss.grad_fn
+    if _autograd.has_scripted_part(node):
         raise PsgError("transforms cannot differentiate the gradient of a function of torch.jit.script; use the function before scripting")
 
 

@@ -755,6 +755,18 @@ def test_activation_checkpointing(whole, device):
     assert_trees_close(grads, loop_grad(one(fn))(params, x))
 
 
+@pytest.mark.parametrize("compute", [torch.square, torch.exp, lambda v: v.softmax(-1), lambda v: v * v.norm()])
+@pytest.mark.parametrize("check", ["default", "none"])
+@pytest.mark.parametrize("n", [3, 4])  # 4: the shapes of what the op's rule and the op itself save agree
+def test_a_weight_that_is_computed_in_a_checkpoint(compute, check, n, device):
+    def fn(p, x):
+        body = lambda x: F.linear(F.linear(x, p["w"]).sin(), compute(p["v"]))  # noqa: E731
+        return checkpoint(body, x, use_reentrant=False, determinism_check=check).square().sum(1)
+
+    p, x = {name: torch.randn(4, 4, device=device) for name in ("w", "v")}, torch.randn(n, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), loop_grad(one(fn))(p, x))
+
+
 @pytest.mark.parametrize("n", [8, 1024])
 def test_a_row_of_all_samples_with_one_feature(n, device):
     """The row's cotangents are parallel for all losses, so any ratio is near one of a thousand loss weights: no sample may be guessed."""

@@ -110,3 +110,13 @@ def test_a_jitted_function_of_one_sample(device):
     w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
     assert psg.explain(fn)(w, x).rung == "capture"
     assert psg.check(fn)(w, x).samples == N
+
+
+def test_the_uses_of_samples_that_are_captured_apart(device):
+    def fn(p, x):
+        return F.linear(x, p["w"]).square().sum() if x[0] > 0 else (p["b"] * x[1]).square().sum()
+
+    p = {"w": torch.randn(3, 4, device=device), "b": torch.randn(3, device=device)}
+    x = torch.tensor([1.0, -1, 1, -1, -1], device=device)[:, None] * torch.rand(5, 4, device=device)
+    uses = {leaf.name: leaf.uses for leaf in psg.explain(fn)(p, x).leaves}
+    assert uses == {"p['b']": {"mul: lifted": 1}, "p['w']": {"linear: rule": 1}}
