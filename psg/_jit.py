@@ -72,8 +72,9 @@ def jit(
     - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
       it by another tensor is not. In modules, psg does see this: for every module of which fn reads anything, wherever it holds it,
       replaced buffers, frozen parameters or submodules, hooks, `train()`/`eval()`, and new values of the attributes that fn reads (a
-      dropout's `p`) lead to a new trace, in the criterion too. What lists and dicts hold is not looked at. After 16 traces for one
-      signature, further changes run eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without arguments,
+      dropout's `p`) lead to a new trace, in the criterion too. Not looked at are what lists, dicts and other objects hold, attributes that
+      fn itself writes, classes that are changed, and what a scripted module holds. After 16 traces for one signature, further changes run
+      eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without arguments,
       whose hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack)
       cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
     - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes
@@ -202,10 +203,10 @@ class Jitted:
             with self._lock:
                 entry = self._entry(signature, tensors)
                 if entry is None and self._builds[signature] < _MOST_BUILDS:
-                    entry, guard = self._build(leaves, spec)
+                    entry, guard, state = self._build(leaves, spec)
                     # If the function itself raises, it does so here, before anything is cached.
                     result = None if entry.info.error is None else self._fn(*args, **kwargs)
-                    self._cache.setdefault(signature, {}).setdefault(guard, {})[guard.state()] = entry
+                    self._cache.setdefault(signature, {}).setdefault(guard, {})[state] = entry
                     self._builds[signature] += 1
                     if self._builds[signature] == _MOST_BUILDS:
                         warnings.warn(
@@ -230,8 +231,8 @@ class Jitted:
                 return entry
         return None
 
-    def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", Guard]:
-        """A new entry, and what the trace depends on beside the signature."""
+    def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", Guard, Hashable]:
+        """A new entry, what the trace depends on beside the signature, and the state that this was in."""
         tensors = [tensor.detach() for tensor in _trees.tensors_in(leaves)]
         signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         name = self._name
@@ -287,8 +288,8 @@ class Jitted:
         seconds = time.perf_counter() - start
         if error is None:
             _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
-        guard = called.guard()
-        return _Entry(program, Compiled(signature, seconds, error), guard.held()), guard
+        guard, before, held = called.guard()
+        return _Entry(program, Compiled(signature, seconds, error), held), guard, before
 
 
 # As often is one signature compiled, for different states of the modules and the tensors that the function closes over.
@@ -388,7 +389,7 @@ def _is_rounding(actual: Any, expected: Any, nudged: Sequence[Any]) -> bool:
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
-    """Leaves, structure, and the keys of all dicts in order: fn may iterate over them, and the structure ignores their order."""
+    """Leaves, structure, and what that ignores and fn may read: the order of dicts' keys, and what containers hold beside their leaves."""
     orders: list[Any] = []
 
     def note(node: Any) -> bool:
@@ -396,6 +397,8 @@ def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
             orders.clear()  # a tree with containers that are new to optree is flattened once more
         elif isinstance(node, dict):
             orders.append(tuple(node))
+        if others := _trees.attributes_of(node):
+            orders.append(others)
         return False
 
     leaves, spec = _trees.flatten(tree, is_leaf=note)

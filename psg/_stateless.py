@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -35,76 +35,132 @@ class Called:
 
     def __init__(self) -> None:
         self.constants: dict[int, Tensor] = {}
-        self._read: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._met: dict[int, tuple[nn.Module, Hashable, list[Any]]] = {}  # with the state in which the trace met it, and what that is of
+        self._read: dict[tuple[int, str], tuple[nn.Module, Any]] = {}  # with the value that the trace read first
+        self._written: set[tuple[int, str]] = set()
+        self._hooked = _hooked()
+        self._made: list[nn.Module] = []  # kept alive, so that no other module gets the id of one
 
     @contextlib.contextmanager
     def noting(self, *ignored: nn.Module) -> Iterator[None]:
-        """A context in which the trace's function runs: it notes which attributes of which modules are read."""
-        passed = frozenset(map(id, ignored))
+        """A context in which the trace's function runs: it notes which attributes of which modules are read and written."""
+        passed = set(map(id, ignored))
+        kind: Any = nn.Module
+        before = {name: vars(kind).get(name) for name in ("__getattribute__", "__setattr__")}
 
         def get(module: nn.Module, name: str) -> Any:
             if id(module) not in passed and _called.get() is self:  # else another thread reads it
-                values = object.__getattribute__(module, "__dict__")
-                self._read.setdefault((id(module), name), (module, values.get(name)))
-            return super(nn.Module, module).__getattribute__(name)
+                held = object.__getattribute__(module, "__dict__")
+                if "_modules" not in held:  # the function is making this module
+                    passed.add(id(module))
+                    self._made.append(module)
+                elif id(module) not in self._met:
+                    self._met[id(module)] = module, _state_of(module), _held_by(module)
+                self._read.setdefault((id(module), name), (module, held.get(name, _ABSENT)))
+            return super(kind, module).__getattribute__(name)
 
-        kind: Any = nn.Module
-        kind.__getattribute__ = get
+        def put(module: nn.Module, name: str, value: Any) -> None:
+            if _called.get() is self:
+                self._written.add((id(module), name))
+            before["__setattr__"](module, name, value)
+
+        kind.__getattribute__, kind.__setattr__ = get, put
         try:
             yield
         finally:
-            del kind.__getattribute__
+            kind.__setattr__ = before["__setattr__"]
+            if before["__getattribute__"] is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = before["__getattribute__"]
 
-    def guard(self) -> "Guard":
-        """What the trace depends on, of all modules of which it has read something."""
-        roots: list[nn.Module] = []
-        inside: set[int] = set()
-        for module, _ in self._read.values():  # a module is read before what it contains
-            if id(module) not in inside:
-                roots.append(module)
-                inside.update(map(id, module.modules()))
-        # What the trace itself has changed (a counter, an activation that is kept) does not tell whether anything else has.
-        read = [(module, name) for (_, name), (module, first) in self._read.items() if first is vars(module).get(name)]
-        return Guard(tuple(roots), tuple((module, name) for module, name in read if name not in _INTERNAL and _may_vary(module, name)))
+    def guard(self) -> tuple["Guard", Hashable, list[Any]]:
+        """What the trace depends on, the state that this was in when the trace began, and the objects whose ids are in the state."""
+        # What the trace itself has written (a counter, an activation that is kept) does not tell whether anything else has.
+        found = ((key, found) for key, found in self._read.items() if key[0] in self._met and key not in self._written)
+        read = {key: found for key, found in found if _may_vary(key[1], found[0])}
+        guard = Guard([module for module, _, _ in self._met.values()], [(module, name) for (_, name), (module, _) in read.items()])
+        values = [value for _, value in read.values()]
+        state = tuple(state for _, state, _ in self._met.values()), self._hooked, tuple(map(_told, values))
+        return guard, state, [*values, *(held for _, _, held in self._met.values())]
 
 
-def _may_vary(module: nn.Module, name: str) -> bool:
-    """Whether an attribute that was read is one of the instance, or may be replaced by one: not a method, a parameter or a submodule."""
-    return name == "forward" or name in vars(module)
+_ABSENT = object()
+
+
+def _may_vary(name: str, module: nn.Module) -> bool:
+    """Whether an attribute that was read may have another value at another call, unseen by `_state_of`."""
+    held = object.__getattribute__(module, "__dict__")
+    known = hasattr(nn.Module, name) or name in _INTERNAL or any(name in (held.get(slots) or ()) for slots in _SLOTS)
+    return name == "forward" or not known
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes of every module: `state_of` knows what matters of them."""
 
 
-class Guard(NamedTuple):
+class Guard:
     """Tells whether modules are as they were in a trace, except for the values of their tensors.
 
-    Attributes:
-        modules: The modules.
-        read: The attributes that the trace has read, by module and name.
+    Args:
+        modules: The modules of which the trace has read something.
+        read: The attributes that it has read, by module and name.
     """
 
-    modules: tuple[nn.Module, ...]
-    read: tuple[tuple[nn.Module, str], ...]
+    def __init__(self, modules: list[nn.Module], read: list[tuple[nn.Module, str]]) -> None:
+        self.modules = modules
+        self.read = read
+        self._locks = [lock for module in modules if (lock := _locks.get(module)) is not None]
+        self._key = tuple(map(id, modules)), tuple((id(module), name) for module, name in read)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Guard) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def state(self) -> Hashable:
-        """Equal states have equal traces, while what `held` gave is alive."""
-        states = []
-        for module in self.modules:
-            with _locks.get(module, contextlib.nullcontext()):  # in a call of another thread it may hold other tensors
-                states.append(state_of(module))
-        values = (vars(module).get(name) for module, name in self.read)
-        return tuple(states), tuple(value if type(value) in _PLAIN else id(value) for value in values)
-
-    def held(self) -> list[Any]:
-        """The objects whose ids are in the current state."""
-        children = [child for module in self.modules for child in module.modules()]
-        tensors = [tensor for child in children for held in (child._parameters, child._buffers) for tensor in held.values()]
-        return [*tensors, *(vars(module).get(name) for module, name in self.read)]
+        """The current state. Equal states have equal traces, while the objects whose ids are in it are alive."""
+        with contextlib.ExitStack() as stack:
+            for lock in self._locks:  # in a call of another thread a module may hold other tensors
+                stack.enter_context(lock)
+            states = tuple(map(_state_of, self.modules))
+        return states, _hooked(), tuple(_told(vars(module).get(name, _ABSENT)) for module, name in self.read)
 
 
-_PLAIN = frozenset({bool, int, float, complex, str})
+def _told(value: Any) -> Hashable:
+    """What tells one value of an attribute from another: numbers, strings and tuples of them by themselves, other objects by their ids."""
+    kind = type(value)
+    if kind is int or kind is bool or kind is str:
+        return kind, value
+    if isinstance(value, (int, float, complex, str)):
+        return kind, repr(value) if value == 0 or value != value else value  # 0.0 == -0.0, and NaN != NaN
+    return tuple(map(_told, value)) if kind is tuple else id(value)
+
+
+def _state_of(module: nn.Module) -> Hashable:
+    """What a trace of this module alone depends on, beside attributes: its type, mode and hooks, and what it holds."""
+    held = object.__getattribute__(module, "__dict__")  # its class may handle attributes in a way of its own
+    ids = [tuple(map(id, slots.values())) if (slots := held.get(name)) else () for name in _SLOTS]
+    hooks = [tuple(own) if (own := held.get(name)) else () for name in _HOOKS]  # their keys are numbers that are given once
+    return type(module), held.get("training"), *ids, *hooks
+
+
+def _held_by(module: nn.Module) -> list[Any]:
+    """The objects whose ids are in the module's state."""
+    held = object.__getattribute__(module, "__dict__")
+    return [own for name in _SLOTS for own in (held.get(name) or {}).values()]
+
+
+def _hooked() -> Hashable:
+    return tuple(map(tuple, _GLOBAL_HOOKS))
+
+
+_SLOTS = "_parameters", "_buffers", "_modules"
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    *(_modules._global_forward_pre_hooks, _modules._global_forward_hooks),
+    *(_modules._global_backward_pre_hooks, _modules._global_backward_hooks),
+)
 
 _called: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=None)
 
@@ -118,26 +174,6 @@ def collecting_calls() -> Iterator[Called]:
         yield called
     finally:
         _called.reset(token)
-
-
-def state_of(module: nn.Module) -> Hashable:
-    """What a trace of a module depends on, except the values of its tensors: submodules, their modes and hooks, which tensors they hold."""
-    # The modules themselves, because ids may be reused. Tensors are held by whoever keeps the state.
-    children = tuple(module.named_modules(remove_duplicate=False))
-    held = (tensor for _, child in children for tensors in (child._parameters, child._buffers) for tensor in tensors.values())
-    hooks = tuple(tuple(own) for _, child in children for own in _hooks_of(child))  # their keys are numbers that are given once
-    hooks += tuple(map(tuple, _GLOBAL_HOOKS))
-    return children, tuple(child.training for _, child in children), hooks, tuple(map(id, held))
-
-
-def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-
-
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    *(_modules._global_forward_pre_hooks, _modules._global_forward_hooks),
-    *(_modules._global_backward_pre_hooks, _modules._global_backward_hooks),
-)
 
 
 def stateless(

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import cache, cached_property
 from types import NoneType
 from typing import Any
@@ -61,16 +62,16 @@ def _register(kind: type) -> bool:
             value = object.__new__(kind)  # no __init__: it may check or derive, and the children may be anything
             for name, child in zip(names, children, strict=True):
                 object.__setattr__(value, name, child)
-            return _restore(value, others)
+            return others.restore(value)
 
-        flatten = lambda value: ([getattr(value, name) for name in names], _others(value, names), names)  # noqa: E731
+        flatten = lambda value: ([getattr(value, name) for name in names], _Others(value, names), names)  # noqa: E731
         register(kind, flatten, unflatten, namespace=NAMESPACE)
     elif issubclass(kind, Mapping):
         make: Any = kind
         register(
             kind,
-            lambda value: (list(value.values()), (tuple(value), _others(value, value)), tuple(value)),
-            lambda held, children: _restore(make(dict(zip(held[0], children, strict=True))), held[1]),
+            lambda value: (list(value.values()), (tuple(value), _Others(value, value)), tuple(value)),
+            lambda held, children: held[1].restore(make(dict(zip(held[0], children, strict=True)))),
             namespace=NAMESPACE,
         )
     else:
@@ -78,26 +79,62 @@ def _register(kind: type) -> bool:
     return True
 
 
-_Others = tuple[tuple[str, Any, str], ...]
+class _Others:
+    """The public Python values that a container has as attributes beside its leaves, for which its class has a default.
+
+    They are no part of a tree's structure: trees that differ in them alone may be added, compared and joined.
+    """
+
+    def __init__(self, value: Any, names: Container[str]) -> None:
+        kind, held = type(value), _attributes(value)
+        # A property that is cached may be one of the whole batch; a private attribute too.
+        self.values = {
+            name: own
+            for name, own in held.items()
+            if not name.startswith("_")
+            and name not in names
+            and _is_plain(own)
+            and not isinstance(getattr(kind, name, _DERIVED), _DERIVING)
+        }
+
+    def restore(self, value: Any) -> Any:
+        """Give a container that was made anew these attributes, except those that its constructor has derived; returns it."""
+        held = _attributes(value)
+        for name, own in self.values.items():
+            if name not in held:
+                object.__setattr__(value, name, own)
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Others)
+
+    def __hash__(self) -> int:
+        return 0
 
 
-def _others(value: Any, names: Container[str]) -> _Others:
-    """The Python values, beside those named, that a container has as attributes: name, value and, because 1 == 1.0 == True, its repr."""
-    held = [(name, own) for name, own in getattr(value, "__dict__", {}).items() if name not in names and type(own) in _PLAIN]
-    # A property that is cached may be one of the whole batch.
-    return tuple((name, own, repr(own)) for name, own in held if not isinstance(getattr(type(value), name, None), _DERIVED))
+_DERIVED = property()
+_DERIVING = (property, cached_property)
 
 
-def _restore(value: Any, others: _Others) -> Any:
-    """Give a container that was made anew the attributes for which it has a default."""
-    for name, own, _ in others:
-        if hasattr(value, name):
-            object.__setattr__(value, name, own)
-    return value
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        return object.__getattribute__(value, "__dict__")  # not the class's own way, which may take attributes for keys
+    except AttributeError:
+        return {}
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, NoneType)
-_DERIVED = (property, cached_property)
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device))
+
+
+def attributes_of(node: Any) -> Hashable:
+    """What a node of a tree holds beside its leaves, as a key: equal for nodes whose attributes are."""
+    if type(node) not in _adopted:
+        return ()
+    held = _Others(node, node if isinstance(node, Mapping) else ()).values
+    return tuple((name, type(own), repr(own)) for name, own in held.items())
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:

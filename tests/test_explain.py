@@ -118,5 +118,5 @@ def test_the_uses_of_samples_that_are_captured_apart(device):
 
     p = {"w": torch.randn(3, 4, device=device), "b": torch.randn(3, device=device)}
     x = torch.tensor([1.0, -1, 1, -1, -1], device=device)[:, None] * torch.rand(5, 4, device=device)
-    uses = {leaf.name: leaf.uses for leaf in psg.explain(fn)(p, x).leaves}
+    uses = {leaf.path: leaf.uses for leaf in psg.explain(fn)(p, x).leaves}
     assert uses == {"p['b']": {"mul: lifted": 1}, "p['w']": {"linear: rule": 1}}

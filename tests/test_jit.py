@@ -1293,6 +1293,105 @@ def test_modules_are_looked_after_wherever_they_are(make, change):
         vars(teacher).pop("forward", None)
 
 
+class Configured(nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 2), 1
+
+    def act(self, x):
+        return x
+
+    def forward(self, x):
+        return self.act(self.linear(x)) * self.scale * getattr(self, "gain", 1.0) * (5 if isinstance(self.count, float) else 1)
+
+
+class Other(Configured):
+    def forward(self, x):
+        return 7 * self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("scale", 3.0), ("gain", 3.0), ("act", torch.tanh), ("count", 1.0), ("__class__", Other), ("scale", -0.0)]
+)
+def test_attributes_that_a_module_did_not_have(name, value):
+    module = Configured()
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fn = psg.per_sample_norm(loss)
+    fast, x = psg.jit(fn, backend="eager"), torch.randn(3, 4)
+    same(fast(params, x), fn(params, x))
+    setattr(module, name, value)
+    same(fast(params, x), fn(params, x))
+
+
+class Shaping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.size = nn.Linear(4, 2), ()
+
+    def forward(self, x):
+        self.size = tuple(x.shape)
+        return self.linear(x).reshape(self.size[0], 2)
+
+
+class Frozen(nn.Module):
+    """Keeps a part in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 2), nn.Dropout(0.5)
+
+    def forward(self, x):
+        self.drop.eval()
+        return self.linear(self.drop(x))
+
+
+class Making(nn.Module):
+    """Makes a module in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return nn.Flatten(1)(self.linear(x))
+
+
+@pytest.mark.parametrize("kind", [Shaping, Frozen, Making])
+def test_what_a_module_writes_itself_needs_no_new_trace(kind):
+    module = kind()
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fn = psg.per_sample_norm(loss)
+    fast, x = psg.jit(fn, backend="eager", check=False), torch.randn(3, 4)
+    for n in range(1, 4):
+        module.train()
+        same(fast(params, x), fn(params, x))
+        module(torch.randn(n, 4))
+    assert len(fast.cache_info()) == 1
+
+
+def test_a_module_that_leaves_another_mode_behind():
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x):
+            output = self.linear(x) * (3 if self.training else 1)
+            self.eval()
+            return output
+
+    module = Once()
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fn = psg.per_sample_norm(loss)
+    fast, x = psg.jit(fn, backend="eager", check=False), torch.randn(3, 4)
+    first = fast(params, x)
+    same(fast(params, x), fn(params, x))
+    module.train()
+    same(fast(params, x), first)
+
+
 def test_a_replaced_buffer_stays_alive_with_its_signature():
     """Otherwise its successor could lie in its place, and be taken for it."""
     module = Scaled()

@@ -223,3 +223,44 @@ def test_attributes_beside_the_leaves(kind, method, device):
     fast(w, batch)
     batch.scale = 2.0
     assert_trees_close(fast(w, batch), psg.per_sample_norm(lambda w, x: 2 * score(w * x))(w, x))
+
+
+class Counted(collections.UserDict):
+    """A mapping whose constructor derives an attribute, with another that says nothing of its leaves."""
+
+    step = 0
+
+    def __init__(self, data=None):
+        super().__init__(data or {})
+        self.length = data["x"].shape[0] if data else 0
+
+
+def test_attributes_that_a_constructor_derives_are_each_sample_s_own(device):
+    fn = lambda w, b: (b["x"] @ w).square() / b.length  # noqa: E731
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, Counted({"x": x})), loop_grad(lambda w, x: (x @ w).square() / 3)(w, x))
+
+
+def test_attributes_are_no_part_of_a_tree_s_structure(device):
+    params, x = Counted({"x": torch.randn(3, device=device)}), torch.randn(N, 3, device=device)
+    factored = psg.factored_grad(lambda p, x: score(p["x"] * x))
+    one = factored(params, x)
+    params.step = 1
+    another = factored(params, x)
+    assert_trees_close(psg.tree.inner(one, another), psg.tree.squared_norm(one))
+    assert psg.tree.norm(psg.tree.concat([one, another])).shape == (2 * N,)
+    assert psg.tree.materialize(another).step == 1
+
+
+class Dotted(dict):
+    """A mapping whose attributes are its keys."""
+
+    __getattr__ = dict.get
+
+
+def test_attributes_that_are_keys(device):
+    x = torch.randn(N, 3, device=device)
+    assert_trees_close(
+        psg.per_sample_grad(lambda w, b: score(b.x * w))(torch.ones(3, device=device), Dotted(x=x)),
+        loop_grad(lambda w, x: score(x * w))(torch.ones(3, device=device), x),
+    )
