@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import handle_torch_function, has_torch_function
 
 from psg._ambient import P, R
@@ -352,7 +353,18 @@ def find_transposable_form(op: Any) -> Callable[..., Any] | None:
 
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:
     """The decomposition of an op, if there is one; with `differentiated`, one registered for such passes comes first."""
+    op = known_as(op)
     return (_differentiated_decompositions.get(op) if differentiated else None) or _decompositions.get(op)
+
+
+@functools.cache
+def known_as(op: Any) -> Any:
+    """The function of torch under which an op of ATen's, as exported programs call them, may be registered; else the op itself."""
+    if op in _decompositions or op in _leaks or not isinstance(op, (OpOverload, OpOverloadPacket)):
+        return op
+    space, _, name = (op._schema.name if isinstance(op, OpOverload) else op._qualified_op_name).partition("::")
+    places = ((torch, name), (Tensor, name), (torch.linalg, name.removeprefix("linalg_"))) if space == "aten" else ()
+    return next((getattr(place, own) for place, own in places if hasattr(place, own)), op)
 
 
 def is_misderived(op: Any) -> bool:
@@ -362,7 +374,7 @@ def is_misderived(op: Any) -> bool:
 
 def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:
     """The reason why this call must not run on one of these rungs; None if it may run on all."""
-    found = _leaks.get(op)
+    found = _leaks.get(known_as(op))
     if found is None or not set(rungs) & set(found.rungs) or not found.when(*args, **kwargs):
         return None
     return found.reason

@@ -103,6 +103,13 @@ def refuse_frequencies(*args: Any, scale_grad_by_freq: bool = False, **kwargs: A
     return embedding_with_padding(*args, **kwargs)
 
 
+@decomposition(torch.embedding)
+def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
+    """The op that F.embedding calls, with its own order of arguments: vmap's batching rule of it drops the padding."""
+    padding = padding_idx if 0 <= padding_idx < len(weight) else None
+    return F.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
 def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
     """W[index] for an integer tensor along dim 0, as an embedding; with `from_end`, negative indices count from the end."""
     known = isinstance(input, Tensor) and isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
@@ -120,7 +127,8 @@ def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
 LOOKUPS = {
     Tensor.__getitem__: lambda input, index: _lookup(input, index, from_end=True),
     **dict.fromkeys(
-        (torch.index_select, Tensor.index_select), lambda input, dim, index: _lookup(input, index) if dim == 0 else NotImplemented
+        (torch.index_select, Tensor.index_select),
+        lambda input, dim, index: _lookup(input, index) if dim == 0 and index.ndim == 1 else NotImplemented,
     ),
 }
 """Ops that look up rows of a parameter, each rewritten as an embedding."""

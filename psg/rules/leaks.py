@@ -5,6 +5,7 @@ with other ops (repairs.py has those that can), and ops that would change a tens
 """
 
 import inspect
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -35,6 +36,18 @@ leak(
     *(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")),
     reason="an op in place on a list of tensors leaves the history of their views behind under torch.func.grad",
     rungs=("vmap",),
+)
+leak(
+    *(Tensor.resize_, Tensor.resize_as_),
+    reason="resize_ under vmap takes entries of other samples",
+    when=lambda input, *args, **kwargs: _functorch.is_vmapped(input),
+    rungs=("capture", "vmap"),
+)
+leak(
+    *(torch.any, torch.all, Tensor.any, Tensor.all),
+    reason="any or all over no dimensions reduces nothing, and under vmap everything",
+    when=lambda input, dim=None, *args, **kwargs: isinstance(dim, (list, tuple)) and not dim,
+    rungs=("capture", "vmap"),
 )
 leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under vmap has a wrong gradient")
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
@@ -123,3 +136,38 @@ def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
 @cache
 def _default(func: Any, name: str) -> Any:
     return inspect.signature(func).parameters[name].default if inspect.isfunction(func) else None
+
+
+# What no mode sees: ops inside TorchScript. These are right under vmap as they are.
+_RIGHT_UNSEEN = frozenset(
+    """
+    linear matmul mm bmm addmm baddbmm t transpose permute view reshape flatten unsqueeze squeeze contiguous expand expand_as cat stack
+    chunk split slice select unbind narrow add sub mul div neg rsub pow sqrt rsqrt square exp log abs tanh sigmoid relu relu_ relu6 gelu
+    silu elu leaky_relu softplus hardtanh softmax log_softmax mean sum layer_norm conv1d conv2d conv3d _convolution max_pool1d
+    max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d dropout batch_norm zeros ones full arange zeros_like
+    ones_like to type_as detach clone size dim len numel Int Float Bool IntImplicit FloatImplicit ScalarImplicit NumToTensor __getitem__
+    __is__ __isnot__ __not__ __contains__ eq ne lt gt le ge floordiv append format warn list device is_floating_point requires_grad
+    """.split()
+)
+
+
+def unseen_op(module: torch.nn.Module) -> str | None:
+    """An op inside of a scripted or traced module that psg may have to repair where it sees it; None if there is none."""
+    for child in module.modules():
+        try:
+            graph = child.inlined_graph if isinstance(child, torch.jit.ScriptModule) else None
+        except (AttributeError, RuntimeError):
+            continue  # a container, without a forward of its own
+        for node in () if graph is None else _nodes_of(graph):
+            space, _, name = node.kind().partition("::")
+            padded = name == "embedding" and list(node.inputs())[2].toIValue() != -1
+            if space != "prim" and (padded or name not in _RIGHT_UNSEEN | {"embedding"}):
+                return node.kind()
+    return None
+
+
+def _nodes_of(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes_of(inner)

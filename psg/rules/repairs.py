@@ -159,3 +159,9 @@ if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
         bias = None if linear_bias is None else linear_bias.reshape(-1)
         logits = F.linear(input, linear_weight.reshape(-1, linear_weight.shape[-1]), bias)
         return F.cross_entropy(logits.reshape(*input.shape[:-1], *classes), target, **cross_entropy_options)
+
+
+@decomposition(torch.index_select, Tensor.index_select)
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Any:
+    """With an index of no dimensions: the output keeps `dim`, with size one, where vmap drops it or takes other entries."""
+    return torch.index_select(input, dim, index.reshape(1)) if index.ndim == 0 and input.ndim else NotImplemented

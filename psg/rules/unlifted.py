@@ -74,8 +74,8 @@ IN_PLACE = {
 """In-place ops on data and a parameter, and for each the op that computes the values to write."""
 
 
-def _difference(input: Any, other: Any, **options: Any) -> Any:
-    return NotImplemented if options else input + (-other)
+def _difference(input: Any, other: Any, *deprecated: Any, **options: Any) -> Any:
+    return NotImplemented if deprecated or options else input + (-other)
 
 
 def _quotient(input: Any, other: Any, **options: Any) -> Any:
@@ -109,8 +109,11 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     return input.relu() + input.clamp(max=0) * weight.reshape(-1, *(1,) * (input.ndim - 2))
 
 
-def _where(condition: Tensor, *choices: Any) -> Any:
+def _where(condition: Tensor, *choices: Any, **named: Any) -> Any:
     """torch.where whose choices, such as a mask token, are first expanded, so that every row has its own copy."""
+    choices = *choices, *(named[name] for name in ("input", "other") if name in named)
+    if named.keys() - {"input", "other"}:
+        return NotImplemented
     shape = torch.broadcast_shapes(condition.shape, *(choice.shape for choice in choices if isinstance(choice, Tensor)))
     if all(not isinstance(choice, Tensor) or choice.shape == shape for choice in choices):
         return NotImplemented
