@@ -14,7 +14,6 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, user_line
+from psg._modules import Called, Guard, collecting_calls
 from psg._ops import handles_ops
-from psg._stateless import Called, Guard, collecting_calls
 from psg._trace import Generators, Trace, trace
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
@@ -74,9 +73,9 @@ def jit(
       replaced buffers, frozen parameters or submodules, hooks, `train()`/`eval()`, and new values of the attributes that fn reads (a
       dropout's `p`) lead to a new trace, in the criterion too. Not looked at are what lists, dicts and other objects hold, attributes that
       fn itself writes, classes that are changed, and what a scripted module holds. After 16 traces for one signature, further changes run
-      eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without arguments,
-      whose hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack)
-      cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
+      eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without arguments, whose hashable result becomes
+      part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to tell them
+      from tensors that fn closes over, a function that closes over tensors is traced twice.
     - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes
       a Python value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from
       numbers. So does a transform with `method="batch"`, which looks at the data. `torch.distributions` validates its arguments in the
@@ -416,10 +415,7 @@ def _signature(leaf: Any) -> Hashable:
         raise InputError(
             f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it by functools.partial first."
         ) from None
-    if not isinstance(leaf, Number):
-        return type(leaf), leaf
-    # Numbers by their repr: 0.0 == -0.0, though they are different inputs, and NaN != NaN. Kinds beside Python's own may have any repr.
-    return type(leaf), repr(leaf), None if type(leaf) in (int, float, complex) else leaf
+    return _trees.key_of(leaf) or (type(leaf), leaf)
 
 
 def _entries(tensor: Tensor) -> tuple[Any, ...]:

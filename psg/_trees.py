@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache, cached_property
+from numbers import Number
 from types import NoneType
 from typing import Any
 
@@ -129,12 +130,22 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device))
 
 
+def key_of(value: Any) -> Hashable:
+    """What tells one number or string from another, as a key: 1 == 1.0 == True, 0.0 == -0.0 and NaN != NaN. None for other objects."""
+    kind = type(value)
+    if kind is int or kind is bool or kind is str:  # the most frequent, and no more needs to be told
+        return kind, value
+    if isinstance(value, (Number, str)):
+        return kind, value if value == value else None, repr(value)
+    return None
+
+
 def attributes_of(node: Any) -> Hashable:
     """What a node of a tree holds beside its leaves, as a key: equal for nodes whose attributes are."""
     if type(node) not in _adopted:
         return ()
     held = _Others(node, node if isinstance(node, Mapping) else ()).values
-    return tuple((name, type(own), repr(own)) for name, own in held.items())
+    return tuple((name, key_of(own) or (type(own), repr(own))) for name, own in held.items())
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
