@@ -168,3 +168,26 @@ def test_derivatives_of_weighted_sums_of_16_bits(device):
 def test_conjugates(fn, device):
     p, x = torch.randn(3, 3, device=device), torch.randn(N, 3, device=device, dtype=torch.complex128)
     assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(fn)(p, x))
+
+
+@given(
+    n=st.integers(0, 3),
+    left=st.lists(st.integers(1, 3), max_size=2),
+    grow=st.booleans(),
+    role=st.sampled_from(["both", "real part", "imaginary part"]),
+    double=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_complex_numbers_made_of_real_ones(n, left, grow, role, double, seed, device):
+    torch.manual_seed(seed)
+    right = [1] * len(left) if grow else left  # of another shape, which is broadcast
+    p, q = torch.randn(left, device=device), torch.randn(right, device=device)
+    x, y = torch.randn(n, *left, device=device), torch.randn(n, *right, device=device)
+
+    def fn(params, x, y):
+        p, q = params
+        real, imag = (p * x if role != "imaginary part" else x), (q * y if role != "real part" else y)
+        value = torch.complex(real, imag).conj()
+        return (value.imag.sin() + torch.imag(value * value) + value.abs()).sum() * (p.sum() + q.sum() if double else 1)
+
+    assert_trees_close(psg.per_sample_grad(fn)((p, q), x, y), loop_grad(fn)((p, q), x, y))

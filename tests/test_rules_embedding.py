@@ -183,3 +183,35 @@ def test_a_padding_index_that_is_no_row(device):
         return torch.embedding(table, tokens, 7).tanh().sum()
 
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(table, tokens), loop_grad(fn)(table, tokens))
+
+
+@given(
+    n=st.integers(0, 3),
+    shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    place=st.integers(-3, 2),
+    count=st.none() | st.integers(0, 3),
+    role=st.sampled_from(["parameter", "product", "data"]),
+    shared=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_index_select_by_numbers_and_by_lists(n, shape, place, count, role, shared, seed, device):
+    torch.manual_seed(seed)
+    dim = place % len(shape) - (len(shape) if place < 0 else 0)
+    own = () if count is None else (count,)
+    index = torch.randint(shape[dim], own if shared else (n, *own), device=device)
+    w, x = torch.randn(shape, device=device), torch.randn(n, *shape, device=device)
+
+    def fn(w, x, index):
+        source = {"parameter": w, "product": w * x, "data": x}[role]
+        return score(source.index_select(dim, index)) * w.sum()
+
+    assert_agrees(Problem(fn, (w, x, index), options={"in_dims": (None, 0, None if shared else 0)}))
+
+
+@given(n=st.integers(0, 3), rows=st.integers(1, 4), t=st.integers(0, 4), padding=st.integers(-1, 4), seed=st.integers(0, 99))
+def test_torch_s_own_embedding(n, rows, t, padding, seed, device):
+    """With another order of arguments than `F.embedding`; a padding that is no row has no effect."""
+    torch.manual_seed(seed)
+    table, ids = torch.randn(rows, 2, device=device), torch.randint(rows, (n, t), device=device)
+    for op in (torch.embedding, torch.ops.aten.embedding.default):
+        assert_agrees(Problem(lambda w, ids, op=op: score(op(w, ids, padding)), (table, ids)))
