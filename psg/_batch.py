@@ -53,14 +53,12 @@ from psg._ops import (
 from psg._owners import HALF, SINGLE, codes, groups, owners
 from psg._sampled import Sampled
 from psg._writes import written
-from psg.factors import Dense, Factor
 from psg.factors._arithmetic import as_real
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import refuse_updates
-from psg.rules.products import sum_to
 from psg.rules.rows import split_rows
-from psg.rules.unlifted import ELEMENTWISE, EXPANSIONS, IN_PLACE, WRITTEN_OUT
+from psg.rules.unlifted import BROADCASTING, COMPARISONS, ELEMENTWISE, EXPANSIONS, IN_PLACE, JOINS, WRITTEN_OUT
 
 
 def capture_batch(call: Call, function: Function) -> Captured:
@@ -245,10 +243,13 @@ class _BatchMode(Watch):
             output = self._run_rule(func, args, kwargs, None)
             if output is not NotImplemented:
                 return output
-            with self:  # the body may close over parameters
-                return body(*args, **kwargs)
+            return self._run_inside(body, args, kwargs)  # which may close over parameters
         # A hook on a derived value would run under vmap when gradients are pulled back, and would never see the gradient of a rule.
         may_derive = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
+        if func in JOINS and not others:
+            output = self._run_inside(JOINS[func], args, kwargs)
+            if output is not NotImplemented:
+                return output
         if func in EXPANSIONS and len(met) == 1 and not others:
             output = self._expand(func, met[0], args, kwargs)
             if output is not NotImplemented:
@@ -256,11 +257,15 @@ class _BatchMode(Watch):
         if may_derive and not others:
             return self._derive(func, met, args, kwargs)
         if func in LOOKUPS and others:
-            with self:
-                output = LOOKUPS[func](*args, **kwargs)
+            output = self._run_inside(LOOKUPS[func], args, kwargs)
             if output is not NotImplemented:
                 return output
         return self._run_mixed(func, args, kwargs, met, others, target, may_derive)
+
+    def _run_inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function under this mode."""
+        with self:
+            return function(*args, **kwargs)
 
     def _run_mixed(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any, may_derive: bool) -> Any:
         """Run an op of parameters and other tensors: once for all samples if these are constants, else by its rule or decomposed.
@@ -281,12 +286,18 @@ class _BatchMode(Watch):
             return output
         decompose = WRITTEN_OUT.get(func) or _registry.find_decomposition(func, differentiated=False)
         if decompose is not None:
-            with self:
-                output = decompose(*args, **kwargs)
+            output = self._run_inside(decompose, args, kwargs)
             if output is not NotImplemented:
                 return output
+        if func in COMPARISONS:
+            bare_args, bare_kwargs = self._bare((args, kwargs), met)
+            return _kernels.run(func, bare_args, bare_kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if func in BROADCASTING:
+            output = self._spread(func, args, kwargs, met)
+            if output is not NotImplemented:
+                return output
         if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
@@ -343,23 +354,43 @@ class _BatchMode(Watch):
             self.choices.guessed.add(choice)
         return self.choices.known.get(choice, likely)
 
+    def _bare(self, tree: Any, met: list[Lifted]) -> Any:
+        """The same arguments, with the values of parameters in place of their handles."""
+        values = {id(value.handle): value.value for value in met}
+        return substitute(tree, lambda leaf: values.get(id(leaf), leaf))
+
     def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
-        """Repeat a parameter along dim 0, each repetition a sample's own; NotImplemented if the repetitions are for all samples."""
-        args, kwargs = substitute((args, kwargs), lambda leaf: value.value if leaf is value.handle else leaf)
-        output, shape = func(*args, **kwargs), value.leaf.shape[1:]
-        inner = shape[1:] if len(shape) == output.ndim else shape
-        along = zip(inner, output.shape[output.ndim - len(inner) :], strict=True)
-        repeated = (len(shape) < output.ndim or shape[:1] == (1,)) and all(size in (1, full) for size, full in along)
-        choice = name_of(func), value.name, (tuple(output.shape),)
-        if not repeated or not torch.is_grad_enabled() or self._is_for_all(choice, _is_one(self.n, output.shape)):
+        """Repeat a parameter, each repetition a row of its own; NotImplemented if the repetitions are for all samples."""
+        bare_args, bare_kwargs = self._bare((args, kwargs), [value])
+        output, shape = func(*bare_args, **bare_kwargs), value.leaf.shape[1:]
+        lead = output.shape[: output.ndim - len(shape)]
+        along = [(size, full) for size, full in zip(shape, output.shape[len(lead) :], strict=True)] if len(shape) <= output.ndim else []
+        if len(along) < len(shape) or any(size not in (1, full) for size, full in along) or not torch.is_grad_enabled():
             return NotImplemented
+        repeats = [*lead, *(full for size, full in along if size == 1)]
+        if not repeats and self.n > 1:
+            return NotImplemented
+        in_front = bool(lead) or shape[:1] == (1,)
+        choice = name_of(func), value.name, (tuple(output.shape),)
+        if self._is_for_all(choice, _is_one(self.n, output.shape) if in_front else self.n not in repeats):
+            return NotImplemented
+        # Added to zeros, it is a sum with data, whose rule knows rows in every layout.
+        return self._run_rule(torch.add, (torch.zeros_like(output), value.handle), {}, choice)
 
-        def build(cotangent: Tensor) -> Factor:
-            return Dense(sum_to(cotangent, inner).reshape(len(cotangent), *shape))
-
-        (output,) = self.tap(choice[0], (output.clone(),), True, [(choice[1], value, build)], [], choice)
-        value.uses.append(f"{choice[0]}: rule")
-        return output
+    def _spread(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
+        """Run an op that broadcasts on parameters that are first repeated, so that every row has its own copy."""
+        with self:
+            shape = BROADCASTING[func](*args, **kwargs)
+        dtypes = {leaf.dtype for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and _differentiable(leaf)}
+        own = [value.leaf.shape[1:] for value in met]
+        # The dtype of a number would count once it is repeated: torch ranks it below that of other tensors.
+        if (() in own and len(dtypes) > 1) or any(len(one) > len(shape) for one in own):
+            return NotImplemented
+        rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}) for value in met}
+        if any(row is NotImplemented for row in rows.values()):
+            return NotImplemented
+        args, kwargs = substitute((args, kwargs), lambda leaf: rows.get(id(leaf), leaf))
+        return _kernels.run(func, args, kwargs)
 
     def _run_rule(self, func: Any, args: Any, kwargs: Any, choice: _Choice | None) -> Any:
         """Run the op's rule with every row of the data as a sample, and tap its output; NotImplemented if no rule fits."""

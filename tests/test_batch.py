@@ -483,7 +483,7 @@ def test_rounding_by_groups_of_other_sizes_is_no_meeting(dtype, device):
             r"__getitem__ of p\['w'\] reaches cat at .*test_batch\.py:\d+",
         ),
         (lambda p, x: torch.cat([x, p["w"]]).sum().expand(len(x)), r"p\['w'\] reaches cat"),
-        (lambda p, x: torch.sub(x, p["w"][0], alpha=2).sum(1), r"p\['w'\] reaches sub"),
+        (lambda p, x: torch.kron(x, p["w"][:1]).sum(1), r"p\['w'\] reaches kron"),
         (lambda p, x: torch.div(x, p["w"][0], rounding_mode="floor").sum(1), r"p\['w'\] reaches div"),
         (lambda p, x: F.conv1d(x.T, p["w"][:, :, None]).sum(0), r"reaches conv1d"),
         (lambda p, x: F.linear(x, p["w"]).sum(), r"expected fn to return one loss for each of the 5 samples, got a tensor of shape \(\)"),
@@ -1108,6 +1108,70 @@ def test_data_that_is_repeated_along_a_parameter(shape, device):
         return ((x * p["a"] - p["b"]).sin() / (x.square() + p["a"].exp())).flatten(1).sum(1)
 
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), loop_grad(one(fn))(p, x))
+
+
+WEIGHTS = {"v": (4,), "m": (4, 4), "positions": (3, 4), "s": (), "one": (1, 4), "z": (4,)}
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda p, x: torch.add(x, p["v"], alpha=2) + torch.sub(x, p["v"], alpha=3) * torch.sub(p["v"], x, alpha=0.5),
+        lambda p, x: torch.add(x, other=p["v"]) + torch.mul(input=x, other=p["v"]).divide(p["v"]),
+        lambda p, x: torch.multiply(x, p["v"]) + x.multiply(p["s"]),
+        lambda p, x: torch.lerp(x, x.cos(), p["v"]) + x.lerp(p["positions"], 0.3),
+        lambda p, x: torch.addcmul(p["v"], x, x, value=0.5) + x.addcdiv(x, p["positions"]),
+        lambda p, x: torch.tensordot(x, p["m"], dims=1) + torch.tensordot(p["m"], x, dims=([0], [2])).permute(1, 2, 0),
+        lambda p, x: torch.inner(x, p["m"]) + torch.inner(x, p["v"])[..., None] + torch.inner(x, p["s"]),
+        lambda p, x: torch.outer(x[:, 0, 0], p["v"]) + torch.addr(x[:, 0], x[:, 1, 0], p["v"], beta=0.5, alpha=2),
+        lambda p, x: torch.linalg.vecdot(x, p["v"]) + F.cosine_similarity(x, p["v"], dim=-1) + F.pairwise_distance(x, p["v"]),
+        lambda p, x: torch.linalg.multi_dot([x[:, 0], p["m"], p["m"]]),
+        lambda p, x: torch.maximum(x, p["v"]) - x.minimum(p["positions"]) + torch.clamp(x, max=p["v"]) + x.fmax(p["s"]),
+        lambda p, x: x.abs() ** p["v"] + p["v"] ** x + x.abs().pow(p["s"]) + torch.float_power(x.abs(), p["s"]),
+        lambda p, x: torch.logaddexp(x, p["v"]) + torch.atan2(p["v"], x) + torch.hypot(x, p["s"]) + torch.xlogy(x, p["v"]),
+        lambda p, x: torch.stack([p["v"]] * len(x))[:, None] * x + torch.cat([p["one"]] * len(x))[:, None] if len(x) else x * p["v"],
+        lambda p, x: x * p["one"].repeat_interleave(len(x), 0)[:, None] + torch.repeat_interleave(p["positions"][None], len(x), dim=0),
+        lambda p, x: (lambda y: (y.__setitem__((slice(None), 0), p["v"]), y[:, 1].copy_(p["z"]), y)[-1])(x * p["s"]),
+        lambda p, x: (lambda y: (y.__setitem__((slice(None), torch.tensor([0, 2], device=x.device)), p["s"]), y)[-1])(x * p["v"]),
+        lambda p, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.complex(p["v"], p["z"]) + 1j * p["z"], n=3, dim=1),
+        lambda p, x: torch.layer_norm(x, (4,), p["v"], p["z"]) + torch.rms_norm(x, (4,), p["v"]),
+        lambda p, x: torch.group_norm(x.transpose(1, 2), 2, p["v"], p["z"]),
+        lambda p, x: torch.addmm(x[:, 0], x[:, 1], p["m"], beta=0.5, alpha=2) + torch.addmm(p["z"], x[:, 0], p["m"], beta=0),
+        lambda p, x: torch.stack([torch.addmm(p["positions"], own, p["m"]) for own in x]) if len(x) else x * p["s"],
+        lambda p, x: torch.baddbmm(p["positions"], x, p["m"].expand(len(x), 4, 4), alpha=3),
+        lambda p, x: torch.where(x > p["v"], x, 0) * p["v"] + (p["z"] == x) + torch.isclose(x, p["s"]) + torch.bucketize(x, p["z"]),
+    ],
+)
+def test_other_ops_that_meet_a_parameter(op, n, device):
+    params = {name: torch.rand(shape, device=device) + 0.5 for name, shape in WEIGHTS.items()}
+    x = torch.randn(n, 3, 4, device=device)
+
+    def fn(p, x):
+        return (op(p, x).flatten(1) + 0.1).sin().sum(1)
+
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    kept=st.lists(st.booleans(), min_size=3, max_size=3),
+    place=st.integers(0, 3),
+    n=st.integers(0, 5),
+    op=st.sampled_from([torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.Tensor.mul_, lambda x, p: x + p.expand(x.shape)]),
+)
+def test_a_parameter_that_is_broadcast_along_any_dimensions(shape, kept, place, n, op):
+    """The samples are along any dimension of the data: first, last, or after time."""
+    place = min(place, len(shape))
+    wide = [*shape[:place], n, *shape[place:]]
+    own = [size if keep else 1 for size, keep in zip(shape, kept, strict=False)]
+    own.insert(place, 1)
+    weight, x = torch.rand(own) + 0.5, torch.randn(wide).movedim(place, 0)
+
+    def fn(weight, x):
+        return op(x.movedim(0, place) * 1, weight).sin().movedim(place, 0).flatten(1).sum(1)
+
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(weight, x), loop_grad(one(fn))(weight, x))
 
 
 def noisy(w, x, y):

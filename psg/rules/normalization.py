@@ -222,6 +222,28 @@ def _any_complex(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.is_complex() for tensor in tensors)
 
 
+# The functions that those of torch.nn.functional call in the end, with the same result.
+
+
+@decomposition(torch.layer_norm)
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *cudnn: Any
+) -> Any:
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+@decomposition(torch.group_norm)
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *cudnn: Any
+) -> Any:
+    return F.group_norm(input, num_groups, weight, bias, eps)
+
+
+@decomposition(torch.rms_norm)
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    return F.rms_norm(input, normalized_shape, weight, eps)
+
+
 # Written out, for passes whose gradients are differentiated again: vmap's rules for the backward of these ops treat the moments as
 # constants, and in plain autograd torch's third derivatives are wrong (2.13).
 

@@ -399,23 +399,31 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None, *,
     """Contract the given dimensions of a with those of b; if `dims` is a number, the last of a with the first of b."""
     if out is not None:
         return NotImplemented
-    counts = [tensor.ndim - (name not in shared) for name, tensor in (("a", a), ("b", b))]
+    written = tensordot_labels([tensor.ndim - (name not in shared) for name, tensor in (("a", a), ("b", b))], dims)
+    if written is None:
+        return NotImplemented
+    labels, free = written
+    contracted = "".join(name for name in labels[0] if name not in free)
+    return _pair(("a", "b"), (a, b), f"{','.join(labels)}->{free}", shared, stretch=contracted)
+
+
+def tensordot_labels(counts: Sequence[int], dims: Any) -> tuple[list[str], str] | None:
+    """The labels of tensordot's operands and of its output, as in an einsum, from their numbers of dimensions; None if they do not fit."""
     if isinstance(dims, int) and 0 <= dims <= min(counts):
         pairs = [(counts[0] - dims + d, d) for d in range(dims)]
     elif isinstance(dims, (list, tuple)) and len(dims) == 2 and all(isinstance(own, (list, tuple)) for own in dims):
         if len(dims[0]) != len(dims[1]) or any(not -count <= d < count for own, count in zip(dims, counts, strict=True) for d in own):
-            return NotImplemented
+            return None
         pairs = [(d % counts[0], e % counts[1]) for d, e in zip(*dims, strict=True)]
     else:
-        return NotImplemented
+        return None
     left, right = list(ascii_letters[: counts[0]]), list(ascii_letters[counts[0] : sum(counts)])
     if len({d for d, _ in pairs}) < len(pairs) or len({e for _, e in pairs}) < len(pairs) or len(right) < counts[1]:
-        return NotImplemented
+        return None
     for d, e in pairs:
         right[e] = left[d]
     contracted = {left[d] for d, _ in pairs}
-    free = "".join(name for name in left + right if name not in contracted)
-    return _pair(("a", "b"), (a, b), f"{''.join(left)},{''.join(right)}->{free}", shared, stretch="".join(contracted))
+    return ["".join(left), "".join(right)], "".join(name for name in left + right if name not in contracted)
 
 
 @rule(torch.bilinear, params=("weight", "bias"), frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from psg._ops import Place
 from psg.rules._registry import reshape
-from psg.rules.products import einsum_labels, matmul_equation
+from psg.rules.products import einsum_labels, matmul_equation, tensordot_labels
 
 
 class Split(NamedTuple):
@@ -124,7 +124,7 @@ def _without(dim: int) -> Callable[[Tensor], Tensor]:
 # Products. Rows run along the labels that all data and the output have, and no parameter.
 
 
-def _contraction(operands: dict[Place, Tensor], labels: list[str], out: str, own: Collection[Place], contiguous: bool = False) -> Split:
+def split_labels(operands: dict[Place, Tensor], labels: list[str], out: str, own: Collection[Place], contiguous: bool = False) -> Split:
     """Split an einsum (one letter a dimension) into rows. The rule takes these for samples, in which their dimensions have size 1.
 
     `contiguous` says whether torch's output is: then fn may write into views that its own reshapes make of it.
@@ -170,7 +170,7 @@ def _product(equation: str, *names: str) -> Splitter:
         operands: dict[Place, Tensor] = {(name, None): arguments[name] for name in names}
         if any(tensor.ndim != len(label) for tensor, label in zip(operands.values(), labels, strict=True)):
             return None
-        return _contraction(operands, labels, out, [place for place in own if place in operands], contiguous=True)
+        return split_labels(operands, labels, out, [place for place in own if place in operands], contiguous=True)
 
     return splitter
 
@@ -193,7 +193,14 @@ def _matmul_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | N
 def _einsum_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     operands: dict[Place, Tensor] = {("operands", k): tensor for k, tensor in enumerate(arguments["operands"])}
     written = einsum_labels(arguments["equation"], [tensor.ndim for tensor in operands.values()])
-    return None if written is None else _contraction(operands, *written, own)
+    return None if written is None else split_labels(operands, *written, own)
+
+
+@splits(torch.tensordot)
+def _tensordot_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+    operands: dict[Place, Tensor] = {(name, None): arguments[name] for name in ("a", "b")}
+    written = tensordot_labels([tensor.ndim for tensor in operands.values()], arguments["dims"])
+    return None if written is None else split_labels(operands, *written, own, contiguous=True)
 
 
 # Recurrences. A row is a sequence.

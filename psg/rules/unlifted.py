@@ -5,30 +5,37 @@ Elementwise products and sums get rules for their rows. Other ops are written wi
 
 import math
 from collections.abc import Callable, Collection
+from functools import reduce
+from string import ascii_letters
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._ops import Place
+from psg._ops import Place, leaves_of
 from psg.factors import Dense
 from psg.rules._registry import Rule
 from psg.rules.products import sum_to
-from psg.rules.rows import Split, split_positions, splits
+from psg.rules.rows import Split, split_labels, split_positions, splits
 
-_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_PRODUCTS = (torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 
 
 @splits(*_PRODUCTS, *_SUMS)
 def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
+    """Rows run along the dimensions in front of the weight's; where it has as many as the data, along all in which it is broadcast."""
     input, weight = arguments["input"], arguments["weight"]
-    shape = _row_shape(weight)
-    if not isinstance(input, Tensor) or weight.is_complex():
+    if not isinstance(input, Tensor):
         return None
-    full = torch.broadcast_shapes(input.shape, weight.shape)
-    return split_positions({"input": input.expand(full)}, len(shape), "input")
+    shape, full = _row_shape(weight), torch.broadcast_shapes(input.shape, weight.shape)
+    input = input.expand(full)
+    if full[: len(full) - len(shape)].numel() != 1 or 1 not in shape:
+        return split_positions({"input": input}, len(shape), "input")
+    labels, place = ascii_letters[: len(full)], ("weight", None)
+    operands: dict[Place, Tensor] = {("input", None): input, place: weight.reshape((1,) * (len(full) - len(shape)) + shape)}
+    return split_labels(operands, [labels, labels], labels, [place], contiguous=True)
 
 
 def _row_shape(weight: Tensor) -> torch.Size:
@@ -38,22 +45,22 @@ def _row_shape(weight: Tensor) -> torch.Size:
 
 def _scaled(input: Tensor, weight: Tensor) -> Any:
     """y = x w: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
-    own, shape = weight.shape, _row_shape(weight)
+    shape = _row_shape(weight)
     output = input * weight.reshape(shape)
-    return output, {"weight": lambda cotangent: _broadcast(cotangent * input.conj(), shape, own)}
+    return output, {"weight": lambda cotangent: _broadcast(cotangent * input.conj(), weight, shape)}
 
 
 def _shifted(input: Tensor, weight: Tensor) -> Any:
     """y = x + b: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
-    own, shape = weight.shape, _row_shape(weight)
+    shape = _row_shape(weight)
     output = input + weight.reshape(shape)
-    return output, {"weight": lambda cotangent: _broadcast(cotangent, shape, own)}
+    return output, {"weight": lambda cotangent: _broadcast(cotangent, weight, shape)}
 
 
-def _broadcast(cotangent: Tensor, shape: torch.Size, own: torch.Size) -> Dense:
-    """The gradient of a real weight that was broadcast; the data may be complex."""
+def _broadcast(cotangent: Tensor, weight: Tensor, shape: torch.Size) -> Dense:
+    """The gradient of a weight that was broadcast, which may be real where the data is complex."""
     summed = sum_to(cotangent, shape)
-    return Dense((summed.real if summed.is_complex() else summed).reshape(len(cotangent), *own))
+    return Dense((summed if weight.is_complex() or not summed.is_complex() else summed.real).reshape(len(cotangent), *weight.shape))
 
 
 ELEMENTWISE = {
@@ -62,8 +69,30 @@ ELEMENTWISE = {
 }
 """Rules of products and sums with a parameter, whose operands commute."""
 
-EXPANSIONS = frozenset({Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, torch.broadcast_to, Tensor.broadcast_to})
+EXPANSIONS = frozenset(
+    {
+        *(Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, torch.broadcast_to, Tensor.broadcast_to),
+        *(torch.repeat_interleave, Tensor.repeat_interleave),
+    }
+)
 """Ops that repeat a parameter, perhaps once for each sample."""
+
+
+def _stacked(tensors: Any, dim: int = 0, **others: Any) -> Any:
+    return NotImplemented if others or dim != 0 or _differ(tensors) else tensors[0].expand(len(tensors), *tensors[0].shape)
+
+
+def _concatenated(tensors: Any, dim: int = 0, **others: Any) -> Any:
+    shape = tensors[0].shape
+    return NotImplemented if others or dim != 0 or shape[:1] != (1,) or _differ(tensors) else tensors[0].expand(len(tensors), *shape[1:])
+
+
+def _differ(tensors: Any) -> bool:
+    return any(tensor is not tensors[0] for tensor in tensors)
+
+
+JOINS = {torch.stack: _stacked, torch.cat: _concatenated}
+"""Ops that repeat a parameter if they are given nothing else, over and over."""
 
 IN_PLACE = {
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__), torch.add),
@@ -74,12 +103,54 @@ IN_PLACE = {
 """In-place ops on data and a parameter, and for each the op that computes the values to write."""
 
 
-def _difference(input: Any, other: Any, *deprecated: Any, **options: Any) -> Any:
-    return NotImplemented if deprecated or options else input + (-other)
+def _named(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The operands of an op of two, taking from `options` those that are given by name."""
+    return *args, *(options.pop(name) for name in ("input", "other") if name in options)
 
 
-def _quotient(input: Any, other: Any, **options: Any) -> Any:
-    return NotImplemented if options else input * (1 / other)
+def _product(*args: Any, **options: Any) -> Any:
+    operands = _named(args, options)
+    return NotImplemented if options or len(operands) == len(args) else reduce(torch.mul, operands)
+
+
+def _sum(*args: Any, alpha: Any = 1, **options: Any) -> Any:
+    operands = _named(args, options)
+    if options or len(operands) != 2 or (len(args) == 2 and alpha == 1):
+        return NotImplemented
+    return operands[0] + (operands[1] if alpha == 1 else alpha * operands[1])
+
+
+def _difference(*args: Any, alpha: Any = 1, **options: Any) -> Any:
+    operands = _named(args, options)
+    return NotImplemented if options or len(operands) != 2 else operands[0] + -alpha * operands[1]
+
+
+def _quotient(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    return NotImplemented if rounding_mode else input * (1 / other)
+
+
+def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """y = beta input + alpha product(x, z)."""
+
+    def added(input: Tensor, x: Tensor, z: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        scaled = alpha * product(x, z)
+        return scaled + beta * input if beta else scaled
+
+    return added
+
+
+def _outer(input: Tensor, vec2: Tensor) -> Tensor:
+    return input[:, None] * vec2
+
+
+def _inner(input: Tensor, other: Tensor) -> Tensor:
+    if input.ndim == 0 or other.ndim == 0:
+        return input * other
+    return torch.tensordot(input, other, dims=([-1], [-1]))  # pyright: ignore[reportArgumentType]
+
+
+def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    return (x.conj() * y).sum(dim)
 
 
 def _attention(
@@ -109,17 +180,6 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     return input.relu() + input.clamp(max=0) * weight.reshape(-1, *(1,) * (input.ndim - 2))
 
 
-def _where(condition: Tensor, *choices: Any, **named: Any) -> Any:
-    """torch.where whose choices, such as a mask token, are first expanded, so that every row has its own copy."""
-    choices = *choices, *(named[name] for name in ("input", "other") if name in named)
-    if named.keys() - {"input", "other"}:
-        return NotImplemented
-    shape = torch.broadcast_shapes(condition.shape, *(choice.shape for choice in choices if isinstance(choice, Tensor)))
-    if all(not isinstance(choice, Tensor) or choice.shape == shape for choice in choices):
-        return NotImplemented
-    return torch.where(condition, *(choice.expand(shape) if isinstance(choice, Tensor) else choice for choice in choices))
-
-
 def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
     if offs is None or bias is not None or out_dtype is not None or self.ndim != 2 or mat2.ndim != 3:
         return NotImplemented
@@ -129,16 +189,48 @@ def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bia
     return torch.cat([*groups, self.new_zeros(len(self) - ends[-1], mat2.shape[2])])
 
 
+def _full_shape(*args: Any, **kwargs: Any) -> torch.Size:
+    return torch.broadcast_shapes(*(leaf.shape for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)))
+
+
+def _found(names: str) -> list[Any]:
+    """The functions and methods of torch with these names."""
+    holders = (torch, torch.special, torch._C.TensorBase, Tensor)
+    return [vars(holder)[name] for holder in holders for name in names.split() if name in vars(holder)]
+
+
+_COMPARED = "bucketize eq ge gt isclose le lt ne searchsorted __eq__ __ge__ __gt__ __le__ __lt__ __ne__"
+_POINTWISE = """addcdiv addcmul arctan2 atan2 clamp clamp_max clamp_min clip copysign cosine_similarity float_power fmax fmin fmod hypot
+ldexp lerp logaddexp logaddexp2 maximum minimum pairwise_distance pow remainder where xlogy __pow__ __rpow__"""
+
+COMPARISONS = frozenset(_found(_COMPARED))
+"""Ops through which no gradient goes."""
+
+BROADCASTING: dict[Any, Callable[..., torch.Size]] = {
+    **dict.fromkeys(_found(_POINTWISE), _full_shape),
+    Tensor.copy_: lambda self, *others, **options: self.shape,
+    Tensor.__setitem__: lambda self, index, value: self[index].shape,
+}
+"""Other ops that broadcast a parameter (a mask token, an exponent), and for each the shape to which they do."""
+
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(_SUMS, _sum),
     **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other, **options: _difference(other, input, **options)),
-    **dict.fromkeys((torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__), _quotient),
+    **dict.fromkeys((torch.div, torch.divide, Tensor.div, Tensor.divide), _quotient),
+    **dict.fromkeys((torch.true_divide, Tensor.true_divide, Tensor.__truediv__), _quotient),
     Tensor.__rtruediv__: lambda input, other: _quotient(other, input),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv, torch.baddbmm, Tensor.baddbmm), _added(torch.matmul)),
+    **dict.fromkeys((torch.addbmm, Tensor.addbmm), _added(lambda x, z: torch.matmul(x, z).sum(0))),
+    **dict.fromkeys((torch.addr, Tensor.addr), _added(_outer)),
+    **dict.fromkeys((torch.outer, Tensor.outer, torch.ger, Tensor.ger), _outer),
+    **dict.fromkeys((torch.inner, Tensor.inner), _inner),
+    torch.linalg.vecdot: _vecdot,
+    torch.linalg.multi_dot: lambda tensors: reduce(torch.matmul, tensors),
     Tensor.expand_as: lambda input, other: input.expand(other.shape),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
     torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage]
-    torch.where: _where,
-    Tensor.where: lambda self, condition, other: _where(condition, self, other),
 }
 """Ops without a rule for rows, written with ops that have one."""
