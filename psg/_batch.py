@@ -195,7 +195,7 @@ class _BatchMode(Watch):
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, _registry.namesake(func)
         if func in METADATA:
             return func(*args, **kwargs)
         if func in HIGHER_ORDER:

@@ -78,7 +78,7 @@ class Router(Watch):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            kwargs = kwargs or {}
+            kwargs, func = kwargs or {}, _registry.namesake(func)
             if func in HIGHER_ORDER:
                 with self:
                     return HIGHER_ORDER[func](*args, **kwargs)

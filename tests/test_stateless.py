@@ -377,6 +377,49 @@ def test_scripted_and_traced_modules(compile, device):
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(scripted.parameters(), module.parameters(), strict=True))
 
 
+def _decoder():
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(9, 8, padding_idx=0), nn.Parameter(torch.randn(1, 5, 8))
+            self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, ids):
+            hidden = self.block(self.tokens(ids) + self.positions)
+            return self.head(torch.cat([hidden.mean(1)[:, :4], hidden.amax(1)[:, 4:]], 1))
+
+    return Decoder()
+
+
+def _network():
+    return nn.Sequential(
+        nn.Embedding(9, 8), nn.Conv1d(5, 4, 3, padding=1, groups=1), nn.PReLU(4), nn.GroupNorm(2, 4), nn.ConvTranspose1d(4, 2, 2, 2),
+        nn.BatchNorm1d(2), nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(32, 3)),
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:The .grad attribute", "ignore:.*isinstance")
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("build", [_decoder, _network])
+def test_exported_programs_run_by_rules(build, decomposed):
+    """ATen's ops, also as run_decompositions writes them, run as the functions of torch that they are."""
+    module = build().double()
+    ids, y = torch.randint(9, (N, 5)), torch.randint(3, (N,))
+    program = torch.export.export(module, (ids,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    exported = (program.run_decompositions() if decomposed else program).module()
+    loss, params = psg.stateless(exported, F.cross_entropy)
+    original, own = psg.stateless(module, F.cross_entropy)
+    assert set(params) == set(own)
+    assert_trees_close(psg.per_sample_grad(loss)(params, ids, y), loop_grad(original)(own, ids, y))
+    # A decomposed product of the tokens with in_proj expands the weight to all of them.
+    found, expected = (
+        {leaf.path: leaf.kind for leaf in psg.explain(fn)(p, ids, y).leaves if not (decomposed and "in_proj" in leaf.path)}
+        for fn, p in ((loss, params), (original, own))
+    )
+    assert found == expected
+
+
 class Shift(nn.Module):
     def __init__(self, by):
         super().__init__()

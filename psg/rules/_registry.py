@@ -363,8 +363,24 @@ def known_as(op: Any) -> Any:
     if op in _decompositions or op in _leaks or not isinstance(op, (OpOverload, OpOverloadPacket)):
         return op
     space, _, name = (op._schema.name if isinstance(op, OpOverload) else op._qualified_op_name).partition("::")
-    places = ((torch, name), (Tensor, name), (torch.linalg, name.removeprefix("linalg_"))) if space == "aten" else ()
+    if space != "aten":
+        return op
+    places = ((torch, name), (Tensor, name), (torch.linalg, name.removeprefix("linalg_")), (vars(torch._C)["_nn"], name))
     return next((getattr(place, own) for place, own in places if hasattr(place, own)), op)
+
+
+def namesake(op: Any) -> Any:
+    """The function of torch that is the same as an op of ATen's, which exported programs call; else, or if the op is registered, the op."""
+    if not isinstance(op, (OpOverload, OpOverloadPacket)) or op in _rules or op in _decompositions:
+        return op
+    return _namesake(op)
+
+
+@functools.cache
+def _namesake(op: Any) -> Any:
+    found = known_as(op)
+    # Functions in Python, and Tensor.to, do not take all arguments that ATen's ops take.
+    return op if isinstance(found, types.FunctionType) or found == Tensor.to else found
 
 
 def is_misderived(op: Any) -> bool:

@@ -113,6 +113,28 @@ def _with_full_lists(op: Any, dims: int) -> None:
         return op(*map(each, args), **{name: each(option) for name, option in kwargs.items()})
 
 
+@decomposition(torch.convolution)
+def _any_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    """All convolutions as one op, as graphs of ATen's ops have them."""
+    dims = weight.ndim - 2
+    if dims not in (1, 2, 3):
+        return NotImplemented  # torch raises its own error
+    if transposed:
+        op = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        return op(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return (F.conv1d, F.conv2d, F.conv3d)[dims - 1](input, weight, bias, stride, padding, dilation, groups)
+
+
 def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
     def fits(shape: torch.Size, weight: Tensor) -> bool:
         return not weight.is_complex() and weight.ndim == dims + 2 and len(shape) in (dims + 1, dims + 2)

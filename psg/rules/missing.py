@@ -25,6 +25,11 @@ def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e
     return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
 
 
+@decomposition(torch.ops.aten.sym_size.int)
+def _size(self: Tensor, dim: int) -> int:
+    return self.size(dim)
+
+
 @decomposition(torch.moveaxis, Tensor.moveaxis)
 def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
     return input.movedim(source, destination)
