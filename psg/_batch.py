@@ -88,7 +88,10 @@ def capture_batch(call: Call, function: Function) -> Captured:
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
         except (InputError, StateError) as error:
             if not choices.guessed:
-                raise failure or error from None
+                if failure is None:
+                    raise error from None
+                failure.add_note(f"With rows of each sample's own instead: {error}")
+                raise failure from None
             failure = failure or type(error)(*error.args)
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
 

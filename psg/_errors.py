@@ -70,7 +70,8 @@ def code_of(function: Any) -> Hashable:
     Functions that psg makes, those of `stateless` for example, share their code, and are told apart by themselves.
     """
     function = inspect.unwrap(function)
-    if isinstance(function, FunctionType) and function.__module__.partition(".")[0] == "psg":
+    # A function made by exec may belong to no module.
+    if isinstance(function, FunctionType) and (function.__module__ or "").partition(".")[0] == "psg":
         return ref(function)
     return getattr(function, "__code__", type(function))
 

@@ -261,12 +261,20 @@ def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def memory_of(tensor: Tensor) -> int:
     """The address of the storage that holds the values, under all wrappers."""
-    return bare(tensor).untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunction():  # function modes watch fn, not this question
+        return bare(tensor).untyped_storage().data_ptr()
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
     """A weak reference to that storage: it does not keep the storage alive and, unlike an address, never comes to mean another one."""
-    return StorageWeakRef(bare(tensor).untyped_storage())
+    with torch._C.DisableTorchFunction():
+        return StorageWeakRef(bare(tensor).untyped_storage())
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Whether the values are, under all wrappers."""
+    with torch._C.DisableTorchFunction():
+        return bare(tensor).is_contiguous()
 
 
 def physical(tensor: Tensor, level: int, n: int) -> Tensor:

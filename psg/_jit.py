@@ -87,8 +87,8 @@ def jit(
       makes or seeds a generator itself, or draws from a generator object of Python's or NumPy's, runs eagerly, if `check` is true.
 
     Calls run eagerly, so that they can be differentiated, inside torch.func transforms and forward-mode AD, and where an input or a tensor
-    that fn closes over requires grad. Calls on empty batches, inside another traced function or under a function or dispatch mode are eager
-    too. Thread-safe: each signature is compiled once, by whichever thread comes first.
+    that fn closes over requires grad. Calls on empty batches, under `torch.autograd.detect_anomaly`, inside another traced function, or
+    under a function or dispatch mode are eager too. Thread-safe: each signature is compiled once, by whichever thread comes first.
 
     Args:
         fn: The function.
@@ -194,6 +194,8 @@ class Jitted:
             return self._fn(*args, **kwargs)
         if any(tensor.numel() == 0 or handles_ops(tensor) for tensor in tensors):
             return self._fn(*args, **kwargs)  # an empty batch: nothing to compile; or a tensor whose class sees no op of a compiled graph
+        if torch.is_anomaly_enabled():
+            return self._fn(*args, **kwargs)  # which names the op of fn that made a NaN
         # psg's transforms enable autograd themselves.
         modes = None if self._batching is not None else (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), modes, self._key())

@@ -1225,3 +1225,30 @@ def test_numbers_of_draws_that_depend_on_the_data_cannot_be_compared():
     w, x, y = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5, 4)
     with pytest.warns(UserWarning, match="draws more or fewer random numbers when some samples are exchanged"):
         psg.per_sample_norm(fn, method="batch")(w, x, y)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_learned_initial_state(kind, device):
+    module, h0 = kind(3, 4, batch_first=True).to(device), torch.randn(1, 1, 4, device=device)
+    params = {"h0": h0, **detached(module)}
+    x = torch.randn(5, 6, 3, device=device)
+
+    def fn(p, x):
+        state = p["h0"].expand(-1, len(x), -1).contiguous()
+        weights = {name: weight for name, weight in p.items() if name != "h0"}
+        output, _ = functional_call(module, weights, (x, (state, state) if kind is nn.LSTM else state))
+        return output[:, -1].square().sum(1)
+
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+def test_both_readings_of_a_parameter_that_fail_are_told(device):
+    """As one value of all samples it reaches cat; as rows of each sample's own, fn goes on to an op that has no rule either."""
+
+    def fn(p, x):
+        tokens = p[None].expand(1, len(x), WIDTH)
+        return torch.kron(torch.cat([x[None], tokens]).sum(0), p).sum(1)
+
+    with pytest.raises(psg.InputError, match="reaches cat") as error:
+        psg.per_sample_grad(fn, method="batch")(torch.randn(1, WIDTH, device=device), torch.randn(5, WIDTH, device=device))
+    assert "With rows of each sample's own instead" in error.value.__notes__[0] and "reaches kron" in error.value.__notes__[0]

@@ -1472,3 +1472,16 @@ def test_distributions_are_traced(device):
     for scale in (1, 2):
         same(fast(params, scale * x, y), psg.per_sample_norm(fn)(params, scale * x, y))
     assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+def test_anomaly_detection_runs_eagerly():
+    """A trace under it would fail, and the failure would outlast it."""
+    fast = psg.jit(psg.per_sample_norm(lambda w, x: torch.tanh(w @ x).sum()), backend="eager")
+    w, x = torch.randn(3, 4), torch.randn(5, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
+        with torch.autograd.detect_anomaly(check_nan=True):
+            found = fast(w, x)
+    assert fast.cache_info() == []
+    assert_trees_close(fast(w, x), found)
+    assert [entry.error for entry in fast.cache_info()] == [None]

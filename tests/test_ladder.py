@@ -898,3 +898,13 @@ def test_sparse_batches(branches, chunk_size, device):
         found = psg.per_sample_grad(fn, method=method, chunk_size=chunk_size)(params, x.to_sparse())
         assert_trees_close(found, loop_grad(fn)(params, x))
     psg.check(fn, chunk_size=chunk_size)(params, x.to_sparse())
+
+
+def test_a_function_of_no_module_falls_back_with_the_warning():
+    namespace = {"torch": torch}
+    exec("def fn(p, x): return torch.nn.functional.rrelu(p * x, training=True).sum() * 0 + (p * x).sum()", namespace)
+    fn = namespace["fn"]
+    assert fn.__module__ is None
+    with pytest.warns(psg.FallbackWarning):
+        found = psg.per_sample_grad(fn)(torch.ones(3), torch.ones(2, 3))
+    assert_trees_close(found, loop_grad(fn)(torch.ones(3), torch.ones(2, 3)))

@@ -1,5 +1,6 @@
 """psg inside psg, psg inside the function, torch.func inside the function: against loops over samples and plain vmap(grad)."""
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,3 +180,34 @@ def test_torch_func_inside_and_outside(name, args):
     live_p = live(p)
     expected = slopes(weigh(reference(live_p, support, query)), live_p)
     assert_trees_close(slopes(weigh(norms(live_p, support, query)), live_p), expected, per_sample=False)
+
+
+@pytest.mark.parametrize("inner", [psg.per_sample_norm, psg.per_sample_grad, psg.clipped_grad])
+def test_reshapes_inside_leave_no_history(inner, device):
+    """The bookkeeping of the inner pass is no op of fn's: its tensors are not closed over by the outer one."""
+
+    def squared(p, x):
+        return (x @ p["w"].reshape(2, 2)).square().sum() + F.layer_norm(p["w"], (4,)).flatten()[0]
+
+    def outer(p, x):
+        options = {"clip_norm": 1.0} if inner is psg.clipped_grad else {}
+        found = inner(squared, **options)(p, torch.stack([x, x.sin()]))
+        return sum(leaf.square().sum() for leaf in optree.tree_leaves(getattr(found, "grads", found)))
+
+    p, x = {"w": torch.rand(4, device=device)}, torch.randn(3, 5, 2, device=device)
+    grads = psg.per_sample_grad(outer)(p, x)
+    assert not grads["w"].requires_grad
+    assert_trees_close(grads, loop_grad(outer)(p, x))
+    psg.factored_grad(outer)(p, x)  # without a warning of a tensor that fn closes over
+
+
+def test_group_norm_inside_runs_on_the_first_rung(device):
+    def squared(p, x):
+        return F.group_norm(F.conv1d(x[None], p["a"], padding=1), 2, p["w"], p["b"]).square().sum()
+
+    def outer(p, x):
+        return psg.per_sample_norm(squared)(p, torch.stack([x, x.sin()])).sum()
+
+    p = {name: torch.randn(shape, device=device) for name, shape in {"a": (4, 2, 3), "w": (4,), "b": (4,)}.items()}
+    x = torch.randn(3, 2, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(outer)(p, x), loop_grad(outer)(p, x))  # without a warning of a fallback

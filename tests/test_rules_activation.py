@@ -58,3 +58,29 @@ def test_prelu_at_infinite_cotangents(slopes, device):
     w, x = torch.full((slopes,), 0.25, device=device), torch.tensor([[[-2.0], [1.0], [3.0]], [[1.0], [-2.0], [1.0]]], device=device)
     assert_trees_close(psg.per_sample_grad(fn)(w, x[:, None]), loop_grad(fn)(w, x[:, None]))
     assert psg.clipped_grad(fn, 1.0)(w, x[:, None]).nonfinite == 0
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_in_evaluation_mode(inplace, device):
+    w, x = torch.randn(4, 4, device=device), torch.randn(5, 3, 4, device=device)
+
+    def fn(w, x):
+        return F.rrelu(x @ w, 0.1, 0.5, inplace=inplace).sin().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_gumbel_softmax(hard, dim, device):
+    """Of one sample: the loop then draws the same numbers."""
+    w, x = torch.randn(4, 4, device=device), torch.randn(1, 3, 4, device=device)
+
+    def fn(w, x):
+        return (F.gumbel_softmax(x @ w, tau=0.7, hard=hard, dim=dim) * x).sin().sum()
+
+    for method in ("auto", "vmap"):
+        torch.manual_seed(0)
+        found = psg.per_sample_grad(fn, randomness="different", method=method)(w, x)
+        torch.manual_seed(0)
+        assert_trees_close(found, loop_grad(fn)(w, x))

@@ -139,11 +139,13 @@ class TestReductions:
             slice(0, 2),
             torch.arange(n, device=device) % 2 == 0,
             torch.tensor(zeros, dtype=torch.int64, device=device),
+            torch.tensor(zeros, dtype=torch.uint8, device=device),
             zeros,
             tuple(zeros),
         ]
         for index in indices:
-            rows = list(index) if isinstance(index, tuple) else index
+            bytes_ = isinstance(index, torch.Tensor) and index.dtype == torch.uint8
+            rows = list(index) if isinstance(index, tuple) else index.long() if bytes_ else index
             expected = tree_map(lambda leaf: leaf[rows], dense_tree(tree))  # noqa: B023
             assert_trees_close(psg.tree.materialize(psg.tree.take(tree, index)), expected)
 
@@ -621,3 +623,44 @@ def test_a_preconditioned_table_is_summed_sparsely():
     found = psg.tree.sparse_weighted_sum(psg.tree.precondition(g, diagonal), torch.ones(2))["weight"]
     assert found.is_sparse and found._nnz() == 3
     assert_trees_close(found.to_dense(), psg.tree.sum(g)["weight"] * diagonal["weight"])
+
+
+@pytest.mark.parametrize("index", [0, None, "a", slice(None, None, -1), [0.5], torch.ones(2, 2, dtype=torch.bool), [1j]])
+def test_what_take_cannot_take(index):
+    with pytest.raises(psg.InputError, match=r"psg.tree.take: expected a slice, integers \[m\] or a mask \[n\], got"):
+        psg.tree.take(torch.ones(2, 3), index)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("reduce", [psg.tree.sum, psg.tree.mean, psg.tree.norm, psg.tree.gram, lambda g: psg.tree.dot(g, {"w": g["w"][0]})])
+def test_integers_are_no_gradients(reduce, dtype):
+    with pytest.raises(psg.InputError, match=r"tree\['w'\] has dtype torch\..*, in which sums would round or overflow"):
+        reduce({"w": torch.ones(3, 2).to(dtype)})
+
+
+@pytest.mark.parametrize("cast", [lambda t: t.to(torch.bfloat16), lambda t: t.float(), lambda t: t.double()])
+def test_a_cast_of_indices_is_refused(cast):
+    """In bfloat16 neighbouring rows would become one."""
+    tree = psg.factored_grad(lambda table, ids: torch.nn.functional.embedding(ids, table).sum())(
+        torch.ones(5000, 8), torch.arange(4000, 4003)[:, None]
+    )
+    for indexed in (tree, psg.tree.segment_sum(tree, torch.tensor([0, 0, 1]), num_segments=2)):
+        with pytest.raises(psg.InputError, match="were converted to torch.* by their own method"):
+            optree.tree_map(cast, {"table": indexed})
+        converted = optree.tree_map(lambda leaf: leaf.to(torch.bfloat16), {"table": indexed}, is_leaf=lambda node: isinstance(node, Factor))
+        assert converted["table"].dtype == torch.bfloat16
+        assert_trees_close(psg.tree.gram(converted), psg.tree.gram(indexed).float())
+
+
+@pytest.mark.parametrize("scale, entry", [(1e6, 1e-4), (1e-8, 1000.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_diagonal_beyond_the_range_of_the_gradients(dtype, scale, entry):
+    model = torch.nn.Linear(3, 2).to(dtype)
+    loss, params = psg.stateless(model, lambda output: output.sum())
+    x = torch.full((4, 5, 3), entry, dtype=dtype)
+    diagonal = {name: torch.full(p.shape, scale) for name, p in params.items()}
+    dense = {name: grad.float() * scale for name, grad in psg.per_sample_grad(loss)(params, x).items()}
+    for tree in (psg.factored_grad(loss)(params, x), psg.per_sample_grad(loss)(params, x)):
+        found = psg.tree.precondition(tree, diagonal)
+        assert_trees_close(psg.tree.materialize(found), dense, rtol=1e-2, atol=0)
+        assert_trees_close(psg.tree.norm(found), psg.tree.norm(dense), rtol=1e-2, atol=0)

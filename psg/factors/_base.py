@@ -67,6 +67,14 @@ def _register(kind: "type[Factor]") -> None:
         factor = kind.__new__(kind)
         for name, value in (*zip(kind.fields, children, strict=True), *zip(kind.constants, metadata, strict=True)):
             setattr(factor, name, value)
+        for name in kind.integers:
+            held = getattr(factor, name)
+            if isinstance(held, Tensor) and held.is_floating_point():
+                raise InputError(
+                    f"psg.factors.{kind.__name__}: the integers in `{name}` were converted to {held.dtype}, which would round them. "
+                    "Convert the factors of a tree by their own method: optree.tree_map(lambda leaf: leaf.to(dtype), tree, "
+                    "is_leaf=lambda node: isinstance(node, psg.factors.Factor))."
+                )
         return factor
 
     # In optree's global namespace: a user's plain `optree.tree_map` sees the tensors too.
@@ -86,10 +94,12 @@ class Factor(ABC):
         fields: Names of the attributes that hold the data: tensors with the samples in dim 0, factors, tuples of factors. The constructor
             takes the fields in this order, then the constants.
         constants: Names of the other constructor arguments, which are the same for all samples.
+        integers: Names of the fields that hold integers, and must go on to do so.
     """
 
     fields: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -33,6 +33,7 @@ class Rows(Additive):
 
     fields = ("index", "cotangent")
     constants = ("num_rows",)
+    integers = ("index",)
 
     def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
         if index.is_floating_point() or index.is_complex():

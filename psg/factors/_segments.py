@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, plans
-from psg._errors import InputError
 from psg.factors._arithmetic import add_up, wide
 from psg.factors._base import Dense, Factor
 from psg.factors._division import Division, tables_of
@@ -34,6 +33,7 @@ class Segments(Factor):
     """
 
     fields = ("factor", "sizes")
+    integers = ("sizes",)
 
     def __init__(self, factor: Factor, sizes: Tensor) -> None:
         self.factor = factor
@@ -50,8 +50,6 @@ class Segments(Factor):
     @property
     def ids(self) -> Tensor:
         """The segment of each sample, [n]."""
-        if self.sizes.is_floating_point():
-            raise InputError("psg.factors.Segments: `sizes` have been cast to floating point: convert the factor by its own method `to`.")
         return torch.repeat_interleave(self.sizes, output_size=self.factor.n)
 
     # Computed from the samples

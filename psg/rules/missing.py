@@ -216,6 +216,22 @@ _quantile("quantile")
 _quantile("nanquantile")
 
 
+@decomposition(F.rrelu)
+def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
+    """In evaluation mode. In training mode the numbers that torch draws depend on the signs of all samples."""
+    return NotImplemented if training else F.leaky_relu(input, (lower + upper) / 2, inplace)
+
+
+@decomposition(F.gumbel_softmax)
+def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+    """The hard form: vmap would run its scatter_ sample by sample."""
+    if not hard:
+        return NotImplemented
+    soft = F.gumbel_softmax(logits, tau, eps=eps, dim=dim)
+    chosen = soft.max(dim, keepdim=True).indices
+    return torch.zeros_like(soft).scatter(dim, chosen, 1.0) - soft.detach() + soft
+
+
 @decomposition(torch.masked_fill, Tensor.masked_fill)
 def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
     """masked_fill whose value is a tensor without dimensions (a mask token)."""

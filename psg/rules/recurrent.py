@@ -117,7 +117,7 @@ def _written_out(
         for step in reversed(steps) if d else steps:
             new = kind.step(step, [value[: len(step)] for value in state], own)
             # In a pack the longest sequences come first; those beyond len(step) have ended or, backwards in time, not begun.
-            state = [torch.cat([value, old[len(step) :]]) for value, old in zip(new, state, strict=True)]
+            state = new if sizes is None else [torch.cat([value, old[len(step) :]]) for value, old in zip(new, state, strict=True)]
             rows.append(new[0])
         rows = rows[::-1] if d else rows
         outputs.append(torch.stack(rows) if sizes is None else torch.cat(rows))

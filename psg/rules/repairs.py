@@ -117,10 +117,10 @@ def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
 @decomposition(F.group_norm)
 def contiguous_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Make the batch contiguous, as the kernel needs it: in a part of the channels each sample may be contiguous where the batch is not."""
-    if not _functorch.is_wrapped(input) or _functorch.bare(input).is_contiguous():
+    if not _functorch.is_wrapped(input) or _functorch.is_contiguous(input):
         return NotImplemented
     copy = input.clone(memory_format=torch.contiguous_format)
-    if not _functorch.bare(copy).is_contiguous():
+    if not _functorch.is_contiguous(copy):
         return NotImplemented  # the copy of a parameter is made once, and expanded to all samples
     return F.group_norm(copy, *args, **kwargs)
 

@@ -35,6 +35,11 @@ def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
             got = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
+        if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+            place = place_of(tree, "tree", i)
+            raise InputError(
+                f"psg.tree.{name}: {place} has dtype {leaf.dtype}, in which sums would round or overflow; convert it to float32."
+            )
     factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves]
     other = next((i for i, factor in enumerate(factors) if factor.n != factors[0].n), None)
     if other is not None:

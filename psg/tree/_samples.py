@@ -13,6 +13,7 @@ from psg._ambient import unaffected
 from psg._errors import InputError, is_integer
 from psg.factors import Dense, Factor
 from psg.factors import concat as concat_factors
+from psg.factors._arithmetic import wide
 from psg.factors._division import Division
 from psg.factors._maps import scaled
 from psg.tree._leaves import beside, factors_of, is_factor
@@ -117,7 +118,8 @@ def take(tree: Any, index: Any) -> Any:
         The same tree, with the same kinds of leaves, for those samples.
 
     Raises:
-        InputError: `index` does not have one dimension. A single integer would drop the batch dimension.
+        InputError: `index` is something else. A single integer would drop the batch dimension.
+        IndexError: An integer is out of range, or the mask has another length.
 
     Example:
         >>> import torch
@@ -125,15 +127,22 @@ def take(tree: Any, index: Any) -> Any:
         tensor([[3.],
                 [1.]])
     """
-    if not isinstance(index, slice):
-        given, index = index, torch.as_tensor(index)
-        index = index.long() if index.numel() == 0 else index  # torch makes floats of an empty list
-        if index.ndim != 1:
-            raise InputError(
-                f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {given!r}; for one sample k, slice(k, k + 1)."
-            )
+    found = index if isinstance(index, slice) else _indices(index)
+    if found is None or isinstance(found, slice) and found.step is not None and found.step < 1:
+        raise InputError(f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {index!r}; for one sample k, slice(k, k + 1).")
     factors, _ = factors_of(tree, "take")
-    return _in_the_form_of(tree, [factor.take(index) for factor in factors])
+    return _in_the_form_of(tree, [factor.take(found) for factor in factors])
+
+
+def _indices(index: Any) -> Tensor | None:
+    """Integers or a mask of one dimension as a tensor; None for anything else."""
+    try:
+        found = torch.as_tensor(index)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if found.numel() == 0 or found.dtype == torch.uint8:
+        found = found.long()  # torch makes floats of an empty list, and would take bytes for a mask
+    return None if found.ndim != 1 or found.is_floating_point() or found.is_complex() else found
 
 
 @unaffected
@@ -230,8 +239,9 @@ def precondition(tree: Any, diagonal: Any) -> Any:
         diagonal: A tree like the parameters, with real tensors [*shape].
 
     Returns:
-        The same tree, in the dtypes of the gradients: for inner products (influence, LESS), norms, projections. Factors stay factors unless
-        they are small; reductions of those that stay materialise the gradients of a few samples at a time (Gram matrices may form all).
+        The same tree, in the dtypes of the gradients, or float32 in place of 16-bit dtypes, whose range a diagonal soon leaves: for inner
+        products (influence, LESS), norms, projections. Factors stay factors unless they are small; reductions of those that stay
+        materialise the gradients of a few samples at a time (Gram matrices may form all).
 
     Raises:
         InputError: The diagonal's structure or shapes do not fit, or it is complex.
@@ -251,7 +261,8 @@ def precondition(tree: Any, diagonal: Any) -> Any:
         raise InputError("psg.tree.precondition: expected a real diagonal.")
 
     def conditioned(factor: Factor, leaf: Tensor) -> Factor:
-        own = leaf.to(factor.dtype)
+        dtype = wide(factor.dtype)
+        factor, own = factor.to(dtype), leaf.to(dtype)
         found = scaled(factor, own)
         return Dense(factor.materialize() * own) if found is None else found
 
