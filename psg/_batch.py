@@ -43,6 +43,7 @@ from psg._ops import (
     Node,
     Place,
     derives,
+    foreign_handler,
     leaves_of,
     name_of,
     places_of,
@@ -206,6 +207,8 @@ class _BatchMode(Watch):
                 return HIGHER_ORDER[func](*args, **kwargs)
         leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
         try:
+            if types and (handler := foreign_handler(types)) is not None:
+                raise InputError(f'method="batch": {handler}.')
             output = self._route(func, args, kwargs, leaves, target)
         except PsgError as error:
             self.failure = type(error)(*error.args)

@@ -13,12 +13,12 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from psg import _copies, _functions, _functorch, _random
+from psg import _copies, _functions, _functorch, _random, _scripts
 from psg._backward import Backward
 from psg._call import Call
 from psg._errors import PsgError, StateError, Unsupported
@@ -95,6 +95,11 @@ def capture(call: Call, function: Function) -> Captured:
         _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
+def _refuse(script: Any) -> None:
+    # Once TorchScript has optimised it for training, its outputs have no history under vmap where only autograd records (2.13).
+    raise Unsupported(f"fn calls {script.name}, which is TorchScript: use it before torch.jit has compiled it")
+
+
 def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits) -> tuple[Captured, bool]:
     """Run one pass on these tensors; returns its result, and whether the function called autograd."""
     dims, n = list(call.tensor_dims), call.n
@@ -114,7 +119,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in call.tensor_params])
         try:
-            with mode, _functions.shown() if habits.shows else contextlib.nullcontext():
+            with mode, _scripts.watched(_refuse), _functions.shown() if habits.shows else contextlib.nullcontext():
                 outputs = function(samples, habits.copied)
         except RuntimeError as error:
             if not habits.shows and _functions.is_refusal(error):

@@ -192,7 +192,7 @@ class Jitted:
         tensors = _trees.tensors_in(leaves)
         if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._fn(*args, **kwargs)
-        if any(tensor.numel() == 0 or handles_ops(tensor) for tensor in tensors):
+        if any(tensor.numel() == 0 or handles_ops(type(tensor)) for tensor in tensors):
             return self._fn(*args, **kwargs)  # an empty batch: nothing to compile; or a tensor whose class sees no op of a compiled graph
         if torch.is_anomaly_enabled():
             return self._fn(*args, **kwargs)  # which names the op of fn that made a NaN

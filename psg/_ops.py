@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from psg._errors import InputError
 from psg.factors import Factor
@@ -197,15 +198,37 @@ def _inplace_position(func: Any) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def handles_ops(tensor: Tensor) -> bool:
-    """Whether the tensor's class handles ops itself, by a `__torch_function__` of its own."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
+def handles_ops(kind: Any) -> bool:
+    """Whether a class of tensors handles ops itself, by a `__torch_function__` of its own."""
+    if kind in (Tensor, torch.nn.Parameter):
         return False
-    handler = type(tensor).__torch_function__
+    handler = kind.__torch_function__
     return getattr(handler, "__func__", handler) not in _USUAL
 
 
 _USUAL = {getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in (Tensor, torch.nn.Parameter)}
+
+
+def foreign_handler(types: Iterable[type]) -> str | None:
+    """Which of these classes of tensors handles ops itself, so that rules would not compute what it does; None if none does."""
+    found = next((kind for kind in types if handles_ops(kind)), None)
+    if found is None:
+        return None
+    return (
+        f"fn uses a {found.__name__}, a class of tensors with a __torch_function__ of its own, which .as_subclass(torch.Tensor) takes off"
+    )
+
+
+def foreign_mode() -> str | None:
+    """A function mode that the caller has entered, and that may change ops, which rules would not know; None if there is none."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    kinds = [type(mode) for mode in _get_current_function_mode_stack()]
+    # torch's own modes, such as that of a default device, change no op of fn's.
+    found = next((kind for kind in kinds if kind.__module__.split(".")[0] not in ("torch", "psg")), None)
+    if found is None:
+        return None
+    return f"the call runs under {found.__name__}, a function mode that may change ops: enter it inside fn, or leave it"
 
 
 Place = tuple[str, int | None]

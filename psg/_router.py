@@ -28,6 +28,7 @@ from psg._ops import (
     Node,
     call_key,
     derives,
+    foreign_handler,
     name_of,
     operands_of,
     place_name,
@@ -79,6 +80,8 @@ class Router(Watch):
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
             kwargs, func = kwargs or {}, _registry.namesake(func)
+            if types and (handler := foreign_handler(types)) is not None:
+                raise Unsupported(handler)
             if func in HIGHER_ORDER:
                 with self:
                     return HIGHER_ORDER[func](*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _trees
+from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _scripts, _trees
 from psg._agreed import Diverged
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
@@ -18,8 +18,9 @@ from psg._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
-from psg._ops import handles_ops
+from psg._ops import foreign_mode, handles_ops
 from psg.factors import Dense, Factor, Sum, concat
+from psg.rules.leaks import unseen_op
 
 
 class Result(NamedTuple):
@@ -100,6 +101,8 @@ def _run_capture(call: Call) -> Result:
         where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
         raise InputError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
     _refuse_overrides(call)
+    if (mode := foreign_mode()) is not None:
+        raise Unsupported(mode)
     state = call.shared_draws()
     try:
         return _capture_together(call)
@@ -135,7 +138,7 @@ def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, 
 def _refuse_overrides(call: Call) -> None:
     """Refuse tensors whose class handles ops itself, by `__torch_function__`: under vmap's wrappers they would be plain tensors."""
     for position, leaf in enumerate(call.leaves):
-        if isinstance(leaf, Tensor) and handles_ops(leaf):
+        if isinstance(leaf, Tensor) and handles_ops(type(leaf)):
             raise Unsupported(
                 f"{call.paths[position]} is a {type(leaf).__name__}, whose __torch_function__ sees no op under vmap; pass "
                 f".as_subclass(torch.Tensor) if none needs it"
@@ -206,7 +209,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with VmapGuard(call, tensors, bare, differentiated, follows) as guard:
+        with _scripts.watched(_expect_right), VmapGuard(call, tensors, bare, differentiated, follows) as guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
@@ -221,6 +224,14 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     with torch.no_grad() if bare else contextlib.nullcontext():
         gradients, (values, *extra) = batched(*copies)
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
+
+
+def _expect_right(script: Any) -> None:
+    """Refuse TorchScript with an op that transforms may get wrong where psg does not see it."""
+    if (op := unseen_op(script)) is not None:
+        raise PsgError(
+            f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"
+        )
 
 
 def _refuse_scripts(loss: Tensor) -> None:
@@ -319,7 +330,7 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
     def function(*own: Tensor) -> tuple[Tensor, Any]:
         for position, leaf in zip(call.params, own, strict=True):
             leaves[position] = leaf
-        with LoopGuard(call):
+        with _scripts.watched(_expect_right), LoopGuard(call):
             values = outputs.of(leaves)
         if derived:
             _refuse_scripts(values[0])
@@ -340,6 +351,8 @@ def _run_batch(call: Call) -> Result:
 def _batch_together(call: Call) -> Result:
     if _functorch.is_recorded():
         raise PsgError('method="batch" measures on the data whose row is whose, so it cannot be traced')
+    if (mode := foreign_mode()) is not None:
+        raise InputError(f'{call.name}, method="batch": {mode}.')
     for position in call.params:
         if call.dims[position] is not None:
             raise InputError(

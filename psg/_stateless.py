@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
-from psg._errors import InputError, PsgError, StateError, is_integer, warn_once
+from psg._errors import InputError, StateError, is_integer, warn_once
 from psg._modules import CALLED, LOCKS
 from psg._ops import leaves_of
 from psg._outside import UNDIFFERENTIATED, USED_ELSEWHERE, owning, refuse_own
-from psg.rules.leaks import unseen_op
 
 
 def stateless(
@@ -109,14 +108,11 @@ def stateless(
     if isinstance(criterion, nn.Module):
         _refuse_trainable(criterion, module)
     takes_target = criterion is not None and _takes_two(criterion)
-    unseen = unseen_op(module)
     # torch's own losses hold no tensors.
     own_loss = vars(F).get(getattr(criterion, "__name__", "")) is criterion
     guarded = contextlib.nullcontext if own_loss else partial(_OwnParameterGuard, message=_KEPT_BY_CRITERION)
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
-        if unseen is not None and _functorch.transform_active():
-            raise PsgError(f"a scripted or traced module calls {unseen}, which transforms may get wrong where psg does not see it")
         if not isinstance(params, Mapping):
             raise InputError(
                 f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
 from cases.derived import COMPUTED_ONCE, Scaled
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
@@ -223,21 +224,61 @@ def test_calls_may_nest(device):
     assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
 
 
-def test_function_modes_of_the_caller_see_the_call(device):
-    from torch.overrides import TorchFunctionMode
+class Doubling(TorchFunctionMode):
+    """Doubles the outputs of linear layers, as a tool that injects quantisation or low-rank updates changes them."""
 
-    seen = []
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        return output * 2 if func is F.linear else output
 
-    class Log(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
+
+@pytest.mark.parametrize("transform", [psg.per_sample_norm, lambda fn, **options: psg.clipped_grad(fn, 0.5, **options)])
+def test_function_modes_of_the_caller_see_and_change_ops(transform, device):
+    """A rule would compute the gradient of the op as torch has it."""
+
+    def fn(w, x):
+        return score(F.linear(x, w).tanh())
 
     w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
-    expected = loop_grad(lambda w, x: score(F.linear(x, w)))(w, x)
-    with Log():
-        assert_trees_close(psg.per_sample_grad(lambda w, x: score(F.linear(x, w)))(w, x), expected)
-    assert seen
+    with Doubling():
+        expected = transform(fn, method="loop")(w, x)
+        with pytest.warns(psg.FallbackWarning, match="runs under Doubling, a function mode that may change ops"):
+            assert_trees_close(transform(fn)(w, x), expected)
+        with pytest.raises(psg.InputError, match='method="batch": the call runs under Doubling'):
+            transform(lambda w, x: F.linear(x, w).tanh().sum(1), method="batch")(w, x)
+
+    def inside(w, x):
+        with Doubling():
+            return fn(w, x)
+
+    assert_trees_close(transform(inside, method="capture")(w, x), expected)
+
+
+class DoubledTensor(torch.Tensor):
+    """Does so where it is met."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output * 2 if func is F.linear else output
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_classes_that_change_ops_are_followed(made, device):
+    frozen = torch.randn(3, 3, device=device).as_subclass(DoubledTensor)
+
+    def hidden(x):
+        return F.linear(x, frozen) if made == "outside" else x.as_subclass(DoubledTensor)
+
+    def fn(w, x):
+        return score(F.linear(hidden(x), w).tanh()).as_subclass(torch.Tensor)
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 3, device=device)
+    with pytest.warns(psg.FallbackWarning, match="fn uses a DoubledTensor, a class of tensors with a __torch_function__"):
+        found = psg.per_sample_grad(fn)(w, x)
+    assert_trees_close(found, loop_grad(fn)(w, x))
+    with pytest.raises(psg.InputError, match="fn uses a DoubledTensor"):
+        psg.per_sample_grad(lambda w, x: F.linear(hidden(x), w).tanh().sum(1), method="batch")(w, x)
 
 
 def test_a_default_device_context_changes_nothing(device):

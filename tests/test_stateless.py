@@ -362,12 +362,15 @@ def test_parametrised_modules_within_cached(method, device):
     assert module[0].weight is not module[0].weight
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # scripted modules stay in use, and psg takes them
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")  # scripted modules stay in use, and psg takes them
 @pytest.mark.parametrize("compile", ["script", "trace"])
-def test_scripted_and_traced_modules(compile, device):
+@pytest.mark.parametrize("warm", [False, True])
+def test_scripted_and_traced_modules(compile, warm, device):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
     scripted = torch.jit.script(module) if compile == "script" else torch.jit.trace(module, torch.randn(1, 3, device=device))
     x, y = torch.randn(N, 3, device=device), torch.randint(2, (N,), device=device)
+    for _ in range(3 * warm):
+        scripted(x).sum().backward()
     loss, params = psg.stateless(module, F.cross_entropy)
     scripted_loss, scripted_params = psg.stateless(scripted, F.cross_entropy)
     assert set(scripted_params) == set(params)
@@ -375,6 +378,65 @@ def test_scripted_and_traced_modules(compile, device):
     # The slots of the module hold its own parameters again.
     assert_trees_close(scripted(x).detach(), module(x).detach())
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(scripted.parameters(), module.parameters(), strict=True))
+
+
+class Widened(nn.Module):
+    """A part that TorchScript optimises, once it has been trained, so that vmap inside of autograd gives it no history (torch 2.13)."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.cat([self.linear(x), x], 1) * 0.5
+
+
+class Behind(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.head = body, nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_part_that_was_trained_keeps_its_gradient(device):
+    module = Behind(torch.jit.script(Widened())).to(device)
+    x, y = torch.randn(N, 3, device=device), torch.randint(2, (N,), device=device)
+    for _ in range(3):
+        module(x).sum().backward()
+    loss, params = psg.stateless(module, F.cross_entropy)
+    with pytest.warns(psg.FallbackWarning, match="fn calls forward, which is TorchScript"):
+        found = psg.per_sample_grad(loss)(params, x, y)
+    assert found["body.linear.weight"].any()
+    assert_trees_close(found, loop_grad(loss)(params, x, y))
+    assert psg.per_sample_grad(loss, method="vmap")(params, x, y).keys() == params.keys()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+def test_functions_of_torchscript(device):
+    """One whose ops vmap runs right, and one with an op that it gets wrong."""
+
+    @torch.jit.script
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], -1).mul(0.5)
+
+    @torch.jit.script
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return x.amax(-1)
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device).round()
+    for _ in range(3):
+        widened((x @ w).requires_grad_()).sum().backward()
+    for script, rung in ((widened, "vmap"), (largest, "loop")):
+
+        def fn(w, x):
+            return script(x @ w).sin().sum()  # noqa: B023
+
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        assert psg.explain(fn)(w, x).rung == rung
+    assert widened(x).shape == (N, 6) and torch._C.ScriptFunction.__call__.__module__ != "psg._scripts"
 
 
 def _decoder():
@@ -511,6 +573,7 @@ def test_a_part_of_the_parameters(tied, device):
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*which is TorchScript")
 @pytest.mark.parametrize("scripted", [False, True])
 def test_tied_constants_are_one(scripted, device):
     """A penalty counts tied constants once, whichever part of the parameters is passed."""
@@ -560,7 +623,7 @@ def hasty_threads():
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*which is TorchScript")
 @pytest.mark.parametrize("scripted", [False, True])
 def test_threads_take_turns_in_a_module(scripted, hasty_threads, device):
     """Threads once put their parameters into one module at the same time: wrong gradients, silently, and dead tensors left behind."""

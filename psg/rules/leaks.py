@@ -151,18 +151,13 @@ _RIGHT_UNSEEN = frozenset(
 )
 
 
-def unseen_op(module: torch.nn.Module) -> str | None:
-    """An op inside of a scripted or traced module that psg may have to repair where it sees it; None if there is none."""
-    for child in module.modules():
-        try:
-            graph = child.inlined_graph if isinstance(child, torch.jit.ScriptModule) else None
-        except (AttributeError, RuntimeError):
-            continue  # a container, without a forward of its own
-        for node in () if graph is None else _nodes_of(graph):
-            space, _, name = node.kind().partition("::")
-            padded = name == "embedding" and list(node.inputs())[2].toIValue() != -1
-            if space != "prim" and (padded or name not in _RIGHT_UNSEEN | {"embedding"}):
-                return node.kind()
+def unseen_op(script: Any) -> str | None:
+    """An op inside of a function or method of TorchScript that psg may have to repair where it sees it; None if there is none."""
+    for node in _nodes_of(script.inlined_graph):
+        space, _, name = node.kind().partition("::")
+        padded = name == "embedding" and list(node.inputs())[2].toIValue() != -1
+        if space != "prim" and (padded or name not in _RIGHT_UNSEEN | {"embedding"}):
+            return node.kind()
     return None
 
 
