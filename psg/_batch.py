@@ -169,6 +169,13 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
                 "torch.func.functional_call has its own parameters back by then: checkpoint a function of the parameters instead, or none. "
                 f"{_FOR_ONE_SAMPLE}"
             ) from error
+        except RuntimeError as error:
+            if "selective activation checkpoint" not in str(error):
+                raise
+            raise InputError(
+                'method="batch": fn uses a selective activation checkpoint, which allows one backward pass; this method runs several, to '
+                f"measure whose each row is. Use a plain checkpoint, or none. {_FOR_ONE_SAMPLE}"
+            ) from error
     pull_back(mode.values, values, n)
     factors = [value.factor(n).detach() for value in values]
     return Captured(tuple(output.detach() for output in outputs), factors, uses)

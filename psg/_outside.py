@@ -29,8 +29,9 @@ COMPUTED_BEFORE = (
     "where psg cannot replace the parameter. Compute it in forward, or detach it if it is meant as a constant."
 )
 
-UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
-"""Ops through which nothing is differentiated."""
+_BASE = vars(torch._C.TensorBase)
+UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, _BASE["data"].__get__, _BASE["_backward_hooks"].__set__}
+"""Ops through which nothing is differentiated. (Autograd sets the hooks of a view that is written into, under a lock that grad_fn takes.)"""
 
 
 def _records(func: Any) -> bool:

@@ -1,6 +1,7 @@
 """Functions of a whole batch (method="batch"), each against the loop over batches of one."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import psg
 from psg._owners import codes
@@ -1225,6 +1226,17 @@ def test_numbers_of_draws_that_depend_on_the_data_cannot_be_compared():
     w, x, y = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5, 4)
     with pytest.warns(UserWarning, match="draws more or fewer random numbers when some samples are exchanged"):
         psg.per_sample_norm(fn, method="batch")(w, x, y)
+
+
+def test_selective_checkpoints_are_refused(device):
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def fn(p, x):
+        return checkpoint(lambda x: F.linear(x, p["w"], p["b"]).tanh(), x, use_reentrant=False, context_fn=kept).sum(1)
+
+    params = {"w": torch.randn(3, WIDTH, device=device), "b": torch.randn(3, device=device)}
+    with pytest.raises(psg.InputError, match="selective activation checkpoint, which allows one backward pass"):
+        psg.per_sample_grad(fn, method="batch")(params, torch.randn(5, WIDTH, device=device))
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])

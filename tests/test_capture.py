@@ -580,6 +580,7 @@ STAYS = {
     },
     "weight norm of numbers": lambda w, x: (torch._weight_norm(w[0], w[1], 0) * x + torch._weight_norm(w[0], w[1, 1], -1)).sin().sum(),
     "moveaxis": lambda w, x: (torch.moveaxis(w * x, 0, 1) @ x).sin().sum(),
+    "norms of a list": lambda w, x: torch.stack(torch._foreach_norm([w @ x, w * x], 1) + torch._foreach_norm([w * x, x])).prod(),
     "a mask that all samples share": masked(lambda x: x < 100),
     "a mask of two kinds": masked(lambda x: torch.arange(4, device=x.device) < 2 + (x[0] > 0)),
     "weight standardisation": lambda w, x: (F.batch_norm(w[None], None, None, training=True)[0] @ x).sin().sum(),

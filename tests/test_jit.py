@@ -1486,3 +1486,23 @@ def test_anomaly_detection_runs_eagerly():
     assert fast.cache_info() == []
     assert_trees_close(fast(w, x), found)
     assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+def test_a_traced_module_that_writes_into_a_view():
+    """Autograd sets the view's hooks under a lock, for which a look at its history waited for ever."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            h = self.linear(x)
+            h[:, 1:].add_(x[:, 1:])
+            return h
+
+    loss, params = psg.stateless(torch.jit.trace(Shifted(), torch.randn(1, 3)), lambda output: output.square().sum())
+    x = torch.randn(4, 3)
+    found = psg.jit(psg.per_sample_norm(loss), backend="eager")(params, x)
+    assert_trees_close(found, psg.per_sample_norm(loss, method="loop")(params, x))

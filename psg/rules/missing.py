@@ -1,6 +1,6 @@
 """Ops that vmap cannot run, or runs sample by sample, written with ops that it does run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -214,6 +214,12 @@ _WHOLE = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}
 
 _quantile("quantile")
 _quantile("nanquantile")
+
+
+@decomposition(torch._foreach_norm)  # pyright: ignore[reportPrivateImportUsage]
+def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """As `torch.nn.utils.clip_grad_norm_` calls it."""
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
 @decomposition(F.rrelu)
