@@ -31,7 +31,7 @@ COMPUTED_BEFORE = (
 
 _BASE = vars(torch._C.TensorBase)
 UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, _BASE["data"].__get__, _BASE["_backward_hooks"].__set__}
-"""Ops through which nothing is differentiated. (Autograd sets the hooks of a view that is written into, under a lock that grad_fn takes.)"""
+"""Ops through which nothing is differentiated. (Autograd sets hooks of views that are written into, under a lock that grad_fn takes.)"""
 
 
 def _records(func: Any) -> bool:
