@@ -3,9 +3,9 @@
 It serves functions that vmap cannot run and a loop would run slowly: data-dependent routing, `.item()`, kernels without a batching rule.
 The gradient of sample i is that of losses[i].
 
-This pass does not lift parameters. An op that combines a parameter with data runs by its rule, which treats each row of the data as a
-sample. An op on parameters alone is computed once, and its gradients are pulled back. Any other op that meets a parameter raises an error,
-because nothing tells which sample its gradient belongs to.
+This pass makes no copy of a parameter for each sample. An op that combines a parameter with data runs by its rule, which treats each row
+of the data as a sample. An op on parameters alone is computed once, and its gradients are pulled back. Any other op that meets a parameter
+raises an error, because nothing tells which sample its gradient belongs to.
 
 Weighted backward passes measure which sample each row belongs to (psg/_owners.py). If the measurement fails, the call runs again by groups
 of samples, or raises an error.
@@ -206,7 +206,8 @@ class _BatchMode(Watch):
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, func = kwargs or {}, _registry.namesake(func)
+        kwargs = kwargs or {}
+        func = _registry.namesake(func, kwargs)
         if func in METADATA:
             return func(*args, **kwargs)
         if func in HIGHER_ORDER:
@@ -297,7 +298,7 @@ class _BatchMode(Watch):
         output = self._run_rule(func, args, kwargs, choice)
         if output is not NotImplemented:
             return output
-        decompose = WRITTEN_OUT.get(func) or _registry.find_decomposition(func, differentiated=False)
+        decompose = None if "out" in kwargs else WRITTEN_OUT.get(func) or _registry.find_decomposition(func, differentiated=False)
         if decompose is not None:
             output = self._run_inside(decompose, args, kwargs)
             if output is not NotImplemented:
@@ -394,14 +395,19 @@ class _BatchMode(Watch):
         """Run an op that broadcasts on parameters that are first repeated, so that every row has its own copy."""
         with self:
             shape = BROADCASTING[func](*args, **kwargs)
-        dtypes = {leaf.dtype for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and _differentiable(leaf)}
-        own = [value.leaf.shape[1:] for value in met]
-        # The dtype of a number would count once it is repeated: torch ranks it below that of other tensors.
-        if (() in own and len(dtypes) > 1) or any(len(one) > len(shape) for one in own):
+        if any(value.leaf.ndim - 1 > len(shape) for value in met):
             return NotImplemented
         rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}) for value in met}
         if any(row is NotImplemented for row in rows.values()):
             return NotImplemented
+        # Torch ranks the dtype of a number below that of other tensors; repeated, it would count.
+        others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and leaf.ndim and _differentiable(leaf)]
+        dtypes = {leaf.dtype for leaf in others}
+        for value in met:
+            if value.leaf.ndim == 1 and value.leaf.dtype not in dtypes and dtypes:
+                if len(dtypes) > 1:
+                    return NotImplemented
+                rows[id(value.handle)] = rows[id(value.handle)].to(*dtypes)
         args, kwargs = substitute((args, kwargs), lambda leaf: rows.get(id(leaf), leaf))
         return _kernels.run(func, args, kwargs)
 
@@ -427,11 +433,19 @@ class _BatchMode(Watch):
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
+        if self.n > 1 and len(next(iter(split.data.values()))) == 1:  # no rows: perhaps a frozen weight, which has none, is among the data
+            frozen = {place for place in split.data if place[0] in rule.params and self._is_constant(bound, place)}
+            if frozen and len(frozen) < len(split.data):
+                split = split_rows(func, bound, own.keys() | frozen) or split
         bound = replace_at(bound | split.options, split.data)
         others = {place: tensor for place, tensor in places_of(bound) if place not in own}
         shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
         ran = run_rule(self, name_of(func), rule, bound, own, others, shared, len(next(iter(split.data.values()))), choice)
         return NotImplemented if ran is NotImplemented else split.join(*(ran if isinstance(ran, tuple) else (ran,)))
+
+    def _is_constant(self, arguments: dict[str, Any], place: Place) -> bool:
+        tensor = arguments[place[0]] if place[1] is None else arguments[place[0]][place[1]]
+        return not (tensor.requires_grad or tensor in self.sampled)
 
     def backward(self, losses: Tensor) -> None:
         """Compute the cotangents at the taps, measure which sample each of their rows belongs to, and make factors of them."""
@@ -469,6 +483,8 @@ class _BatchMode(Watch):
                 "hides. Each loss must depend on rows of its own: normalise over no batch, and keep the samples in front of the dimensions "
                 "of a parameter that is added, multiplied or repeated. Against rounding use a smaller chunk_size or a wider dtype."
             )
+        if self.n > 1 and any(_hides(tap, samples == self.n) for tap, _, samples in told):
+            raise NotFinite(losses)
         with torch.no_grad():
             for tap, own, samples in told:
                 table = groups(samples, self.n)
@@ -478,7 +494,7 @@ class _BatchMode(Watch):
     def _samples(self, output: Any, losses: Tensor, taps: list[Tap], rows: list[Tensor]) -> list[Tensor | None]:
         """For each tap the sample of each row, from `owners`, measured by weighted backward passes."""
         if self.n == 1 or not taps:
-            return [torch.where((own != 0).any(1), 0, 1) for own in rows]
+            return [torch.zeros(len(own), dtype=torch.long, device=own.device) for own in rows]
         if not all(own.isfinite().all() for own in rows):
             raise NotFinite(losses)
         targets = [edge for tap in taps for edge in tap.edges]
@@ -521,6 +537,14 @@ def _rows(cotangents: Sequence[Tensor | None]) -> Tensor:
     present = [as_real(own) for own in _present(cotangents)]
     rows = [own.reshape(len(present[0]), -1) for own in present]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+
+def _hides(tap: Tap, unowned: Tensor) -> bool:
+    """Whether a row that no cotangent gives to a sample has infinite or NaN data: its gradient is zero times that, which is NaN."""
+    if not unowned.any():
+        return False
+    data = [tensor for tensor, _ in tap.inputs if tensor.shape[:1] == unowned.shape and _differentiable(tensor)]
+    return not all(tensor[unowned].isfinite().all() for tensor in data)
 
 
 def _is_one(n: int, shape: Sequence[int]) -> bool:

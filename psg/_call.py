@@ -142,7 +142,7 @@ class Call:
         if batch and output.shape != (self.n,):
             raise InputError(
                 f'{self.name}, method="batch": expected fn to return one loss for each of the {self.n} samples, '
-                f"got a tensor of shape {tuple(output.shape)}."
+                f'got a tensor of shape {tuple(output.shape)}. Take the loss with reduction="none", a module with batch_dim=None.'
             )
         if not batch and output.ndim != 0:
             raise InputError(

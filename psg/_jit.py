@@ -176,8 +176,9 @@ class Jitted:
         return self
 
     def cache_info(self) -> list[Compiled]:
-        """The signatures met so far, in order."""
-        return [entry.info for guarded in self._cache.values() for entries in guarded.values() for entry in entries.values()]
+        """One entry for each trace, those of a signature side by side."""
+        guarded = [entries for own in list(self._cache.values()) for entries in list(own.values())]  # copies: other threads may add
+        return [entry.info for entries in guarded for entry in list(entries.values())]
 
     def cache_clear(self) -> None:
         """Forget what has been compiled."""

@@ -55,8 +55,8 @@ def run(call: Call, method: str) -> Result:
                 # fn has imported the compiler, by `torch.cond` say, and run into it. From now on psg keeps it from compiling.
                 compiles, rungs = True, [rung, *rungs]
             elif not rungs or isinstance(error, (InputError, StateError)):
-                if isinstance(error, TypeError) and isinstance(call.fn, nn.Module):
-                    error.add_note(f"psg.{call.name} calls fn(params, *sample); psg.stateless(module, criterion) makes that of a module.")
+                if not isinstance(error, PsgError):
+                    error.add_note(_hint(call, method))
                 raise
             elif isinstance(error, torch.OutOfMemoryError):
                 # The rungs below hold more at a time, or take n times as long.
@@ -70,6 +70,20 @@ def run(call: Call, method: str) -> Result:
     if reasons and not pinned:
         _warn_of_descent(call, rung, reasons)
     return result._replace(reasons=tuple(reasons)) if reasons else result
+
+
+def _hint(call: Call, method: str) -> str:
+    """What fn is called with, for an error of its own."""
+    if isinstance(call.fn, nn.Module):
+        return f"psg.{call.name} calls fn(params, *sample); psg.stateless(module, criterion) makes that of a module."
+    if method == "batch":
+        return f'psg.{call.name}, method="batch": fn gets the whole batch, as a module does by psg.stateless(..., batch_dim=None).'
+    samples = [
+        f"{call.paths[i]} {tuple(leaf.movedim(dim, 0).shape[1:])}"
+        for i, (leaf, dim) in enumerate(zip(call.leaves, call.dims, strict=True))
+        if dim is not None
+    ]
+    return f"psg.{call.name} gives fn one sample at a time, without the batch dimension: {', '.join(samples)}."
 
 
 def warn_of_unused(call: Call) -> None:

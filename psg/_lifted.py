@@ -20,7 +20,7 @@ class Lifted:
     """A parameter, or a value computed once for all samples from parameters, with the terms of its per-sample gradient.
 
     Attributes:
-        leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf.
+        leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf. (A function of a whole batch sees `value`.)
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         made_by: For a derived value, the step that has computed it, and the lifted values among the step's arguments.
         handle: The wrapper that the function holds; kept alive, since values are found by its id().

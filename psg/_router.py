@@ -79,7 +79,8 @@ class Router(Watch):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            kwargs, func = kwargs or {}, _registry.namesake(func)
+            kwargs = kwargs or {}
+            func = _registry.namesake(func, kwargs)
             if types and (handler := foreign_handler(types)) is not None:
                 raise Unsupported(handler)
             if func in HIGHER_ORDER:

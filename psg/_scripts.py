@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from psg._errors import PsgError
+
 _look: ContextVar[Callable[[Any], None] | None] = ContextVar("_look", default=None)
 _lock = threading.Lock()
 _contexts = 0  # `watched` contexts in any thread
@@ -18,9 +20,24 @@ _CALLS = {kind: kind.__call__ for kind in _KINDS}
 
 @contextlib.contextmanager
 def watched(look: Callable[[Any], None]) -> Iterator[None]:
-    """A context in which `look` is given each function or method of torch.jit that Python calls, before it runs."""
+    """A context in which `look` is given each function or method of torch.jit that Python calls, before it runs; inner contexts add theirs.
+
+    Raises:
+        PsgError: `look` has raised an error that did not leave the context: whoever caught it went on in another way.
+    """
     global _contexts
-    token = _look.set(look)
+    outer, failures = _look.get(), list[str]()
+
+    def look_all(script: Any) -> None:
+        if outer is not None:
+            outer(script)
+        try:
+            look(script)
+        except PsgError as error:
+            failures.append(str(error))
+            raise
+
+    token = _look.set(look_all)
     with _lock:
         _contexts += 1
         for kind in _KINDS:
@@ -34,6 +51,8 @@ def watched(look: Callable[[Any], None]) -> Iterator[None]:
                 for kind, call in _CALLS.items():
                     kind.__call__ = call
         _look.reset(token)
+    if failures:
+        raise PsgError(f"the function handles an error: {failures[0]}")
 
 
 def _call(called: Any, *args: Any, **kwargs: Any) -> Any:

@@ -166,14 +166,15 @@ def adapt(
     `psg.jit`, let the function close over a tensor C, `clip_norm=C`, and update C in place: `C.copy_(adapt(C, ...))`.
 
     Args:
-        clip_norm: This step's clip norm: a number or a scalar tensor, greater than 0 (from 0 it never moves).
+        clip_norm: This step's clip norm: a number or a scalar tensor, finite and greater than 0 (from 0 or inf it never moves).
         norms: `ClippedGrad.norms`, [n]; where there are several clip norms, the leaf of `group_norms` that belongs to this one. A norm that
             is not finite counts as larger than the clip norm.
         expected_batch_size: The mean number of samples in a batch, a public number; without privacy, the batch's own size.
         quantile: The share of norms that should stay unclipped, in [0, 1].
         rate: The learning rate, at least 0.
         std: The standard deviation of the noise on the sum, at least 0. One sample changes the sum by 1/2, so the sum's noise multiplier is
-            2 std. If the gradients' is s, that of the whole step is (s^-2 + (2 std)^-2)^-1/2.
+            2 std. If the gradients' is s, that of the whole step is (s^-2 + (2 std)^-2)^-1/2; with k clip norms adapted in one step,
+            (s^-2 + k (2 std)^-2)^-1/2.
         mask: Booleans [n], as given to `clipped_grad`: samples where it is False do not count.
         generator: The generator that draws z, on the norms' device; None for torch's default.
 
@@ -196,6 +197,8 @@ def adapt(
     if isinstance(clip_norm, (PerLeaf, PerGroup)):
         raise InputError(f"psg.clipping.adapt: got a {type(clip_norm).__name__}; adapt each of its clip norms by its own `group_norms`.")
     check_clip_norm(clip_norm)
+    if not isinstance(clip_norm, Tensor) and not 0 < clip_norm < math.inf:
+        raise InputError(f"psg.clipping.adapt: clip_norm={clip_norm}: expected a finite number greater than 0; this one would never move.")
     if not isinstance(norms, Tensor):
         hint = ": pass out.norms" if hasattr(norms, "clip_coef") else ""
         raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got a {type(norms).__name__}{hint}.")

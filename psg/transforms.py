@@ -87,6 +87,9 @@ class ClippedGrad(NamedTuple):
 
     In `clip_coef` and `group_norms`, leaves that are clipped together are one tensor: clone before you write into it.
 
+    Differential privacy: `sensitivity` is that of `grads` alone. All other fields, the count `nonfinite` included, are exact functions of
+    the samples: neither publish them nor let them steer the training without noise of their own (`clipping.adapt` has `std` for it).
+
     Attributes:
         grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape]. It has no batch dimension, so its norm is
             `torch.nn.utils.get_total_norm(optree.tree_leaves(grads))`, not `psg.tree.norm`.

@@ -485,7 +485,7 @@ def test_rounding_by_groups_of_other_sizes_is_no_meeting(dtype, device):
         ),
         (lambda p, x: torch.cat([x, p["w"]]).sum().expand(len(x)), r"p\['w'\] reaches cat"),
         (lambda p, x: torch.kron(x, p["w"][:1]).sum(1), r"p\['w'\] reaches kron"),
-        (lambda p, x: torch.div(x, p["w"][0], rounding_mode="floor").sum(1), r"p\['w'\] reaches div"),
+        (lambda p, x: torch.cdist(x, p["w"]).sum(1), r"p\['w'\] reaches cdist"),
         (lambda p, x: F.conv1d(x.T, p["w"][:, :, None]).sum(0), r"reaches conv1d"),
         (lambda p, x: F.linear(x, p["w"]).sum(), r"expected fn to return one loss for each of the 5 samples, got a tensor of shape \(\)"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),
@@ -1264,3 +1264,88 @@ def test_both_readings_of_a_parameter_that_fail_are_told(device):
     with pytest.raises(psg.InputError, match="reaches cat") as error:
         psg.per_sample_grad(fn, method="batch")(torch.randn(1, WIDTH, device=device), torch.randn(5, WIDTH, device=device))
     assert "With rows of each sample's own instead" in error.value.__notes__[0] and "reaches kron" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "fn, w, x",
+    [
+        (lambda w, x: (w * x).square().sum(1), torch.ones(1), torch.tensor([[300.0], [400.0]], dtype=torch.float16)),
+        (lambda w, x: (1e8 * (x * w - x)).square().sum(1), torch.full((1, 1), 1 + 1e-9, dtype=torch.float64), torch.ones(2, 1)),
+        (lambda w, x: (x + w).square().sum(1), torch.tensor(1e-9, dtype=torch.float64), torch.ones(2, 1)),
+        (lambda w, x: (x**w).sum(1), torch.tensor(2.0, dtype=torch.float64), torch.ones(2, 1)),
+        (lambda w, x: ((w - x) ** 2).sum(1), torch.ones(1), torch.tensor([[3], [200]], dtype=torch.uint8)),
+        (lambda w, x: (torch.add(w, x, alpha=3) ** 2).sum(1), torch.ones(1), torch.tensor([[3], [100]], dtype=torch.int8)),
+        (lambda w, x: (torch.rsub(x, w, alpha=2) ** 2).sum(1), torch.ones(1), torch.tensor([[3], [100]], dtype=torch.int8)),
+        (lambda w, x: (w / x).sum(1), torch.ones(1), torch.tensor([[1e-5], [2.0]], dtype=torch.float16)),
+        (lambda w, x: (w / x).sum(1), torch.ones(1, dtype=torch.float64), torch.tensor([[3], [7]])),
+        (lambda w, x: (x / w).sum(1), torch.full((1,), 1e-39), torch.full((2, 1), 1e-39)),
+    ],
+)
+def test_operands_of_other_dtypes(fn, w, x, device):
+    """Each is computed in the dtype that torch takes, which ranks integers, and tensors without dimensions, below others."""
+    w, x = w.to(device), x.to(device)
+    values, grads = psg.per_sample_value_and_grad(fn, method="batch")(w, x)
+    assert values.dtype == fn(w, x).dtype
+    torch.testing.assert_close(values, fn(w, x), rtol=0, atol=0)
+    assert_trees_close(grads, loop_grad(one(fn))(w, x))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    "fn", [lambda w, x: (w / x).tanh().sum(1), lambda w, x: (w * x.log()).exp().sum(1), lambda w, x: (w / x * 0).sum(1)]
+)
+def test_zero_times_infinite_is_not_a_number(fn, n, device):
+    """No cotangent tells whose a row is through which nothing but zero comes back."""
+    w, x = torch.ones(1, device=device), torch.tensor([[0.0], [2.0], [3.0]], device=device)[:n]
+    expected = loop_grad(one(fn))(w, x)
+    assert expected[0].isnan()
+    torch.testing.assert_close(psg.per_sample_grad(fn, method="batch")(w, x), expected, equal_nan=True)
+    assert psg.clipped_grad(fn, 1.0, method="batch")(w, x).nonfinite == 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_frozen_operands_of_products(n, device):
+    """Bias-only tuning, and a frozen matrix behind a trained one."""
+    frozen = torch.randn(WIDTH, WIDTH, device=device)
+
+    def fn(p, x):
+        hidden = torch.addmm(p["b"], x, frozen).tanh() + torch.einsum("bi,ij,jk->bk", x, p["w"], frozen)
+        return torch.baddbmm(p["c"], hidden.view(1, -1, WIDTH), frozen[None])[0].sin().sum(1)
+
+    params = {"b": torch.randn(WIDTH, device=device), "c": torch.randn(WIDTH, device=device), "w": torch.randn(WIDTH, WIDTH, device=device)}
+    x = torch.randn(n, WIDTH, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+def test_products_by_name_and_into_a_tensor(device):
+    matrix, vector, x = torch.randn(WIDTH, WIDTH, device=device), torch.randn(WIDTH, device=device), torch.randn(5, WIDTH, device=device)
+
+    def fn(p, x):
+        with torch.no_grad():
+            gate = torch.div(x, p["v"], out=torch.empty_like(x)) + torch.addmm(p["v"], x, p["w"], out=torch.empty_like(x))
+        sums = torch.addmv(x[:, 0], mat=x, vec=p["v"]) + x.addmm(mat2=p["w"], mat1=x, alpha=2).sum(1)
+        return sums + torch.addr(x, vec2=p["v"], vec1=x[:, 0]).sin().sum(1) + (gate * x).sum(1)
+
+    params = {"v": vector, "w": matrix}
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+def test_distributions_of_a_parameter(device):
+    def fn(p, x, labels):
+        bernoulli = torch.distributions.Bernoulli(logits=p["b"], validate_args=False).log_prob(x).sum(1)
+        return bernoulli + torch.distributions.Categorical(logits=p["c"], validate_args=False).log_prob(labels) * x.sum(1)
+
+    params = {"b": torch.randn(WIDTH, device=device), "c": torch.randn(3, device=device)}
+    batch = torch.rand(5, WIDTH, device=device).round(), torch.randint(3, (5,), device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, *batch), loop_grad(one(fn))(params, *batch))
+
+
+def test_attention_with_a_mask_and_causality_is_refused_as_by_torch(device):
+    keys, x = torch.randn(4, WIDTH, device=device), torch.randn(5, 4, WIDTH, device=device)
+    mask = torch.ones(4, 4, dtype=torch.bool, device=device)
+
+    def fn(keys, x):
+        return F.scaled_dot_product_attention(x, keys, keys, attn_mask=mask, is_causal=True).sum((1, 2))
+
+    with pytest.raises(psg.InputError, match="reaches scaled_dot_product_attention"):
+        psg.per_sample_grad(fn, method="batch")(keys, x)

@@ -956,3 +956,86 @@ def test_a_kept_tensor_that_was_filled_through_a_view_is_an_error(method, device
     transform(w, x)
     with pytest.raises(psg.StateError, match="kept from an earlier call"):
         transform(w, x)
+
+
+class _WithLoss(nn.Module):
+    """Its loss is computed inside, with the default reduction, which graphs of ATen's ops leave out; it also writes at a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.filler = nn.Linear(4, 6), nn.InstanceNorm1d(2, affine=True), nn.Parameter(torch.randn(3))
+
+    def forward(self, x, y):
+        hidden = self.norm(self.linear(x).unflatten(1, (2, 3))).clone()
+        hidden[:, 1] = self.filler
+        return F.cross_entropy(hidden, y) + F.mse_loss(hidden.mT.sum(1), x[:, :2]) + F.smooth_l1_loss(hidden.mean((1, 2)), x[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:The .grad attribute", "ignore:.*isinstance")
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_exported_programs_with_losses(decomposed):
+    module = _WithLoss().double()
+    x, y = torch.randn(N, 4, dtype=torch.float64), torch.randint(2, (N, 3))
+    program = torch.export.export(module, (x, y), dynamic_shapes=({0: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO}))
+    exported = (program.run_decompositions() if decomposed else program).module()
+    own = {name: p.detach() for name, p in module.named_parameters()}
+    held = {name: p.detach() for name, p in exported.named_parameters()}
+
+    def loss(module):
+        return lambda params, x, y: functional_call(module, params, (x[None], y[None]))
+
+    assert_trees_close(psg.per_sample_grad(loss(exported))(held, x, y), loop_grad(loss(module))(own, x, y))
+
+
+@pytest.mark.parametrize("reduction", [{}, {"reduction": 2}])
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "binary_cross_entropy"]
+)
+def test_losses_of_aten_keep_their_own_default(name, reduction, device):
+    """The mean; that of torch's functions of these names is no reduction."""
+    loss = getattr(torch.ops.aten, name).default
+    w, x = torch.rand(3, device=device), torch.rand(N, 2, 3, device=device)
+
+    def fn(w, x):
+        return loss((w * x[0]).sigmoid(), x[1], **reduction).sum().exp()
+
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    batched = psg.per_sample_grad(lambda w, x: loss((w * x[:, 0]).sigmoid(), x[:, 1], reduction=0).sum(1), method="batch")(w, x)
+    assert_trees_close(batched, loop_grad(lambda w, x: loss((w * x[0]).sigmoid(), x[1], reduction=2))(w, x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("inner", ["auto", "loop"])
+def test_torchscript_in_psg_inside_psg(inner, device):
+    """The inner call knows that TorchScript is right in its own loop, and not that it is wrong in the outer pass."""
+
+    @torch.jit.script
+    def act(x):
+        return torch.tanh(x) * x.sigmoid()
+
+    def fn(w, x):
+        return psg.per_sample_norm(lambda v, a: act(a @ v).sum(), method=inner)(w, x).sum()
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 2, 4, device=device)
+    found = psg.per_sample_grad(fn)(w, x)
+    assert found.any()
+    assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("op", [torch.tanh, lambda x: torch.roll(x, [1], [0])])
+def test_a_refusal_of_torchscript_that_fn_catches(op, device):
+    act = torch.jit.trace(op, torch.randn(3, device=device))
+
+    def fn(w, x):
+        try:
+            return (act(x @ w) * x[:3]).sum()
+        except Exception:
+            return (x @ w).sum()
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    if op is not torch.tanh:
+        with pytest.raises(psg.PsgError, match="the function handles an error"):
+            torch.func.vmap(psg.per_sample_grad(fn, method="loop"), (None, 0))(w, x[None])

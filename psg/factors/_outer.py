@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _machine, _matmul
+from psg._errors import InputError
 from psg.factors._arithmetic import scale_rows, square, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
 from psg.factors._planned import Costs, Planned, remembered
@@ -23,7 +24,7 @@ class Outer(Planned):
         right: [n, t, b], of the same dtype.
 
     Raises:
-        InputError: They are complex.
+        InputError: Their shapes do not fit, or they are complex.
 
     Example:
         >>> import torch
@@ -39,6 +40,9 @@ class Outer(Planned):
     fields = ("left", "right")
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
+        if left.ndim != 3 or right.ndim != 3 or left.shape[:2] != right.shape[:2]:
+            shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+            raise InputError(f"psg.factors.Outer: expected [n, t, a] and [n, t, b], got {shapes}; a single position is [n, 1, a].")
         self.left = left
         self.right = right
         expect_real(self)

@@ -38,6 +38,9 @@ class Rows(Additive):
     def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
         if index.is_floating_point() or index.is_complex():
             raise InputError(f"psg.factors.Rows: expected an index of integers, got {index.dtype}.")
+        if index.ndim != 2 or cotangent.ndim != 3 or index.shape != cotangent.shape[:2]:
+            shapes = f"{tuple(index.shape)} and {tuple(cotangent.shape)}"
+            raise InputError(f"psg.factors.Rows: expected an index [n, t] and a cotangent [n, t, d], got {shapes}.")
         self.index = index.long()
         self.cotangent = cotangent
         self.num_rows = num_rows

@@ -64,7 +64,7 @@ class Rule(NamedTuple):
             numbers=frozenset(a.name for a in by_name if _is_number(a.annotation)),
             star=star,
             accepted=frozenset(a.name for a in by_name) - {"shared"},
-            required=frozenset(a.name for a in by_position + by_name if a.default is a.empty),
+            required=frozenset(a.name for a in by_name if a.default is a.empty) - {"shared"},
             frozen=frozen,
             takes_shared=takes_shared,
         )
@@ -180,6 +180,8 @@ def rule(
             )
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(params, str):
+            raise InputError(f"psg.rule(params={params!r}): expected a tuple of names: ({params!r},).")
         signature = inspect.signature(run)
         for name in params:
             if name not in signature.parameters:
@@ -366,21 +368,33 @@ def known_as(op: Any) -> Any:
     if space != "aten":
         return op
     places = ((torch, name), (Tensor, name), (torch.linalg, name.removeprefix("linalg_")), (vars(torch._C)["_nn"], name))
-    return next((getattr(place, own) for place, own in places if hasattr(place, own)), op)
+    found = next((getattr(place, own) for place, own in places if hasattr(place, own)), op)
+    return op if found is torch.block_diag else found  # which takes its tensors one by one
 
 
-def namesake(op: Any) -> Any:
-    """The function of torch that is the same as an op of ATen's, which exported programs call; else, or if the op is registered, the op."""
-    if not isinstance(op, (OpOverload, OpOverloadPacket)) or op in _rules or op in _decompositions:
+def namesake(op: Any, kwargs: dict[str, Any]) -> Any:
+    """The function of torch that is the same as an op of ATen's, which exported programs call; the op itself if there is none.
+
+    It is the op itself, too, if it is registered, or where the function would not take this call or compute something else.
+    """
+    if not isinstance(op, (OpOverload, OpOverloadPacket)) or op in _rules or op in _decompositions or "self" in kwargs:
         return op
     return _namesake(op)
+
+
+_OTHERWISE = {"to", "index_put", "index_put_", "_native_batch_norm_legit"}
+"""Ops of ATen's whose overloads the function of that name does not take, or in another order."""
 
 
 @functools.cache
 def _namesake(op: Any) -> Any:
     found = known_as(op)
-    # Functions in Python, and Tensor.to, do not take all arguments that ATen's ops take.
-    return op if isinstance(found, types.FunctionType) or found == Tensor.to else found
+    if not isinstance(found, (types.BuiltinFunctionType, types.MethodDescriptorType)) or found.__name__ in _OTHERWISE:
+        return op
+    # Losses: ATen's default is the mean, that of the functions none.
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
+    reduces = any(argument.name == "reduction" for overload in overloads for argument in overload._schema.arguments)
+    return op if reduces else found
 
 
 def is_misderived(op: Any) -> bool:

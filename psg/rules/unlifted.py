@@ -30,6 +30,8 @@ def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Spli
     if not isinstance(input, Tensor):
         return None
     shape, full = _row_shape(weight), torch.broadcast_shapes(input.shape, weight.shape)
+    if input.ndim == 0:  # expanded, its dtype would count, which torch ranks below that of other tensors
+        input = input.to(torch.result_type(input, weight))
     input = input.expand(full)
     if full[: len(full) - len(shape)].numel() != 1 or 1 not in shape:
         return split_positions({"input": input}, len(shape), "input")
@@ -43,17 +45,22 @@ def _row_shape(weight: Tensor) -> torch.Size:
     return weight.shape[next((i for i, size in enumerate(weight.shape) if size != 1), weight.ndim) :]
 
 
+def _laid_along(weight: Tensor, shape: torch.Size) -> Tensor:
+    """The weight in the shape of a row. It stays a tensor with dimensions if it is one: torch ranks the dtype of others lower."""
+    return weight.reshape(shape if shape or weight.ndim == 0 else (1,))
+
+
 def _scaled(input: Tensor, weight: Tensor) -> Any:
     """y = x w: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
     shape = _row_shape(weight)
-    output = input * weight.reshape(shape)
+    output = input * _laid_along(weight, shape)
     return output, {"weight": lambda cotangent: _broadcast(cotangent * input.conj(), weight, shape)}
 
 
 def _shifted(input: Tensor, weight: Tensor) -> Any:
     """y = x + b: ([rows,*], [*]) -> [rows,*], the weight broadcast."""
     shape = _row_shape(weight)
-    output = input + weight.reshape(shape)
+    output = input + _laid_along(weight, shape)
     return output, {"weight": lambda cotangent: _broadcast(cotangent, weight, shape)}
 
 
@@ -94,45 +101,49 @@ def _differ(tensors: Any) -> bool:
 JOINS = {torch.stack: _stacked, torch.cat: _concatenated}
 """Ops that repeat a parameter if they are given nothing else, over and over."""
 
-IN_PLACE = {
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), torch.add),
-    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), torch.sub),
-    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
-    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
-}
-"""In-place ops on data and a parameter, and for each the op that computes the values to write."""
+
+def _broadcast_tensors(*given: Any) -> Any:
+    tensors = given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
+    full = _full_shape(*tensors)
+    return NotImplemented if all(tensor.shape == full for tensor in tensors) else tuple(tensor.expand(full) for tensor in tensors)
 
 
-def _named(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """The operands of an op of two, taking from `options` those that are given by name."""
-    return *args, *(options.pop(name) for name in ("input", "other") if name in options)
+def _operands(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The two operands of an op, those given by name taken from `options`; none if there are others, or their dtypes differ.
+
+    Of other dtypes one operand is converted first, perhaps one that is to be negated here.
+    """
+    operands = *args, *(options.pop(name) for name in ("input", "other") if name in options)
+    dtypes = {operand.dtype for operand in operands if isinstance(operand, Tensor)}
+    return operands if len(operands) == 2 and not options and len(dtypes) == 1 else ()
 
 
 def _product(*args: Any, **options: Any) -> Any:
-    operands = _named(args, options)
-    return NotImplemented if options or len(operands) == len(args) else reduce(torch.mul, operands)
+    operands = _operands(args, options)
+    return NotImplemented if not operands or len(args) == 2 else torch.mul(*operands)
 
 
 def _sum(*args: Any, alpha: Any = 1, **options: Any) -> Any:
-    operands = _named(args, options)
-    if options or len(operands) != 2 or (len(args) == 2 and alpha == 1):
+    operands = _operands(args, options)
+    if not operands or (len(args) == 2 and alpha == 1):
         return NotImplemented
     return operands[0] + (operands[1] if alpha == 1 else alpha * operands[1])
 
 
 def _difference(*args: Any, alpha: Any = 1, **options: Any) -> Any:
-    operands = _named(args, options)
-    return NotImplemented if options or len(operands) != 2 else operands[0] + -alpha * operands[1]
-
-
-def _quotient(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    return NotImplemented if rounding_mode else input * (1 / other)
+    operands = _operands(args, options)
+    return operands[0] + -alpha * operands[1] if operands else NotImplemented
 
 
 def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     """y = beta input + alpha product(x, z)."""
 
-    def added(input: Tensor, x: Tensor, z: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    def added(input: Tensor, *operands: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor) -> Any:
+        # By name, the second operand may come first.
+        order = ("mat1", "batch1", "vec1", "mat", "mat2", "batch2", "vec2", "vec")
+        if not named.keys() <= set(order) or len(operands) + len(named) != 2:
+            return NotImplemented
+        x, z = *operands, *(named[name] for name in order if name in named)
         scaled = alpha * product(x, z)
         return scaled + beta * input if beta else scaled
 
@@ -164,7 +175,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """softmax(q k^T scale + mask) v: ([*,t,d], [*,s,d], [*,s,e]) -> [*,t,e]."""
-    if dropout_p or enable_gqa:
+    if dropout_p or enable_gqa or (is_causal and attn_mask is not None):
         return NotImplemented
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -200,8 +211,10 @@ def _found(names: str) -> list[Any]:
 
 
 _COMPARED = "bucketize eq ge gt isclose le lt ne searchsorted __eq__ __ge__ __gt__ __le__ __lt__ __ne__"
-_POINTWISE = """addcdiv addcmul arctan2 atan2 clamp clamp_max clamp_min clip copysign cosine_similarity float_power fmax fmin fmod hypot
-ldexp lerp logaddexp logaddexp2 maximum minimum pairwise_distance pow remainder where xlogy __pow__ __rpow__"""
+_POINTWISE = """addcdiv addcmul arctan2 atan2 clamp clamp_max clamp_min clip copysign cosine_similarity div divide float_power fmax fmin
+fmod hypot ldexp lerp logaddexp logaddexp2 maximum minimum pairwise_distance polar pow remainder true_divide where xlog1py
+xlogy add complex mul multiply rsub sub subtract __add__ __mul__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__
+__truediv__"""
 
 COMPARISONS = frozenset(_found(_COMPARED))
 """Ops through which no gradient goes."""
@@ -213,14 +226,20 @@ BROADCASTING: dict[Any, Callable[..., torch.Size]] = {
 }
 """Other ops that broadcast a parameter (a mask token, an exponent), and for each the shape to which they do."""
 
+IN_PLACE = {
+    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), torch.add),
+    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), torch.sub),
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
+    **{getattr(Tensor, f"{name}_"): getattr(Tensor, name) for name in _POINTWISE.split() if hasattr(Tensor, f"{name}_")},
+}
+"""In-place ops on data and a parameter, and for each the op that computes the values to write."""
+
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_SUMS, _sum),
     **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other, **options: _difference(other, input, **options)),
-    **dict.fromkeys((torch.div, torch.divide, Tensor.div, Tensor.divide), _quotient),
-    **dict.fromkeys((torch.true_divide, Tensor.true_divide, Tensor.__truediv__), _quotient),
-    Tensor.__rtruediv__: lambda input, other: _quotient(other, input),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv, torch.baddbmm, Tensor.baddbmm), _added(torch.matmul)),
     **dict.fromkeys((torch.addbmm, Tensor.addbmm), _added(lambda x, z: torch.matmul(x, z).sum(0))),
     **dict.fromkeys((torch.addr, Tensor.addr), _added(_outer)),
@@ -228,6 +247,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.inner, Tensor.inner), _inner),
     torch.linalg.vecdot: _vecdot,
     torch.linalg.multi_dot: lambda tensors: reduce(torch.matmul, tensors),
+    torch.broadcast_tensors: _broadcast_tensors,
     Tensor.expand_as: lambda input, other: input.expand(other.shape),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),

@@ -18,7 +18,7 @@ from psg.tree._leaves import factors_of, is_factor, place_of
 
 
 class Clipped(NamedTuple):
-    """What `clip` returns.
+    """What `clip` returns. As in `ClippedGrad`, `sensitivity` is that of `grads` alone, and all other fields are exact.
 
     Attributes:
         grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
@@ -134,13 +134,14 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
             raise InputError(
                 f"psg.tree.add_noise: {place} is a sparse sum, but noise goes on every entry, stored or not: pass its to_dense()."
             )
-    if isinstance(std, Tensor):
-        if std.ndim != 0:
-            raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
-    elif not (isinstance(std, numbers.Real) and 0 <= std < math.inf):
+    if isinstance(std, Tensor) and std.ndim != 0:
+        raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
+    # On a device, reading a tensor would wait; a trace has no value.
+    known = std if not isinstance(std, Tensor) else std.item() if _functorch.can_read_now(std) else 0.0
+    if isinstance(known, bool) or not (isinstance(known, numbers.Real) and 0 <= known < math.inf):
         raise InputError(
-            f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor. The sensitivity of "
-            "a policy of your own is inf unless psg.clipping.bounded wraps it."
+            f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor of one. The sensitivity "
+            "of a policy of your own is inf unless psg.clipping.bounded wraps it."
         )
     scale = std if isinstance(std, Tensor) else float(std)
     parts = [as_real(leaf) for leaf in leaves]
