@@ -959,15 +959,15 @@ def test_a_kept_tensor_that_was_filled_through_a_view_is_an_error(method, device
 
 
 class _WithLoss(nn.Module):
-    """Its loss is computed inside, with the default reduction, which graphs of ATen's ops leave out; it also writes at a mask."""
+    """Its loss is computed inside, with the default reduction, which graphs of ATen's ops leave out."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.norm, self.filler = nn.Linear(4, 6), nn.InstanceNorm1d(2, affine=True), nn.Parameter(torch.randn(3))
 
     def forward(self, x, y):
-        hidden = self.norm(self.linear(x).unflatten(1, (2, 3))).clone()
-        hidden[:, 1] = self.filler
+        hidden = self.norm(self.linear(x).unflatten(1, (2, 3)))
+        hidden = torch.where(hidden > 1, self.filler, hidden)
         return F.cross_entropy(hidden, y) + F.mse_loss(hidden.mT.sum(1), x[:, :2]) + F.smooth_l1_loss(hidden.mean((1, 2)), x[:, 0])
 
 
@@ -1039,3 +1039,24 @@ def test_a_refusal_of_torchscript_that_fn_catches(op, device):
     if op is not torch.tanh:
         with pytest.raises(psg.PsgError, match="the function handles an error"):
             torch.func.vmap(psg.per_sample_grad(fn, method="loop"), (None, 0))(w, x[None])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:The .grad attribute", "ignore:.*isinstance")
+def test_an_exported_assignment():
+    """In the graph an index_put_ with an index of None, which torch's function of that name does not take."""
+
+    class Assigned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.filler = nn.Linear(4, 3), nn.Parameter(torch.randn(2))
+
+        def forward(self, x):
+            hidden = self.linear(x) * 1
+            hidden[:, torch.tensor([0, 2])] = self.filler
+            return hidden.sin()
+
+    module, x = Assigned(), torch.randn(N, 4)
+    exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},)).module()
+    loss, params = psg.stateless(exported, lambda output: output.sum())
+    original, own = psg.stateless(module, lambda output: output.sum())
+    assert_trees_close(psg.per_sample_grad(loss, method="capture")(params, x), loop_grad(original)(own, x))
