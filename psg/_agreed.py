@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch
+from psg import _functorch, _trees
 from psg._errors import PsgError
 from psg._lifted import Watch
 from psg._ops import CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of
@@ -54,7 +54,7 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
         if values[0].numel() != 1:
             return func(values[0], *args[1:], **kwargs)  # raises torch's own error
         told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, 1)
-        if told.is_floating_point() or told.is_complex():
+        if _trees.is_inexact(told):
             # Compare bits: 0.0 and -0.0 are equal, but fn may treat them differently.
             told = told.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8)
         distinct, labels = told.unique(dim=0, return_inverse=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from psg import _autograd, _copies, _functorch, _kernels, _pass
+from psg import _autograd, _copies, _functorch, _kernels, _pass, _trees
 from psg._call import Call
 from psg._capture import Captured, Function
 from psg._errors import InputError, PsgError, StateError, user_line
@@ -287,7 +287,7 @@ class _BatchMode(Watch):
         Raises:
             InputError: It can run in none of these ways.
         """
-        says_where = not any(map(_differentiable, others))  # the others are indices, masks and the like
+        says_where = not any(map(_trees.is_inexact, others))  # the others are indices, masks and the like
         leaks = _registry.find_leak(func, args, kwargs, "capture", "vmap") is not None
         choice, likely = (None, False) if leaks else self._choice(func, args, kwargs, met, others, target, says_where)
         if choice is not None and self._is_for_all(choice, likely):
@@ -401,7 +401,7 @@ class _BatchMode(Watch):
         if any(row is NotImplemented for row in rows.values()):
             return NotImplemented
         # Torch ranks the dtype of a number below that of other tensors; repeated, it would count.
-        others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and leaf.ndim and _differentiable(leaf)]
+        others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and leaf.ndim and _trees.is_inexact(leaf)]
         dtypes = {leaf.dtype for leaf in others}
         for value in met:
             if value.leaf.ndim == 1 and value.leaf.dtype not in dtypes and dtypes:
@@ -543,7 +543,7 @@ def _hides(tap: Tap, unowned: Tensor) -> bool:
     """Whether a row that no cotangent gives to a sample has infinite or NaN data: its gradient is zero times that, which is NaN."""
     if not unowned.any():
         return False
-    data = [tensor for tensor, _ in tap.inputs if tensor.shape[:1] == unowned.shape and _differentiable(tensor)]
+    data = [tensor for tensor, _ in tap.inputs if tensor.shape[:1] == unowned.shape and _trees.is_inexact(tensor)]
     return not all(tensor[unowned].isfinite().all() for tensor in data)
 
 
@@ -557,7 +557,3 @@ def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
     rule = _registry.find_rule(func)
     bound = None if rule is None else rule.bind(args, kwargs)
     return bound is not None and not bound.get("sparse")
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -349,7 +349,7 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
             raise InputError(
                 f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}"
             )
-        if not (leaf.is_floating_point() or leaf.is_complex()):
+        if not _trees.is_inexact(leaf):
             raise InputError(
                 f"{name}: {paths[position]} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "
                 "Pass integer tensors in another argument."

@@ -77,7 +77,7 @@ class _Primitive(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Views made here could not be written into by the caller; `.data` is the same memory as no view.
         outputs = [output.data if output._is_view() else output for output in outputs]
-        ctx.mark_non_differentiable(*(output for output in outputs if not (output.is_floating_point() or output.is_complex())))
+        ctx.mark_non_differentiable(*(output for output in outputs if not _trees.is_inexact(output)))
         return tuple(output.clone() if any(output is tensor for tensor in inputs) else output for output in outputs)
 
     @staticmethod

@@ -109,7 +109,7 @@ def _apart(candidates: list[int], n: int) -> list[int]:
     return found
 
 
-def _losses(call: Call, noise: bool = True) -> Tensor:
+def _losses(call: Call, noise: bool) -> Tensor:
     """The losses without dropout, or any common noise. All arguments but the parameters are copies, because fn may write into them."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):

@@ -383,7 +383,7 @@ def _is_rounding(actual: Any, expected: Any, nudged: Sequence[Any]) -> bool:
     # Rounding may push a ReLU's input across zero, and the gradient jumps.
     own, *others = (_trees.tensors_in(_trees.flatten(tree)[0]) for tree in (expected, actual, *nudged))
     for want, *found in zip(own, *others, strict=True):
-        exact = not (want.is_floating_point() or want.is_complex())
+        exact = not _trees.is_inexact(want)
         off, *jumps = [float((other != want).any() if exact else (other - want).abs().amax()) if want.numel() else 0.0 for other in found]
         if not off <= 10 * max(jumps):
             return False

@@ -55,7 +55,7 @@ def run(call: Call, method: str) -> Result:
                 # fn has imported the compiler, by `torch.cond` say, and run into it. From now on psg keeps it from compiling.
                 compiles, rungs = True, [rung, *rungs]
             elif not rungs or isinstance(error, (InputError, StateError)):
-                if not isinstance(error, PsgError):
+                if type(error) in (RuntimeError, TypeError, ValueError, IndexError):  # perhaps torch's, of a shape that fn did not expect
                     error.add_note(_hint(call, method))
                 raise
             elif isinstance(error, torch.OutOfMemoryError):

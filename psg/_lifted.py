@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from psg import _autograd, _functorch
+from psg import _autograd, _functorch, _trees
 from psg._carries import Step, carry_of, part_of, terms_of
 from psg._errors import InputError
 from psg._ops import name_of
@@ -124,7 +124,7 @@ class Lifted:
         def cast(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
                 tensor = tensor.detach()
-            return tensor if tensor.dtype == dtype or not (tensor.is_floating_point() or tensor.is_complex()) else tensor.to(dtype)
+            return tensor if tensor.dtype == dtype or not _trees.is_inexact(tensor) else tensor.to(dtype)
 
         return factor.map(cast)
 

@@ -45,7 +45,7 @@ def affine(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(rows, weight, bias) if blocks == 1 else affine_blocks(rows.unflatten(0, (blocks, -1)), weight, bias).flatten(0, 1)
 
 
-def affine_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def affine_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same for blocks of rows: [k, t, i] -> [k, t, o]."""
     output = torch.bmm(rows, weight.T.expand(len(rows), *weight.T.shape))
     return output if bias is None else output.add_(bias)

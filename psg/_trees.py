@@ -158,7 +158,12 @@ def spec_of_tuple(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:
     return optree.treespec_tuple(specs, namespace=NAMESPACE)
 
 
-def paths(tree: Any, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether the entries are floating or complex numbers, which have derivatives."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def paths(tree: Any, root: str, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The path to every leaf, as a Python expression: `args[1]['ids']`."""
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)]
 

@@ -3,8 +3,8 @@
 Three questions have several answers:
 
     norm:        For layers that use their weight at several positions of a sample. "keep": materialise the gradients once, for the norm
-                 and the sum. "gram": the norm from inner products between positions. "chunks": the norm from gradients materialised a few
-                 samples at a time, and dropped. After the last two the sum is one weighted matrix product.
+                 and the sum. "gram": the norm from inner products between positions (the ghost norm). "chunks": the norm from gradients
+                 materialised a few samples at a time, and dropped. After the last two the sum is one weighted matrix product.
     gram:        For convolutions: from the inner products of all "pixels", or of all "patches".
     materialize: For convolutions: by one grouped "convolution", by the native weight gradient of each of the "samples", by products of
                  "patches" or, if depthwise, by a "correlation": a convolution with the cotangents as kernels.

@@ -4,6 +4,7 @@
 `--hypothesis-profile=thorough` draws more examples.
 """
 
+import sys
 import zlib
 
 import hypothesis
@@ -81,3 +82,12 @@ def _size(request, monkeypatch):
 
 def as_large(monkeypatch):
     monkeypatch.setattr(_machine, "op_call", lambda device: 0)
+
+
+@pytest.fixture
+def hasty_threads():
+    """Threads switch after a few lines, so that races on shared state show."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)

@@ -709,3 +709,9 @@ def test_an_added_sample_leaves_the_others_terms_in_float16(small, positions, de
     before, after = run(w, x, c).grads.float(), run(w, *more).grads.float()
     assert before.norm() > 30
     torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("clip_norm", [0, 0.0, float("inf")])
+def test_a_clip_norm_that_would_never_move(clip_norm):
+    with pytest.raises(psg.InputError, match="expected a finite number greater than 0"):
+        psg.clipping.adapt(clip_norm, torch.ones(3), 3)

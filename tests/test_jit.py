@@ -1506,3 +1506,23 @@ def test_a_traced_module_that_writes_into_a_view():
     x = torch.randn(4, 3)
     found = psg.jit(psg.per_sample_norm(loss), backend="eager")(params, x)
     assert_trees_close(found, psg.per_sample_norm(loss, method="loop")(params, x))
+
+
+def test_the_list_of_traces_can_be_read_while_others_are_added(hasty_threads):
+    fast = psg.jit(psg.per_sample_norm(lambda w, x: (w * x).sum()), backend="eager")
+    failures, done = [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            try:
+                fast.cache_info()
+            except RuntimeError as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(1, 40):
+        fast(torch.ones(3), torch.ones(n, 3))
+    done.set()
+    reader.join()
+    assert not failures and len(fast.cache_info()) == 39

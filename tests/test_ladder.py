@@ -908,3 +908,16 @@ def test_a_function_of_no_module_falls_back_with_the_warning():
     with pytest.warns(psg.FallbackWarning):
         found = psg.per_sample_grad(fn)(torch.ones(3), torch.ones(2, 3))
     assert_trees_close(found, loop_grad(fn)(torch.ones(3), torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize(
+    "fn, options, note",
+    [
+        (lambda w, x: F.linear(x.flatten(1), w).sum(), {}, r"gives fn one sample at a time, without the batch dimension: x \(4,\)"),
+        (nn.Linear(4, 2), {}, r"calls fn\(params, \*sample\); psg.stateless\(module, criterion\) makes that of a module"),
+        (lambda w, x: (x.flatten(2) * w).sum(1), {"method": "batch"}, "fn gets the whole batch, as a module does by psg.stateless"),
+    ],
+)
+def test_errors_of_fn_say_what_it_was_given(fn, options, note):
+    with pytest.raises((RuntimeError, TypeError, IndexError), match=note):  # pytest matches notes, too
+        psg.per_sample_grad(fn, **options)(torch.ones(3, 4), torch.ones(5, 4))

@@ -158,7 +158,12 @@ def gained(monkeypatch):
         (lambda x, gain: (x * gain, {"gain": lambda cotangent: Dense(cotangent[:, :1])}), r"shape \(1,\), the parameter has"),
         (
             lambda x, gain: (x * gain, {"gain": lambda cotangent: Outer(cotangent, x)}),
-            "its Outer for gain of gained has too few",
+            r"Outer: expected \[n, t, a\] and \[n, t, b\], got \(4, 2\)",
+        ),
+        (lambda x, gain: (x * gain, {"gain": lambda cotangent: Dense(cotangent.sum())}), "its Dense for gain of gained has too few"),
+        (
+            lambda x, gain: (x * gain, {"gain": lambda cotangent: Rows(x.long(), cotangent, 2)}),
+            r"Rows: expected an index \[n, t\] and a cotangent \[n, t, d\], got \(4, 2\) and \(4, 2\)",
         ),
         (
             lambda x, gain: (x * gain, {"gain": lambda cotangent: Rows(x, cotangent[..., None], 2)}),
@@ -689,3 +694,33 @@ def test_rules_for_vmap_of_the_user_s_own(place, op, n, device):
 
     w, x = 3 * torch.randn(3, 4, device=device), torch.randn(n, 4, device=device)
     assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
+def test_a_rule_may_take_shared_without_a_default(rule_for_project, device):
+    """As the docstring of `rule` writes it: it was never run."""
+    seen = []
+
+    def by_rule(x, weight, *, shared):
+        seen.append(shared)
+        return x @ weight.T, {"weight": lambda cotangent: Outer(cotangent, x)}
+
+    psg.rule(project, params=("weight",))(by_rule)
+    weight, x = torch.randn(3, 4, device=device), torch.randn(5, 2, 4, device=device)
+    fn = lambda weight, x: project(x, weight).sin().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn)(weight, x), loop_grad(fn)(weight, x))
+    assert seen == [{"weight"}]
+
+
+def test_params_of_a_rule_are_a_tuple():
+    with pytest.raises(psg.InputError, match=r"params='weight'\): expected a tuple of names: \('weight',\)"):
+        psg.rule(project, params="weight")
+
+
+def test_a_rule_whose_sides_do_not_fit_is_an_error(rule_for_project, device):
+    """Its norms were wrong: they never multiply the two sides."""
+    psg.rule(project, params=("weight",))(
+        lambda x, weight: (x @ weight.T, {"weight": lambda cotangent: Outer(cotangent.sum(1, keepdim=True), x)})
+    )
+    weight, x = torch.randn(3, 4, device=device), torch.randn(5, 2, 4, device=device)
+    with pytest.raises(psg.InputError, match=r"psg.factors.Outer: expected \[n, t, a\] and \[n, t, b\]"):
+        psg.per_sample_norm(lambda weight, x: project(x, weight).sin().sum())(weight, x)

@@ -1,6 +1,5 @@
 """From modules to functions: names, frozen and tied parameters, several inputs, keywords, target trees, scripted modules."""
 
-import sys
 import threading
 import warnings
 from collections import OrderedDict, namedtuple
@@ -612,15 +611,6 @@ def test_a_later_parametrization_is_an_error(device):
     assert torch.equal(module[0].parametrizations.weight.original, before)
     loss, params = psg.stateless(module, F.mse_loss)
     assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
-
-
-@pytest.fixture
-def hasty_threads():
-    """Threads switch after a few lines, so that races on shared state show."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*which is TorchScript")

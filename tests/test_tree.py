@@ -664,3 +664,28 @@ def test_a_diagonal_beyond_the_range_of_the_gradients(dtype, scale, entry):
         found = psg.tree.precondition(tree, diagonal)
         assert_trees_close(psg.tree.materialize(found), dense, rtol=1e-2, atol=0)
         assert_trees_close(psg.tree.norm(found), psg.tree.norm(dense), rtol=1e-2, atol=0)
+
+
+def test_concat_names_the_leaf_whose_shapes_differ():
+    with pytest.raises(psg.InputError, match=r"the gradients of tree\['b'\] differ in shape: \(3,\), \(4,\)"):
+        psg.tree.concat([{"a": torch.ones(2, 1), "b": torch.ones(2, 3)}, {"a": torch.ones(5, 1), "b": torch.ones(5, 4)}])
+
+
+@pytest.mark.parametrize("std", [math.inf, math.nan, -1.0, True])
+def test_noise_of_no_width(std):
+    for width in (std, torch.tensor(std)):
+        with pytest.raises(psg.InputError, match="expected a number that is at least 0 and finite"):
+            psg.tree.add_noise({"w": torch.zeros(3)}, width)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Outer(torch.ones(2, 3), torch.ones(2, 3)), r"psg.factors.Outer: expected \[n, t, a\] and \[n, t, b\], got \(2, 3\) and"),
+        (lambda: Outer(torch.ones(2, 1, 3), torch.ones(2, 4, 3)), r"psg.factors.Outer: .* a single position is \[n, 1, a\]"),
+        (lambda: Rows(torch.zeros(2, 3).long(), torch.ones(2, 1, 3), 5), r"psg.factors.Rows: expected an index \[n, t\]"),
+    ],
+)
+def test_sides_that_do_not_fit(make, message):
+    with pytest.raises(psg.InputError, match=message):
+        make()

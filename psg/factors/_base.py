@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from psg import _functorch, _machine, _matmul
+from psg import _functorch, _machine, _matmul, _trees
 from psg._errors import InputError
 from psg.factors._arithmetic import (
     add_up,
@@ -47,7 +47,7 @@ _FEW = 1 << 7
 
 def _floating_only(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The function for floating and complex tensors; integer tensors (indices) stay as they are."""
-    return lambda tensor: function(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
+    return lambda tensor: function(tensor) if _trees.is_inexact(tensor) else tensor
 
 
 def expect_real(factor: "Factor") -> None:

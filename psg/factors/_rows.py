@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from psg import _functorch, _memory
+from psg import _functorch, _memory, _trees
 from psg._errors import InputError
 from psg.factors._arithmetic import square, wide, widen
 from psg.factors._base import Additive, Dense, Factor, expect_real
@@ -36,7 +36,7 @@ class Rows(Additive):
     integers = ("index",)
 
     def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
-        if index.is_floating_point() or index.is_complex():
+        if _trees.is_inexact(index):
             raise InputError(f"psg.factors.Rows: expected an index of integers, got {index.dtype}.")
         if index.ndim != 2 or cotangent.ndim != 3 or index.shape != cotangent.shape[:2]:
             shapes = f"{tuple(index.shape)} and {tuple(cotangent.shape)}"

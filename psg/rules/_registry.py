@@ -179,9 +179,10 @@ def rule(
                 "(`F.linear`, not `nn.Linear`), or decorate your own with psg.primitive first. A rule is registered by `@psg.rule(op)`."
             )
 
+    if isinstance(params, str):
+        raise InputError(f"psg.rule(params={params!r}): expected a tuple of names: ({params!r},).")
+
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(params, str):
-            raise InputError(f"psg.rule(params={params!r}): expected a tuple of names: ({params!r},).")
         signature = inspect.signature(run)
         for name in params:
             if name not in signature.parameters:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from psg._trees import Tree, flatten, paths
+from psg._trees import Tree, flatten, is_inexact, paths
 
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -128,11 +128,11 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
     """Absolute error: 0 where both are NaN or the same infinity, infinite where only one is."""
     same = (got == want) | (got.isnan() & want.isnan())
     error = (_number(got) - _number(want)).abs().nan_to_num(nan=torch.inf)
-    if not (got.is_floating_point() or got.is_complex()):
+    if not is_inexact(got):
         error = error.clamp(min=1)  # unequal integers may round to the same floating-point number
     return error.masked_fill(same, 0)
 
 
 def _number(leaf: Tensor) -> Tensor:
     """Integers and booleans as floating-point numbers, whose differences do not wrap."""
-    return leaf if leaf.is_floating_point() or leaf.is_complex() else leaf.double()
+    return leaf if is_inexact(leaf) else leaf.double()

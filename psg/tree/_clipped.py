@@ -125,7 +125,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
     if not leaves:
         raise InputError("psg.tree.add_noise: the tree has no leaves.")
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        if not isinstance(leaf, Tensor) or not _trees.is_inexact(leaf):
             got = f"of dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients; {place} is {got}.")

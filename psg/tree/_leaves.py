@@ -35,7 +35,7 @@ def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
             got = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
-        if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+        if isinstance(leaf, Tensor) and not _trees.is_inexact(leaf):
             place = place_of(tree, "tree", i)
             raise InputError(
                 f"psg.tree.{name}: {place} has dtype {leaf.dtype}, in which sums would round or overflow; convert it to float32."

@@ -16,7 +16,7 @@ from psg.factors import concat as concat_factors
 from psg.factors._arithmetic import wide
 from psg.factors._division import Division
 from psg.factors._maps import scaled
-from psg.tree._leaves import beside, factors_of, is_factor
+from psg.tree._leaves import beside, factors_of, is_factor, place_of
 
 
 @unaffected
@@ -142,7 +142,7 @@ def _indices(index: Any) -> Tensor | None:
         return None
     if found.numel() == 0 or found.dtype == torch.uint8:
         found = found.long()  # torch makes floats of an empty list, and would take bytes for a mask
-    return None if found.ndim != 1 or found.is_floating_point() or found.is_complex() else found
+    return None if found.ndim != 1 or _trees.is_inexact(found) else found
 
 
 @unaffected
@@ -170,6 +170,10 @@ def concat(trees: Iterable[Any]) -> Any:
     columns, specs = zip(*(factors_of(tree, "concat") for tree in trees), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
+    for i, column in enumerate(zip(*columns, strict=True)):
+        if len({factor.shape for factor in column}) > 1:
+            shapes = ", ".join(str(tuple(factor.shape)) for factor in column)
+            raise InputError(f"psg.tree.concat: the gradients of {place_of(trees[0], 'tree', i)} differ in shape: {shapes}.")
     return _in_the_form_of(trees[0], [concat_factors(column) for column in zip(*columns, strict=True)])
 
 
@@ -207,7 +211,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     """
     factors, _ = factors_of(tree, "segment_sum")
     n = factors[0].n
-    integers = isinstance(segment_ids, Tensor) and not (segment_ids.is_floating_point() or segment_ids.is_complex())
+    integers = isinstance(segment_ids, Tensor) and not _trees.is_inexact(segment_ids)
     if not integers or segment_ids.dtype == torch.bool or segment_ids.shape != (n,):
         got = f"{segment_ids.dtype} {tuple(segment_ids.shape)}" if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
         raise InputError(f"psg.tree.segment_sum: expected segment_ids as integers [{n}], one for each sample, got {got}.")
