@@ -191,12 +191,8 @@ class Jitted:
         # Compilers read memory as it is, and would miss that a tensor is marked as negated or conjugated.
         leaves = [leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = _trees.tensors_in(leaves)
-        if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if _runs_eagerly(tensors):
             return self._fn(*args, **kwargs)
-        if any(tensor.numel() == 0 or handles_ops(type(tensor)) for tensor in tensors):
-            return self._fn(*args, **kwargs)  # an empty batch: nothing to compile; or a tensor whose class sees no op of a compiled graph
-        if torch.is_anomaly_enabled():
-            return self._fn(*args, **kwargs)  # which names the op of fn that made a NaN
         # psg's transforms enable autograd themselves.
         modes = None if self._batching is not None else (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), modes, self._key())
@@ -424,6 +420,16 @@ def _signature(leaf: Any) -> Hashable:
 def _entries(tensor: Tensor) -> tuple[Any, ...]:
     """What else the shape of a sparse tensor's parts depends on."""
     return (tensor._nnz(), tensor.is_coalesced()) if tensor.layout == torch.sparse_coo else (tensor._nnz(),)
+
+
+def _runs_eagerly(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call with these tensors is left to the function as it is."""
+    if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True  # the result must be differentiable
+    if torch.is_anomaly_enabled():
+        return True  # which names the op of fn that made a NaN
+    # An empty batch: nothing to compile; or a tensor whose class would see no op of a compiled graph.
+    return any(tensor.numel() == 0 or handles_ops(type(tensor)) for tensor in tensors)
 
 
 def _surroundings() -> Hashable:
