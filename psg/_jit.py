@@ -155,8 +155,8 @@ class Jitted:
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        """The function's name, and the number of signatures."""
-        return f"psg.jit({self._name}), compiled for {len(self.cache_info())} signatures"
+        """The function's name, and the number of traces."""
+        return f"psg.jit({self._name}), compiled {len(self.cache_info())} times"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, compiled for this signature."""

@@ -1162,7 +1162,7 @@ def test_what_is_no_function_and_a_representation():
         psg.jit(3)
     norms = psg.jit(psg.per_sample_norm(torch.dot), backend="eager")
     norms(torch.ones(3), torch.ones(2, 3))
-    assert repr(norms) == "psg.jit(per_sample_norm(dot)), compiled for 1 signatures"
+    assert repr(norms) == "psg.jit(per_sample_norm(dot)), compiled 1 times"
 
 
 # --- what a trace reads unseen, or takes for the same -------------------------------------------------------------
