@@ -59,7 +59,18 @@ from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import refuse_updates
 from psg.rules.rows import split_rows
-from psg.rules.unlifted import BROADCASTING, COMPARISONS, ELEMENTWISE, EXPANSIONS, IN_PLACE, JOINS, WRITTEN_OUT
+from psg.rules.unlifted import (
+    BROADCASTING,
+    COMPARISONS,
+    ELEMENTWISE,
+    EXPANSIONS,
+    IN_FLOAT64,
+    IN_PLACE,
+    JOINS,
+    OUTER_PRODUCTS,
+    SUMS,
+    WRITTEN_OUT,
+)
 
 
 def capture_batch(call: Call, function: Function) -> Captured:
@@ -329,7 +340,9 @@ class _BatchMode(Watch):
         if not (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
             return None, False
         # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
-        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape == met[0].leaf.shape[1:] for leaf in others)
+        # But a mask, say, has them as the parameter does, whose shape it has.
+        alike = {met[0].leaf.shape[1:]} if func not in OUTER_PRODUCTS else set()
+        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape in alike for leaf in others)
         likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
         return (name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)), likely
 
@@ -404,7 +417,7 @@ class _BatchMode(Watch):
         others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and leaf.ndim and _trees.is_inexact(leaf)]
         dtypes = {leaf.dtype for leaf in others}
         for value in met:
-            if value.leaf.ndim == 1 and value.leaf.dtype not in dtypes and dtypes:
+            if value.leaf.ndim == 1 and value.leaf.dtype not in dtypes and dtypes and func not in IN_FLOAT64:
                 if len(dtypes) > 1:
                     return NotImplemented
                 rows[id(value.handle)] = rows[id(value.handle)].to(*dtypes)
@@ -539,9 +552,12 @@ def _rows(cotangents: Sequence[Tensor | None]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
+_SUMS = set(map(name_of, SUMS))  # whose gradient does not read the data
+
+
 def _hides(tap: Tap, unowned: Tensor) -> bool:
     """Whether a row that no cotangent gives to a sample has infinite or NaN data: its gradient is zero times that, which is NaN."""
-    if not unowned.any():
+    if tap.op in _SUMS or not unowned.any():
         return False
     data = [tensor for tensor, _ in tap.inputs if tensor.shape[:1] == unowned.shape and _trees.is_inexact(tensor)]
     return not all(tensor[unowned].isfinite().all() for tensor in data)

@@ -239,7 +239,7 @@ def _refuse_scripts(loss: Tensor) -> None:
     with torch._C.DisableTorchFunction():  # other modes watch fn, not this question
         node = loss.grad_fn
     if _autograd.has_scripted_part(node):
-        raise PsgError("transforms cannot differentiate the gradient of a function of torch.jit.script; use the function before scripting")
+        _scripts.refuse("transforms cannot differentiate the gradient of a function of torch.jit.script; use the function before scripting")
 
 
 class _Misderived(PsgError):

@@ -4,13 +4,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from psg._errors import PsgError
 
-_look: ContextVar[Callable[[Any], None] | None] = ContextVar("_look", default=None)
+
+class _Watch(NamedTuple):
+    look: Callable[[Any], None]
+    failures: list[str]  # the messages of errors raised in its context
+
+
+_current: ContextVar[_Watch | None] = ContextVar("_current", default=None)
 _lock = threading.Lock()
 _contexts = 0  # `watched` contexts in any thread
 
@@ -23,21 +29,21 @@ def watched(look: Callable[[Any], None]) -> Iterator[None]:
     """A context in which `look` is given each function or method of torch.jit that Python calls, before it runs; inner contexts add theirs.
 
     Raises:
-        PsgError: `look` has raised an error that did not leave the context: whoever caught it went on in another way.
+        PsgError: `look` or `refuse` has raised an error that did not leave the context: whoever caught it went on in another way.
     """
     global _contexts
-    outer, failures = _look.get(), list[str]()
+    outer, failures = _current.get(), list[str]()
 
     def look_all(script: Any) -> None:
         if outer is not None:
-            outer(script)
+            outer.look(script)
         try:
             look(script)
         except PsgError as error:
             failures.append(str(error))
             raise
 
-    token = _look.set(look_all)
+    token = _current.set(_Watch(look_all, failures))
     with _lock:
         _contexts += 1
         for kind in _KINDS:
@@ -50,14 +56,24 @@ def watched(look: Callable[[Any], None]) -> Iterator[None]:
             if not _contexts:
                 for kind, call in _CALLS.items():
                     kind.__call__ = call
-        _look.reset(token)
+        _current.reset(token)
     if failures:
         raise PsgError(f"the function handles an error: {failures[0]}")
 
 
+def refuse(message: str) -> NoReturn:
+    """Raise an error that an enclosing context must not miss.
+
+    Raises:
+        PsgError: With this message.
+    """
+    if (watch := _current.get()) is not None:
+        watch.failures.append(message)
+    raise PsgError(message)
+
+
 def _call(called: Any, *args: Any, **kwargs: Any) -> Any:
-    look = _look.get()
-    if look is not None:
-        look(called)
+    if (watch := _current.get()) is not None:
+        watch.look(called)
     kind = next(kind for kind in _KINDS if isinstance(called, kind))
     return _CALLS[kind](called, *args, **kwargs)

@@ -1349,3 +1349,41 @@ def test_attention_with_a_mask_and_causality_is_refused_as_by_torch(device):
 
     with pytest.raises(psg.InputError, match="reaches scaled_dot_product_attention"):
         psg.per_sample_grad(fn, method="batch")(keys, x)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize(
+    "make", [torch.outer, lambda a, w: torch.einsum("b,i->bi", a, w), lambda a, w: torch.addr(torch.zeros(len(a), 3), a, w)]
+)
+def test_rows_of_an_outer_product_are_each_sample_s_own(make, n, device):
+    """Also where there are as many as the parameter has entries: one value for all would give the largest gradient the others' shares."""
+
+    def fn(w, x):
+        return (x * (make(torch.ones(len(x), device=x.device), w) + x)).sum(1)
+
+    x = torch.full((n, 3), 1e-5, device=device).index_fill(0, torch.tensor([0], device=device), 1)
+    found = psg.per_sample_grad(fn, method="batch")(torch.ones(3, device=device), x)
+    torch.testing.assert_close(found, x, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("op", [torch.float_power, lambda x, w: torch.float_power(w, x), lambda x, w: x.float_power(w)])
+def test_float_power_computes_in_float64(op, device):
+    w, x = torch.tensor(1.7, device=device, dtype=torch.float32), torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16, device=device)
+    found = psg.per_sample_grad(lambda w, x: op(x, w).sum(1), method="batch")(w, x)
+    torch.testing.assert_close(found, loop_grad(lambda w, x: op(x, w).sum())(w, x), rtol=1e-6, atol=0)
+
+
+def test_sums_with_padding_that_is_infinite_take_one_pass(device):
+    """Their gradient does not read the data: zero times infinity does not arise, and nothing runs sample by sample."""
+    calls = []
+
+    def fn(w, x):
+        calls.append(len(x))
+        return torch.where(x.isfinite(), x + w, 0.0).sin().sum((1, 2))
+
+    x = torch.randn(6, 3, 2, device=device)
+    x[:, 2] = -torch.inf
+    w = torch.randn(2, device=device)
+    found = psg.per_sample_grad(fn, method="batch")(w, x)
+    assert 1 not in calls
+    assert_trees_close(found, loop_grad(one(fn))(w, x))

@@ -360,3 +360,42 @@ def test_gradients_of_scripted_modules_are_differentiated_in_a_loop():
         assert_trees_close(found, expected, per_sample=False)
     with pytest.raises(psg.PsgError, match=r"use the function before scripting"):
         torch.func.grad(penalties(scripted))(w.detach())
+
+
+_NORMS = {
+    "torch.layer_norm": lambda x, w: torch.layer_norm(x.mT, [6], w, w, 1e-5, cudnn_enable=False),
+    "torch.instance_norm": lambda x, w: torch.instance_norm(x, w, w, None, None, True, 0.1, 1e-5, False),
+    "torch.batch_norm": lambda x, w: torch.batch_norm(x, w, w, None, None, True, 0.1, 1e-5, False),
+    "torch.native_layer_norm": lambda x, w: torch.native_layer_norm(x.mT, [6], w, w, 1e-5)[0],
+    "torch.native_batch_norm": lambda x, w: torch.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5)[0],
+    "aten.layer_norm": lambda x, w: torch.ops.aten.layer_norm.default(x.mT, [6], w, w),
+    "aten.instance_norm": lambda x, w: torch.ops.aten.instance_norm.default(x, w, w, None, None, True, 0.1, 1e-5, False),
+    "aten.batch_norm": lambda x, w: torch.ops.aten.batch_norm.default(x, w, w, None, None, True, 0.1, 1e-5, False),
+    "aten.native_layer_norm": lambda x, w: torch.ops.aten.native_layer_norm.default(x.mT, [6], w, w, 1e-5)[0],
+    "aten without statistics": lambda x, w: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, w, True, 0.1, 1e-5)[0],
+}
+
+
+@pytest.mark.parametrize("name", _NORMS)
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_norms_under_all_names_have_right_higher_derivatives(name, method, device):
+    """As exported programs have them. Against the norm written out: torch's own third derivatives are wrong, and vmap's second ones."""
+    w, x = torch.rand(6, device=device) + 0.5, torch.randn(2, 2, 6, 3, device=device)
+    last = "layer" in name
+
+    def written_out(x, w):
+        x = x.mT if last else x
+        dims, shape = ((-1,), (6,)) if last else ((2,), (6, 1)) if "instance" in name else ((0, 2), (6, 1))
+        centred = x - x.mean(dims, keepdim=True)
+        return centred * (centred.square().mean(dims, keepdim=True) + 1e-5).rsqrt() * w.view(shape) + w.view(shape)
+
+    def third(norm, **options):
+        def fn(w, x):
+            slope = torch.func.grad(lambda x: (norm(x, w) ** 3).sum())(x)
+            return slope.square().sum() / 100
+
+        z = x.clone().requires_grad_()
+        norms = psg.per_sample_norm(fn, **options)(w, z)
+        return norms.detach(), torch.autograd.grad(norms.sum(), z)[0]
+
+    assert_trees_close(third(_NORMS[name], method=method), third(written_out, method="loop"))

@@ -1050,3 +1050,25 @@ def test_an_exported_assignment():
     loss, params = psg.stateless(exported, lambda output: output.sum())
     original, own = psg.stateless(module, lambda output: output.sum())
     assert_trees_close(psg.per_sample_grad(loss, method="capture")(params, x), loop_grad(original)(own, x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+def test_a_refusal_inside_psg_that_fn_catches(device):
+    """The outer pass hears of it: in a loop the inner call succeeds, and no sample would take the other branch."""
+
+    @torch.jit.script
+    def act(x):
+        return torch.tanh(x) * x.sigmoid()
+
+    def fn(w, x):
+        try:
+            return psg.per_sample_norm(lambda v, a: act(a @ v).sum())(w, x[None]).sum()
+        except Exception:
+            return (w * 0).sum()
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(N, 4, device=device)
+    for _ in range(3):
+        act((x @ w).requires_grad_()).sum().backward()
+    found = psg.per_sample_grad(fn)(w, x)
+    assert found.any()
+    assert_trees_close(found, loop_grad(fn)(w, x))

@@ -689,3 +689,11 @@ def test_noise_of_no_width(std):
 def test_sides_that_do_not_fit(make, message):
     with pytest.raises(psg.InputError, match=message):
         make()
+
+
+def test_what_goes_with_the_samples_may_be_integers():
+    tree = {"g": torch.randn(3, 2), "ids": torch.tensor([7, 8, 9])}
+    found = psg.tree.concat([psg.tree.take(tree, [2, 0]), tree])
+    assert found["ids"].tolist() == [9, 7, 7, 8, 9]
+    with pytest.raises(IndexError):
+        psg.tree.take(tree, torch.zeros(0, dtype=torch.bool))

@@ -363,7 +363,8 @@ def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | No
 @functools.cache
 def known_as(op: Any) -> Any:
     """The function of torch under which an op of ATen's, as exported programs call them, may be registered; else the op itself."""
-    if op in _decompositions or op in _leaks or not isinstance(op, (OpOverload, OpOverloadPacket)):
+    registered = op in _decompositions or op in _differentiated_decompositions or op in _leaks
+    if registered or not isinstance(op, (OpOverload, OpOverloadPacket)):
         return op
     space, _, name = (op._schema.name if isinstance(op, OpOverload) else op._qualified_op_name).partition("::")
     if space != "aten":
@@ -400,7 +401,7 @@ def _namesake(op: Any) -> Any:
 
 def is_misderived(op: Any) -> bool:
     """Whether torch's own higher derivatives of the op are wrong. Those of its decomposition are right."""
-    return op in _misderived
+    return known_as(op) in _misderived
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:

@@ -228,6 +228,11 @@ def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: 
     return NotImplemented if training else F.leaky_relu(input, (lower + upper) / 2, inplace)
 
 
+@decomposition(torch.rrelu)
+def _torch_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None) -> Any:
+    return NotImplemented if training else F.leaky_relu(input, (lower + upper) / 2)
+
+
 @decomposition(F.gumbel_softmax)
 def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
     """The hard form: vmap would run its scatter_ sample by sample."""

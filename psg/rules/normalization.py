@@ -225,16 +225,26 @@ def _any_complex(*tensors: Tensor | None) -> bool:
 # The functions that those of torch.nn.functional call in the end, with the same result.
 
 
-@decomposition(torch.layer_norm)
+@decomposition(torch.layer_norm, misderived=True)
 def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *cudnn: Any
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Any:
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 @decomposition(torch.group_norm)
 def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *cudnn: Any
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Any:
     return F.group_norm(input, num_groups, weight, bias, eps)
 
@@ -242,6 +252,36 @@ def _group_norm(
 @decomposition(torch.rms_norm)
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     return F.rms_norm(input, normalized_shape, weight, eps)
+
+
+@decomposition(torch.instance_norm, misderived=True)
+def _instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+@decomposition(torch.batch_norm, misderived=True)
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 # Written out, for passes whose gradients are differentiated again: vmap's rules for the backward of these ops treat the moments as
@@ -292,6 +332,41 @@ def written_out_batch_norm(
         return NotImplemented
     dims = [dim for dim in range(input.ndim) if dim != 1]
     return _written_out(input, dims, weight, bias, (-1, *(1,) * (input.ndim - 2)), eps)
+
+
+@decomposition(torch.native_layer_norm, differentiated=True, misderived=True)
+def written_out_native_layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    """With the moments, which torch does not differentiate."""
+    output = written_out_layer_norm(input, normalized_shape, weight, bias, eps)
+    return NotImplemented if output is NotImplemented else (output, *_moments(input, range(-len(normalized_shape), 0), True, eps))
+
+
+@decomposition(torch.native_batch_norm, differentiated=True, misderived=True)
+def written_out_native_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """With the moments."""
+    output = written_out_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    dims = [dim for dim in range(input.ndim) if dim != 1]
+    return NotImplemented if output is NotImplemented else (output, *_moments(input, dims, False, eps))
+
+
+@decomposition(torch.ops.aten._native_batch_norm_legit.no_stats, differentiated=True, misderived=True)
+def _without_statistics(input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float) -> Any:
+    return written_out_native_batch_norm(input, weight, bias, None, None, training, momentum, eps)
+
+
+def _moments(input: Tensor, dims: Iterable[int], keepdim: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """The mean, and one over the standard deviation."""
+    variance, mean = torch.var_mean(input.detach(), tuple(dims), correction=0, keepdim=keepdim)
+    return mean, (variance + eps).rsqrt()
 
 
 def _written_out(input: Tensor, dims: Iterable[int], weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Any:

@@ -20,10 +20,10 @@ from psg.rules.products import sum_to
 from psg.rules.rows import Split, split_labels, split_positions, splits
 
 _PRODUCTS = (torch.mul, Tensor.mul, torch.multiply, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
-_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 
 
-@splits(*_PRODUCTS, *_SUMS)
+@splits(*_PRODUCTS, *SUMS)
 def _elementwise_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     """Rows run along the dimensions in front of the weight's; where it has as many as the data, along all in which it is broadcast."""
     input, weight = arguments["input"], arguments["weight"]
@@ -72,7 +72,7 @@ def _broadcast(cotangent: Tensor, weight: Tensor, shape: torch.Size) -> Dense:
 
 ELEMENTWISE = {
     **dict.fromkeys(_PRODUCTS, Rule.of(_scaled, ("weight",))),
-    **dict.fromkeys(_SUMS, Rule.of(_shifted, ("weight",))),
+    **dict.fromkeys(SUMS, Rule.of(_shifted, ("weight",))),
 }
 """Rules of products and sums with a parameter, whose operands commute."""
 
@@ -216,6 +216,12 @@ fmod hypot ldexp lerp logaddexp logaddexp2 maximum minimum pairwise_distance pol
 xlogy add complex mul multiply rsub sub subtract __add__ __mul__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__
 __truediv__"""
 
+IN_FLOAT64 = frozenset(_found("float_power"))
+"""Those that compute in float64 whatever they are given."""
+
+OUTER_PRODUCTS = frozenset(_found("addr einsum ger outer"))
+"""Ops whose output may have a row for each entry of one operand."""
+
 COMPARISONS = frozenset(_found(_COMPARED))
 """Ops through which no gradient goes."""
 
@@ -237,7 +243,7 @@ IN_PLACE = {
 
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_PRODUCTS, _product),
-    **dict.fromkeys(_SUMS, _sum),
+    **dict.fromkeys(SUMS, _sum),
     **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__), _difference),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), lambda input, other, **options: _difference(other, input, **options)),
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv, torch.baddbmm, Tensor.baddbmm), _added(torch.matmul)),

@@ -20,7 +20,7 @@ def place_of(tree: Any, root: str, i: int) -> str:
     return _trees.paths(tree, root, is_factor)[i]
 
 
-def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
+def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor], optree.PyTreeSpec]:
     """The leaves as factors, at least one, all with the same n, and the structure. Else InputError, naming psg.tree's function `name`."""
     if hasattr(tree, "clip_coef"):  # a Clipped or a ClippedGrad, whose classes this module cannot import
         raise InputError(
@@ -35,7 +35,8 @@ def factors_of(tree: Any, name: str) -> tuple[list[Factor], optree.PyTreeSpec]:
             got = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
-        if isinstance(leaf, Tensor) and not _trees.is_inexact(leaf):
+        # A function that only selects or joins samples takes any dtype: ids, say, beside the gradients.
+        if computes and isinstance(leaf, Tensor) and not _trees.is_inexact(leaf):
             place = place_of(tree, "tree", i)
             raise InputError(
                 f"psg.tree.{name}: {place} has dtype {leaf.dtype}, in which sums would round or overflow; convert it to float32."

@@ -130,7 +130,7 @@ def take(tree: Any, index: Any) -> Any:
     found = index if isinstance(index, slice) else _indices(index)
     if found is None or isinstance(found, slice) and found.step is not None and found.step < 1:
         raise InputError(f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {index!r}; for one sample k, slice(k, k + 1).")
-    factors, _ = factors_of(tree, "take")
+    factors, _ = factors_of(tree, "take", computes=False)
     return _in_the_form_of(tree, [factor.take(found) for factor in factors])
 
 
@@ -140,8 +140,8 @@ def _indices(index: Any) -> Tensor | None:
         found = torch.as_tensor(index)
     except (TypeError, ValueError, RuntimeError):
         return None
-    if found.numel() == 0 or found.dtype == torch.uint8:
-        found = found.long()  # torch makes floats of an empty list, and would take bytes for a mask
+    if found.dtype == torch.uint8 or found.numel() == 0 and not isinstance(index, Tensor):
+        found = found.long()  # torch would take bytes for a mask, and makes floats of an empty list
     return None if found.ndim != 1 or _trees.is_inexact(found) else found
 
 
@@ -167,7 +167,7 @@ def concat(trees: Iterable[Any]) -> Any:
     trees = list(trees)
     if not trees:
         raise InputError("psg.tree.concat: expected at least one tree.")
-    columns, specs = zip(*(factors_of(tree, "concat") for tree in trees), strict=True)
+    columns, specs = zip(*(factors_of(tree, "concat", computes=False) for tree in trees), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
     for i, column in enumerate(zip(*columns, strict=True)):
