@@ -6,7 +6,6 @@ can see the call; `shown` makes it an op that modes see.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -17,12 +16,11 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
 
 from psg import _functorch
+from psg._patches import Patch
 
 _APPLY = vars(Function)["apply"]
 
 _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
-_lock = threading.Lock()
-_contexts = 0
 
 
 def is_refusal(error: Exception) -> bool:
@@ -69,18 +67,11 @@ def same_attributes(before: Sequence[dict[str, Any]], now: Sequence[dict[str, An
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
     """A context in which function modes see the calls of functions in the old style inside transforms, as `custom_function_call`."""
-    global _contexts
     token = _is_shown.set(True)
-    with _lock:
-        _contexts += 1
-        Function.apply = classmethod(_apply)  # type: ignore[assignment]
     try:
-        yield
+        with _patch.applied():
+            yield
     finally:
-        with _lock:
-            _contexts -= 1
-            if not _contexts:
-                Function.apply = _APPLY
         _is_shown.reset(token)
 
 
@@ -90,3 +81,6 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if _is_shown.get() and refused and cls.__module__.split(".")[0] not in ("torch", "psg"):
         return custom_function_call(cls, *args, **kwargs)
     return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+_patch = Patch({(Function, "apply"): classmethod(_apply)})

@@ -1,7 +1,6 @@
 """Calls of TorchScript, inside of which no function mode sees an op."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from psg._errors import PsgError
+from psg._patches import Patch
 
 
 class _Watch(NamedTuple):
@@ -17,8 +17,6 @@ class _Watch(NamedTuple):
 
 
 _current: ContextVar[_Watch | None] = ContextVar("_current", default=None)
-_lock = threading.Lock()
-_contexts = 0  # `watched` contexts in any thread
 
 _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 _CALLS = {kind: kind.__call__ for kind in _KINDS}
@@ -31,7 +29,6 @@ def watched(look: Callable[[Any], None]) -> Iterator[None]:
     Raises:
         PsgError: `look` or `refuse` has raised an error that did not leave the context: whoever caught it went on in another way.
     """
-    global _contexts
     outer, failures = _current.get(), list[str]()
 
     def look_all(script: Any) -> None:
@@ -44,18 +41,10 @@ def watched(look: Callable[[Any], None]) -> Iterator[None]:
             raise
 
     token = _current.set(_Watch(look_all, failures))
-    with _lock:
-        _contexts += 1
-        for kind in _KINDS:
-            kind.__call__ = _call
     try:
-        yield
+        with _patch.applied():
+            yield
     finally:
-        with _lock:
-            _contexts -= 1
-            if not _contexts:
-                for kind, call in _CALLS.items():
-                    kind.__call__ = call
         _current.reset(token)
     if failures:
         raise PsgError(f"the function handles an error: {failures[0]}")
@@ -77,3 +66,6 @@ def _call(called: Any, *args: Any, **kwargs: Any) -> Any:
         watch.look(called)
     kind = next(kind for kind in _KINDS if isinstance(called, kind))
     return _CALLS[kind](called, *args, **kwargs)
+
+
+_patch = Patch({(kind, "__call__"): _call for kind in _KINDS})

@@ -254,34 +254,16 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
     return F.rms_norm(input, normalized_shape, weight, eps)
 
 
-@decomposition(torch.instance_norm, misderived=True)
-def _instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+def _statistics_last(op: Any, function: Any) -> None:
+    @decomposition(op, misderived=True)
+    def reordered(
+        input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, cudnn_enabled: bool = True, **others: Any
+    ) -> Any:
+        return function(input, running_mean, running_var, weight, bias, *options[:3], **others)  # without cudnn_enabled
 
 
-@decomposition(torch.batch_norm, misderived=True)
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+_statistics_last(torch.instance_norm, F.instance_norm)
+_statistics_last(torch.batch_norm, F.batch_norm)
 
 
 # Written out, for passes whose gradients are differentiated again: vmap's rules for the backward of these ops treat the moments as
