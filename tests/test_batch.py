@@ -1387,3 +1387,26 @@ def test_sums_with_padding_that_is_infinite_take_one_pass(device):
     found = psg.per_sample_grad(fn, method="batch")(w, x)
     assert 1 not in calls
     assert_trees_close(found, loop_grad(one(fn))(w, x))
+
+
+@given(
+    n=st.integers(0, 4),
+    t=st.integers(1, 3),
+    i=st.integers(1, 4),
+    o=st.integers(1, 4),
+    scale=st.sampled_from([1, 0.5, -2]),
+    frozen=st.booleans(),
+)
+def test_products_of_drawn_shapes(n, t, i, o, scale, frozen):
+    """tensordot in both orders, inner, outer, and products that are added to a parameter, beside frozen matrices or trained ones."""
+    params = {"w": torch.randn(i, o), "a": torch.randn(o), "c": torch.randn(t, o), "v": torch.randn(i)}
+    fixed, x = torch.randn(i, o), torch.randn(n, t, i)
+
+    def fn(p, x):
+        own = fixed if frozen else p["w"]
+        found = torch.tensordot(x, p["w"], dims=1) + torch.tensordot(p["w"], x, dims=([0], [2])).permute(1, 2, 0)
+        found = found + torch.inner(x, p["w"].T) + torch.baddbmm(p["c"], x, own.expand(len(x), i, o), beta=scale, alpha=2)
+        found = found * torch.addmm(p["a"], x[:, 0], own, alpha=scale)[:, None] + torch.outer(x[:, 0, 0], p["a"])[:, None]
+        return (found.sin().sum((1, 2)) + torch.addmv(x[:, 0, 0], x[:, 0], p["v"], beta=scale)) * torch.linalg.vecdot(x, p["v"]).sum(1)
+
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))

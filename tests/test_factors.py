@@ -642,6 +642,8 @@ def test_segments_share_what_depends_on_the_ids(device, monkeypatch):
 
 
 def test_sizes_of_segments_are_integers():
+    with pytest.raises(psg.InputError, match="expected sizes that are integers, got torch.float"):
+        Segments(Outer(torch.ones(3, 1, 3), torch.ones(3, 1, 3)), torch.ones(2))
     users = Segments(Outer(torch.ones(3, 1, 3), torch.ones(3, 1, 3)), torch.tensor([1, 2]))
     with pytest.raises(psg.InputError, match="by their own method"):
         optree.tree_map(lambda tensor: tensor.to(torch.float32), users)

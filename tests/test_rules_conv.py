@@ -236,3 +236,23 @@ def test_entries_that_meet_only_padding_and_are_not_finite(value, options, trans
                 assert_trees_close(out.grads, expected, per_sample=False)
             else:
                 assert out.grads["weight"].isfinite().all()
+
+
+@given(
+    n=st.integers(0, 3), b=st.integers(1, 2), dims=st.integers(1, 3), groups=st.integers(1, 2), stride=st.integers(1, 2),
+    padding=st.integers(0, 1), dilation=st.integers(1, 2), transposed=st.booleans(), bias=st.booleans(), atens=st.booleans(),
+)  # fmt: skip
+def test_all_convolutions_as_one_op(n, b, dims, groups, stride, padding, dilation, transposed, bias, atens):
+    """As graphs of ATen's ops have them."""
+    op = torch.ops.aten.convolution.default if atens else torch.convolution
+    params = {"w": torch.randn(2 * groups, 2, *(2,) * dims)}
+    if bias:
+        params["b"] = torch.randn(2 * groups)
+    x = torch.randn(n, b, 2 * groups, *(4,) * dims)
+    geometry = [stride] * dims, [padding] * dims, [dilation] * dims, transposed, [0] * dims, groups
+
+    def fn(p, x):
+        return op(x, p["w"], p.get("b"), *geometry).sin().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
+    assert_trees_close(psg.per_sample_norm(fn)(params, x), psg.per_sample_norm(fn, method="loop")(params, x))

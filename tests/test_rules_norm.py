@@ -215,3 +215,27 @@ def test_group_norm_of_a_part_of_the_channels(norm, method, device):
     p = {"w": torch.randn(8, 3, 3, 3, device=device), "b": torch.randn(8, device=device)}
     x = torch.randn(N, 3, 5, 4, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method=method)(p, x), loop_grad(fn)(p, x))
+
+
+@given(n=st.integers(0, 4), b=st.integers(1, 3), c=st.integers(1, 4), t=st.integers(2, 5), eps=st.sampled_from([1e-5, 1e-2]))
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w, v, eps: torch.layer_norm(x.mT, w.shape, w, v, eps),
+        lambda x, w, v, eps: torch.rms_norm(x.mT, w.shape, w, eps) + v,
+        lambda x, w, v, eps: torch.group_norm(x, len(w), w, v, eps),
+        lambda x, w, v, eps: torch.instance_norm(x, w, v, None, None, True, 0.1, eps, False),
+        lambda x, w, v, eps: torch.batch_norm(x, w, v, None, None, training=True, momentum=0.1, eps=eps, cudnn_enabled=False),
+        lambda x, w, v, eps: torch.native_layer_norm(x.mT, w.shape, w, v, eps)[0],
+        lambda x, w, v, eps: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, v, True, 0.1, eps)[0],
+    ],
+)
+def test_norms_under_their_other_names(norm, n, b, c, t, eps):
+    w, v, x = torch.rand(c) + 0.5, torch.randn(c), torch.randn(n, b, c, t)
+
+    def fn(p, x):
+        return norm(x, p["w"], p["v"], eps).sin().sum()
+
+    params = {"w": w, "v": v}
+    assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
+    assert_trees_close(psg.per_sample_norm(fn)(params, x), psg.per_sample_norm(fn, method="loop")(params, x))

@@ -7,7 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg import _functorch, plans
+from psg import _functorch, _trees, plans
+from psg._errors import InputError
 from psg.factors._arithmetic import add_up, wide
 from psg.factors._base import Dense, Factor
 from psg.factors._division import Division, tables_of
@@ -24,6 +25,9 @@ class Segments(Factor):
         factor: Of the samples: those of the first segment, then those of the second, and so on.
         sizes: How many samples each segment has, integers [m].
 
+    Raises:
+        InputError: The sizes are no integers.
+
     Example:
         >>> import torch
         >>> from psg.factors import Dense
@@ -36,6 +40,8 @@ class Segments(Factor):
     integers = ("sizes",)
 
     def __init__(self, factor: Factor, sizes: Tensor) -> None:
+        if _trees.is_inexact(sizes):
+            raise InputError(f"psg.factors.Segments: expected sizes that are integers, got {sizes.dtype}.")
         self.factor = factor
         self.sizes = sizes
 

@@ -111,7 +111,7 @@ def _broadcast_tensors(*given: Any) -> Any:
 def _operands(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """The two operands of an op, those given by name taken from `options`; none if there are others, or their dtypes differ.
 
-    Of other dtypes one operand is converted first, perhaps one that is to be negated here.
+    Where they do, torch converts one operand before it computes; an op written out would negate or scale it before that.
     """
     operands = *args, *(options.pop(name) for name in ("input", "other") if name in options)
     dtypes = {operand.dtype for operand in operands if isinstance(operand, Tensor)}
