@@ -246,7 +246,12 @@ def prepare(
             dims.append(None if dim is None else _check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
 
     n = _batch_size(name, leaves, dims, paths)
-    _warn_of_batched_keywords(name, fn, kwargs, n)
+    if options.method != "batch" and n > 1:
+        _warn_of_batched_keywords(name, fn, kwargs, n)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            for i, (argument, in_dim) in enumerate(zip(args, in_dims, strict=True)):
+                if isinstance(in_dim, int) and i not in numbers:
+                    _warn_of_batched_list(name, fn, argument, paths.names[i], n)
     single = isinstance(options.argnums, int)
     return Call(
         name=name,
@@ -406,11 +411,27 @@ def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Pat
     return next(iter(sizes.values()))
 
 
+def _warn_of_batched_list(name: str, fn: Callable[..., Any], argument: Any, argument_name: str, n: int) -> None:
+    """Warn of a list of n numbers or strings, labels say: every sample gets all of it, for only tensors are batched."""
+
+    def is_batched(node: Any) -> bool:
+        return type(node) is list and len(node) == n and all(isinstance(item, (int, float, complex, str)) for item in node)
+
+    if any(map(is_batched, _trees.flatten(argument, is_batched)[0])):
+        warn_once(
+            (code_of(fn), argument_name),
+            f"{name}: the argument {argument_name!r} holds a list of {n} values, as many as there are samples. Only tensors are batched: "
+            "each sample gets the whole list. To give each sample its own value, pass a tensor; to share the list, bind it with "
+            "functools.partial, or pass it by keyword.",
+            UserWarning,
+        )
+
+
 def _warn_of_batched_keywords(name: str, fn: Callable[..., Any], kwargs: dict[str, Any], n: int) -> None:
     """Warn of a keyword tensor with n rows, a mask [n, t] say: every sample gets all of it, which is documented but seldom meant."""
     for keyword, value in kwargs.items():
         tensors = [leaf for leaf in _trees.flatten(value)[0] if isinstance(leaf, Tensor) and not leaf.is_nested]
-        if n > 1 and any(tensor.shape[:1] == (n,) for tensor in tensors):
+        if any(tensor.shape[:1] == (n,) for tensor in tensors):
             warn_once(
                 (code_of(fn), keyword),
                 f"{name}: the keyword argument {keyword!r} holds a tensor with {n} rows, as many as there are samples. Keyword arguments "

@@ -6,7 +6,7 @@ Arguments that all five share:
                 these arguments unless in_dims says otherwise.
     in_dims:    The batch dimension of each positional argument, as in torch.func.vmap: an integer, None (shared by all samples) or a tree
                 of these. By default the argnums arguments are shared, and every tensor in the other arguments is batched along dim 0.
-                Values that are not tensors (numbers, strings, flags) are always shared.
+                Values that are not tensors (numbers, lists of numbers, strings, flags) are always shared.
     has_aux:    Whether fn returns (loss, aux). aux is a tree; its tensors are returned with the samples in dim 0.
     randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
     chunk_size: The most samples to run at a time: an integer; a size in bytes, such as "512 MiB", for as many as fit; "auto", for as many

@@ -422,6 +422,30 @@ def test_a_keyword_tensor_with_as_many_rows_as_samples(params, x, device):
         psg.per_sample_norm(lambda p, x: loss(p, x))(params, x=x)
 
 
+def test_a_list_of_as_many_numbers_as_samples(params, x):
+    fn = lambda p, x, batch: loss(p, x) * sum(batch["scales"])  # noqa: E731
+    with pytest.warns(UserWarning, match="argument 'batch' holds a list of 3 values.*pass a tensor.*functools.partial"):
+        norms = psg.per_sample_norm(fn)(params, x, {"scales": [1.0, 2.0, 3.0]})
+    torch.testing.assert_close(norms, 6 * psg.per_sample_norm(loss)(params, x))
+
+
+@pytest.mark.filterwarnings("error")
+def test_lists_that_are_shared(params, x):
+    fn = lambda p, x, *scales: loss(p, x)  # noqa: E731
+    psg.per_sample_norm(fn)(params, x, [1.0, 2.0], (1.0, 2.0, 3.0))
+    psg.per_sample_norm(fn, in_dims=(None, 0, None))(params, x, [1.0, 2.0, 3.0])
+    psg.per_sample_norm(fn)(params, x[:1], [1.0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_functions_of_a_batch_take_rows_by_keyword_and_in_lists(params, x, device):
+    fn = lambda p, x, scales, mask: (F.linear(x, p["w"]).sum(1) + p["b"].sum()) * torch.tensor(scales, device=device) * mask  # noqa: E731
+    mask = torch.tensor([1.0, 0.0, 2.0], device=device)
+    norms = psg.per_sample_norm(fn, method="batch")(params, x, [1.0, 2.0, 3.0], mask=mask)
+    expected = psg.per_sample_norm(lambda p, x: F.linear(x, p["w"]).sum() + p["b"].sum())(params, x)
+    torch.testing.assert_close(norms, expected * torch.tensor([1.0, 0.0, 6.0], device=device))
+
+
 def test_a_function_that_uses_no_parameter(params, x, device):
     model = torch.nn.Linear(3, 4, device=device)
     with pytest.warns(UserWarning, match="uses none of the tensors that it is differentiated for.*functional_call"):
