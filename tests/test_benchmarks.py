@@ -40,5 +40,13 @@ def test_peak_memory_is_measured_in_fresh_processes(tmp_path: Path) -> None:
     assert out.read_text().count('"peak_bytes": ') == 2 and "null" not in out.read_text()
 
 
+def test_micro_prints_a_table() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "micro.py"), "layer_norm_weight", "--threads", "1"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "**" in done.stdout  # the best of a row
+
+
 def _python(script: str, arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(BENCHMARKS / script), *arguments.split(), "--out", str(out)], capture_output=True, text=True)
