@@ -50,6 +50,7 @@ from psg._ops import (
     replace_at,
     substitute,
     target_of,
+    torchs_names,
 )
 from psg._owners import HALF, SINGLE, codes, groups, owners
 from psg._sampled import Sampled
@@ -217,7 +218,7 @@ class _BatchMode(Watch):
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = torchs_names(func, kwargs)
         func = _registry.namesake(func, kwargs)
         if func in METADATA:
             return func(*args, **kwargs)
@@ -249,8 +250,9 @@ class _BatchMode(Watch):
         if func in PREDICATES:
             answer = met[0].ask(func) if met else func(*args, **kwargs)
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
+        body = _registry.body_of(func)
         if not met:
-            return _kernels.run(func, args, kwargs)
+            return _kernels.run(func, args, kwargs) if body is None else self._run_inside(body, args, kwargs)
         if _functorch.current_level() != self.level:
             names = ", ".join(value.name for value in met)
             raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')
@@ -259,16 +261,14 @@ class _BatchMode(Watch):
             self._refuse(f"{returned[0]} as an autograd.Function returns it")
         if func in (Tensor.detach_, torch.detach_):  # the handle would go on as the same value
             self._refuse(f"detach_ on {met[0].name}")
+        if body is not None:
+            output = self._run_rule(func, args, kwargs, None)
+            return output if output is not NotImplemented else self._run_inside(body, args, kwargs)
         return self._run_met(func, args, kwargs, met, leaves, target)
 
     def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], leaves: list[Any], target: Any) -> Any:
         """Run an op that parameters, or values computed from them, meet."""
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
-        if (body := _registry.body_of(func)) is not None:
-            output = self._run_rule(func, args, kwargs, None)
-            if output is not NotImplemented:
-                return output
-            return self._run_inside(body, args, kwargs)  # which may close over parameters
         # A hook on a derived value would run under vmap when gradients are pulled back, and would never see the gradient of a rule.
         may_derive = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
         if func in JOINS and not others:

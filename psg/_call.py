@@ -97,8 +97,9 @@ class Call:
     @cached_property
     def tensor_params(self) -> list[int]:
         """The positions in `tensors` of those to differentiate, in the order of `params`."""
-        positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return [positions.index(position) for position in self.params]
+        positions = (i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
+        rank = {position: i for i, position in enumerate(positions)}
+        return [rank[position] for position in self.params]
 
     @property
     def needs_derivative(self) -> bool:

@@ -79,7 +79,7 @@ def capture(call: Call, function: Function) -> Captured:
             captured, differentiates = _one_pass(call, function, given, habits)
             if before != [tensor._version for tensor in call.tensors]:
                 raise StateError(
-                    "fn writes into an argument where psg does not see it, in a scripted function say. Write into a clone of it."
+                    "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
                 )
             remember(call.fn, habits, recorded=differentiates)
             return captured

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -66,7 +67,8 @@ class Step:
         output = self.rerun({id(side): leaf}, self.run)
         if not output.requires_grad:
             return torch.zeros_like(side)  # this one of several outputs does not depend on this side
-        return torch.autograd.grad(output, leaf, cotangent.to(output.dtype))[0]
+        (found,) = torch.autograd.grad(output, leaf, cotangent.to(output.dtype), allow_unused=True)
+        return torch.zeros_like(side) if found is None else found  # a norm of order 0 has a graph that leads nowhere
 
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
@@ -109,7 +111,7 @@ def carry_of(step: Step) -> Carry | None:
             factor = Dense(factor.materialize())
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
-        if step.name in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
+        if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
             return None if factor.is_best_materialized else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
@@ -141,7 +143,7 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
     """Carry a factor over an op that is a composite of others, step by step as if these had run."""
     leaves = {id(side): side.detach().requires_grad_() for side in whole.sides}
     with _Steps() as steps:
-        output = whole.rerun(leaves, _COMPOSITES[whole.name])
+        output = whole.rerun(leaves, _COMPOSITES[whole.run])
     if output is NotImplemented or output.dtype != whole.output.dtype:
         return None
     terms: dict[int, list[Factor]] = {id(output): [factor]}
@@ -507,5 +509,9 @@ def _batch_norm(
     return output if bias is None else output + bias.reshape(shape)
 
 
-_COMPOSITES: dict[str, Callable[..., Any]] = {"_weight_norm": _weight_norm, "normalize": _normalize, "batch_norm": _batch_norm}
+_COMPOSITES: dict[Any, Callable[..., Any]] = {
+    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
+    F.normalize: _normalize,
+    F.batch_norm: _batch_norm,
+}
 """Composites written out; they return NotImplemented for forms of the call that are something else."""

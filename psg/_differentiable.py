@@ -40,7 +40,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     if needed and not attach:
         return compute(call, reference)
     outside = Recorded()
-    before = _random.get_state(call.tensors)
+    before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
     with torch.no_grad():
         result = compute(replace(call, outside=outside), method)
     if not needed and not outside.found:
@@ -52,7 +52,11 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
             "vmap(grad) and are dense, with a history. To get factors, detach that tensor (module.requires_grad_(False)) or call under "
             "torch.no_grad().",
         )
-    if not attach or not _random.same_state(before, _random.get_state(call.tensors)):
+    drew = not _random.same_state(before, _random.get_state(call.tensors))
+    if pythons is not None and not _random.same_python_state(pythons, _random.get_python_state()):
+        _random.set_python_state(pythons)
+        drew = True
+    if not attach or drew:
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
         _random.set_state(before)
         return compute(replace(call, outside=Replaced(outside.found, outside.found)), reference)

@@ -10,12 +10,12 @@ from torch.overrides import TorchFunctionMode
 from psg import _autograd, _functions, _functorch, _kernels, _pass
 from psg._call import Call
 from psg._errors import PsgError, Stale, StateError
-from psg._higher_order import HIGHER_ORDER, refuse_others
+from psg._higher_order import refuse_others
 from psg._marks import Marks
-from psg._ops import DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of
+from psg._ops import DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of, torchs_names
 from psg._trees import tensors_in
 from psg._writes import Aliases, written
-from psg.rules._registry import find_decomposition, find_leak, is_misderived
+from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 
@@ -50,11 +50,11 @@ class VmapGuard(TorchFunctionMode):
         self.aliases = Aliases(samples, follows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = torchs_names(func, kwargs)
         try:
-            if func in HIGHER_ORDER:
+            if (form := python_form(func)) is not None:
                 with self:
-                    return HIGHER_ORDER[func](*args, **kwargs)
+                    return form(*args, **kwargs)
             leaves = leaves_of(args, kwargs)
             marked = self.own.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves, (), self.level)
@@ -122,10 +122,10 @@ class Repaired(TorchFunctionMode):
         self._ran_undecomposed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in HIGHER_ORDER:
+        kwargs = torchs_names(func, kwargs)
+        if (form := python_form(func)) is not None:
             with self:
-                return HIGHER_ORDER[func](*args, **kwargs)
+                return form(*args, **kwargs)
         refuse_others(func, args)
         if is_misderived(func):
             decompose = find_decomposition(func, differentiated=True)
@@ -162,7 +162,7 @@ class LoopGuard(Repaired):
         self.recorded_ids: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = torchs_names(func, kwargs)
         leaves = leaves_of(args, kwargs)
         ids = set(map(id, leaves))
         self.used_ids |= ids

@@ -1,7 +1,9 @@
-"""torch's higher-order ops, run as plain Python: control flow (`torch.cond`, `while_loop`, `scan`, `map`) and `flex_attention`.
+"""torch's ops that are given functions, run as plain Python.
 
-torch compiles the functions that these ops are given, to find the tensors that they close over: parameters of a module, above all. psg
-compiles nothing in fn, and the ops as they are would treat such tensors as constants. In Python, autograd and rules see them all.
+These are control flow (`torch.cond`, `while_loop`, `scan`, `map`), `flex_attention`, and the triplet loss with a distance function.
+
+torch compiles the functions that most of these ops are given, to find the tensors that they close over: parameters of a module, above all.
+psg compiles nothing in fn, and the ops as they are would treat such tensors as constants. In Python, autograd and rules see them all.
 (It also avoids torch's own gradients of `while_loop`, which are wrong in torch 2.13 and 2.15 where it runs more than once.)
 """
 
@@ -12,6 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
@@ -26,8 +29,10 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
 
 def _while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any, additional: Any = (), /, **options: Any) -> Any:
     carried = tuple(carried)
-    while cond_fn(*carried, *additional):
-        carried = tuple(body_fn(*carried, *additional))
+    leaves: Sequence[Any] = carried
+    while cond_fn(*leaves, *additional):
+        carried = tuple(body_fn(*leaves, *additional))
+        leaves = pytree.tree_leaves(carried)  # torch hands on the leaves of nested values, and returns the values
     return carried
 
 
@@ -86,6 +91,31 @@ def _for_all_pairs(mod: Callable[..., Tensor], scores: int, buffers: int) -> Cal
     return mod
 
 
+def _triplet_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
+    margin: float = 1.0,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    """max(0, margin + d(anchor, positive) - d(anchor, negative)), reduced; with `swap` the lesser of the negative's two distances."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+    if not anchor.ndim == positive.ndim == negative.ndim:
+        raise RuntimeError("The anchor, positive, and negative tensors are expected to have the same number of dimensions")
+    distance = F.pairwise_distance if distance_function is None else distance_function
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    loss = (margin + near - far).clamp_min(0)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
 class _IndexByTensors(TorchFunctionMode):
     """Where an index is a number that vmap sees as a tensor, torch's own indexing would ask for its Python value."""
 
@@ -105,6 +135,7 @@ HIGHER_ORDER: dict[Any, Callable[..., Any]] = {
     _ops.scan: _scan,
     _ops.map_impl: _map,
     _ops.flex_attention: _flex_attention,
+    F.triplet_margin_with_distance_loss: _triplet_loss,
 }
 """The ops, and what to call for each, with its arguments, where a mode watches fn."""
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 
 from psg._errors import InputError
@@ -159,26 +160,83 @@ _ALIASES = {"dsmm": "mm", "spmm": "mm", "hsmm": "hspmm", "saddmm": "sspaddmm"}
 
 @cache
 def name_of(func: Any) -> str:
+    """The name of an op. Those of `torch.library` have their library's in front, so that none is taken for an op of torch's."""
+    library = _library_of(func)
+    if library not in (None, "aten") and isinstance(func, OpOverloadPacket):
+        return func._qualified_op_name
     name = getattr(func, "__name__", str(func))
     name = _ALIASES.get(name, name)
     return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
 
 
+def _library_of(func: Any) -> str | None:
+    """The library of an op that is a packet or an overload; None for others."""
+    name = getattr(func, "_qualified_op_name", None) or (func._schema.name if isinstance(func, OpOverload) else None)
+    return None if name is None else name.partition("::")[0]
+
+
+@cache
+def is_torchs(func: Any) -> bool:
+    """Whether an op is one of torch's own: a user's may be anything, whatever its name and the names of its arguments."""
+    library = _library_of(func)
+    return (getattr(func, "__module__", None) or "torch").split(".")[0] == "torch" if library is None else library == "aten"
+
+
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "self", "a": "self", "x1": "self", "x2": "other"}
+"""NumPy's names for arguments, which torch's own functions take, and those of ATen's schemas."""
+
+
+def torchs_names(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The keyword arguments of a call by torch's own names (`dim`), where they have NumPy's (`axis`)."""
+    if not kwargs or kwargs.keys().isdisjoint(_NUMPYS):
+        return kwargs or {}
+    names = _renamed(func)
+    return {names.get(name, name): value for name, value in kwargs.items()}
+
+
+@cache
+def _renamed(func: Any) -> dict[str, str]:
+    """NumPy's names that an op of torch's takes in the place of its own, and these."""
+    if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
+        return {}
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name_of(func)}")
+    own = {argument.name for schema in schemas for argument in schema.arguments}
+    return {name: "input" if known == "self" else known for name, known in _NUMPYS.items() if name not in own and known in own}
+
+
 @cache
 def derives(func: Any) -> bool:
-    # By name, but only for torch's own ops: a user's op may draw random numbers under any name.
-    builtin = not isinstance(func, FunctionType) and not hasattr(func, "_schema") and not hasattr(func, "_qualified_op_name")
-    return name_of(func) in _DERIVING and (builtin or getattr(func, "__module__", "").split(".")[0] == "torch")
+    return name_of(func) in _DERIVING and is_torchs(func)
 
 
 def target_of(func: Any, args: Any, kwargs: Any) -> Any:
     """The tensor, or list of tensors, that the call writes into; or None."""
+    if not is_torchs(func):
+        return _mutated(func, args, kwargs)
     if _writes(func):
         return args[0] if args else next(iter(kwargs.values()))
     position = _inplace_position(func)
     if position is not None and (kwargs.get("inplace") or (position < len(args) and args[position])):
         return args[0] if args else kwargs.get("input")
     return kwargs.get("out")
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+    """The arguments that an op of `torch.library` says that it writes into; None if there are none."""
+    names = _mutating(func)
+    if not names:
+        return None
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return leaves_of([given[name] for name, writes in names.items() if writes and name in given], {})
+
+
+@cache
+def _mutating(func: Any) -> dict[str, bool]:
+    """For each argument of an op of `torch.library` whether it is written into; nothing if none is."""
+    schemas = [func._schema] if isinstance(func, OpOverload) else [*getattr(func, "_schemas", {}).values()]
+    arguments = [argument for schema in schemas[:1] for argument in schema.arguments]
+    found = {argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments}
+    return found if any(found.values()) else {}
 
 
 @cache

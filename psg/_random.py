@@ -1,5 +1,7 @@
 """The state of the random number generators that a call may draw from."""
 
+import random
+import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -33,6 +35,28 @@ def same_state(state: State, other: State) -> bool:
     """Whether no random number was drawn between the two states."""
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():  # a tracer would refuse to tell
         return all(torch.equal(value, other[device]) for device, value in state.items())
+
+
+def get_python_state() -> tuple[Any, Any]:
+    """The states of the generators of Python and, if it is imported, of NumPy. Asking takes too long to do so in every call."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_python_state(state: tuple[Any, Any]) -> None:
+    """Put these generators back into a state."""
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+def same_python_state(state: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether no random number was drawn from them between the two states."""
+    return state[0] == other[0] and (state[1] is None or all(map(_equal, state[1], other[1])))
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return value.tobytes() == other.tobytes() if hasattr(value, "tobytes") else value == other
 
 
 def _of(device: torch.device) -> Any:

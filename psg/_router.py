@@ -29,6 +29,7 @@ from psg._ops import (
     call_key,
     derives,
     foreign_handler,
+    is_torchs,
     name_of,
     operands_of,
     place_name,
@@ -36,6 +37,7 @@ from psg._ops import (
     replace_at,
     substitute,
     target_of,
+    torchs_names,
 )
 from psg._outside import REQUIRING
 from psg._writes import Aliases, written
@@ -62,7 +64,9 @@ class Router(Watch):
         self.habits = habits
         self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
+        self.derived_at: set[int] = set()  # the storage addresses of values derived from parameters
         self.constants: list[Tensor] = []  # computed from parameters, without a history
+        self.constants_at: set[int] = set()
         self.differentiates = False
         self.failure: str | None = None  # the message alone: the error itself would keep all frames alive
 
@@ -79,7 +83,7 @@ class Router(Watch):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            kwargs = kwargs or {}
+            kwargs = torchs_names(func, kwargs)
             func = _registry.namesake(func, kwargs)
             if types and (handler := foreign_handler(types)) is not None:
                 raise Unsupported(handler)
@@ -94,6 +98,9 @@ class Router(Watch):
             if self.aliases.outdated:
                 self.aliases.read(name_of(func), tensors)
             output = self._route(func, args, kwargs, tensors, target)
+            if output is NotImplemented and (body := _registry.body_of(func)) is not None:
+                with self:
+                    return body(*args, **kwargs)
             if _functions.is_unbatched(func, tensors, output, self.level):
                 raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
             if id(output) not in self.by_handle:
@@ -110,7 +117,7 @@ class Router(Watch):
             raise
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
-        """Run a call by a rule, below vmap, or as it is."""
+        """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
         self.look(func, tensors, (), self.level)
         if target is not None:
             self._protect(name_of(func), target)
@@ -126,10 +133,10 @@ class Router(Watch):
                 return self._run_autograd(func, args, kwargs, tensors)
             if _autograd.saved_tensor_hooks() != self.hooks:
                 raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
-            if isinstance(kwargs.get("out"), Tensor):
+            if isinstance(kwargs.get("out"), Tensor) and is_torchs(func):
                 return self._run_into(func, args, **kwargs)
         output = self._run_known(func, args, kwargs, here)
-        if output is not NotImplemented:
+        if output is not NotImplemented or _registry.body_of(func) is not None:
             return output
         if not here:
             return self._run_elsewhere(func, args, kwargs)
@@ -147,20 +154,20 @@ class Router(Watch):
             return self._require_grad(func, *args, **kwargs)
         return (_differentiate_elsewhere if any(map(self._is_elsewhere, tensors)) else self._differentiate)(*args, **kwargs)
 
-    def _require_grad(self, func: Any, tensor: Tensor, flag: bool = True) -> Tensor:
+    def _require_grad(self, func: Any, tensor: Tensor, requires_grad: bool = True) -> Tensor:
         """`tensor.requires_grad_()` for every sample's tensor: below vmap they are one tensor."""
         if id(tensor) in self.by_handle:
-            if not flag:
+            if not requires_grad:
                 raise Unsupported("fn calls requires_grad_(False) on a parameter")
             return tensor
         if not _functorch.is_batched(tensor, self.level):
-            if tensor.requires_grad == flag:
+            if tensor.requires_grad == requires_grad:
                 return tensor  # torch.func forbids it even where it changes nothing
             if self.constants:
                 raise Retry("requires_grad_ of what may be computed from parameters", derives=False)
-            return func(tensor, flag)
+            return func(tensor, requires_grad)
         with _functorch.below():
-            _functorch.value_of(tensor).requires_grad_(flag)
+            _functorch.value_of(tensor).requires_grad_(requires_grad)
         return tensor
 
     def _is_elsewhere(self, tensor: Any) -> bool:
@@ -224,8 +231,7 @@ class Router(Watch):
         if memories & self.owned:
             raise Unsupported(f"{op} writes into a parameter, or a view of one")
         # vmap has no batching rules for ops that write into lists of tensors, so lifting the constants would not help there.
-        derived = [value.derived for value in self.values[len(self.params) :]] + ([] if isinstance(target, list) else self.constants)
-        if any(_functorch.memory_of(value) in memories for value in derived if value is not None):
+        if memories & self.derived_at or not isinstance(target, list) and memories & self.constants_at:
             # All samples share the value only because it was computed once. Lifted, each sample has its own.
             raise Retry(f"{op} writes into a value computed from parameters", derives=False)
         self.aliases.write(op, tensors)
@@ -421,7 +427,9 @@ class Router(Watch):
         shared = any(value.shared for value in lifted) or any(leaf.is_floating_point() for leaf in others)
         for value in values:
             value.shared = shared
+        self.derived_at.update(_functorch.memory_of(value.leaf) for value in values)
         self.constants += constants
+        self.constants_at.update(map(_functorch.memory_of, constants))
         self.own.mark(constants)
         if key is not None and not constants:  # a constant may be written into later, other outputs may not
             self.derivations[key] = output, given  # the key holds id()s of these arguments, so they must stay alive

@@ -59,13 +59,16 @@ def _register(kind: type) -> bool:
     elif dataclasses.is_dataclass(kind):
         names = tuple(field.name for field in dataclasses.fields(kind))
 
-        def unflatten(others: _Others, children: Sequence[Any]) -> Any:
-            value = object.__new__(kind)  # no __init__: it may check or derive, and the children may be anything
-            for name, child in zip(names, children, strict=True):
-                object.__setattr__(value, name, child)
-            return others.restore(value)
+        def flatten(value: Any) -> Any:
+            own = tuple(name for name in names if hasattr(value, name))  # a field may be filled later
+            return [getattr(value, name) for name in own], (own, _Others(value, names)), own
 
-        flatten = lambda value: ([getattr(value, name) for name in names], _Others(value, names), names)  # noqa: E731
+        def unflatten(held: Any, children: Sequence[Any]) -> Any:
+            value = object.__new__(kind)  # no __init__: it may check or derive, and the children may be anything
+            for name, child in zip(held[0], children, strict=True):
+                object.__setattr__(value, name, child)
+            return held[1].restore(value)
+
         register(kind, flatten, unflatten, namespace=NAMESPACE)
     elif issubclass(kind, Mapping):
         make: Any = kind

@@ -6,7 +6,7 @@ passes the result to one of these functions. All processes must call it, as with
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from psg import _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
 from psg.factors import Dense, Factor
-from psg.factors._arithmetic import as_real, widen
+from psg.factors._arithmetic import as_real, one_after_another, widen
 
 __all__ = ["all_gather", "all_reduce"]
 
@@ -33,7 +33,8 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         group: The processes; None for all of them.
 
     Returns:
-        The same tree, without history, equal in all processes, added up in at least float32. Leaves of one dtype may share one buffer.
+        The same tree, without history, equal in all processes, added up in at least float32. Integers become int64, as in `torch.sum`.
+        Leaves of one dtype may share one buffer.
 
     Raises:
         InputError: The tree has no leaves, or a leaf that is not a dense tensor of numbers; it is a `ClippedGrad`, of which only `grads`
@@ -67,14 +68,15 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
                 f"psg.distributed.all_reduce: {_trees.paths(tree, 'tree')[i]} is a sparse sum, whose rows differ from process to process: "
                 "pass its to_dense(), or all_gather the factors and call psg.tree.sparse_weighted_sum on all samples."
             )
-    parts = [as_real(leaf.detach()) for leaf in leaves]
+    parts = [as_real(leaf.detach()) if _trees.is_inexact(leaf) else leaf.long() for leaf in leaves]
     results: dict[int, Tensor] = {}
     for alike in _trees.alike(parts):
         flat = torch.cat([widen(parts[i]).reshape(-1) for i in alike])
         dist.all_reduce(flat, group=group)
         for i, total in zip(alike, flat.split([parts[i].numel() for i in alike]), strict=True):
             total = total.reshape(parts[i].shape)
-            results[i] = (torch.view_as_complex(total.clone()) if leaves[i].is_complex() else total).to(leaves[i].dtype)
+            total = torch.view_as_complex(total.clone()) if leaves[i].is_complex() else total
+            results[i] = total.to(leaves[i].dtype) if _trees.is_inexact(leaves[i]) else total
     return _trees.unflatten(spec, [results[i] for i in range(len(leaves))])
 
 
@@ -122,23 +124,30 @@ def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         raise InputError(f"psg.distributed.all_gather: processes {other} have trees of another structure, shapes or dtypes than process 0.")
     results: list[Any] = []
     for leaf, factor, theirs in zip(leaves, factors, zip(*kinds, strict=True), strict=True):
-        empties, lengths = zip(*theirs, strict=True)
+        empties, fields = zip(*theirs, strict=True)
         filled = [empty for empty, n in zip(empties, sizes, strict=True) if n] or empties
         if not all(_are_alike(empty, filled[0]) for empty in filled):
-            factor, lengths = Dense(factor.materialize()), [[n] for n in sizes]
+            factor, fields = Dense(factor.materialize()), [[_Field(n, False)] for n in sizes]
         elif factor.n == 0:
             factor = filled[0].map(lambda tensor, device=factor.device: tensor.to(device))
-        each = zip_longest(*lengths, fillvalue=0)  # a process without samples may hold other tensors
+        each = zip_longest(*fields, fillvalue=_Field(0, True))  # a process without samples may hold other tensors
         joined = factor.map(lambda tensor, each=each: _gather(tensor.detach(), next(each), group))
         results.append(joined.materialize() if isinstance(leaf, Tensor) else joined)
     return _trees.unflatten(spec, results)
 
 
-def _describe(factor: Factor) -> tuple[Factor, list[int]]:
-    """The factor without samples, and how many rows each of its tensors has: in `Segments`, some have more than n."""
-    lengths: list[int] = []
-    factor.map(lambda tensor: lengths.append(len(tensor)) or tensor)
-    return factor.take(slice(0)).map(lambda part: part.new_empty(part.shape, device="cpu")), lengths
+class _Field(NamedTuple):
+    """How many rows a tensor of a factor has, and whether all are one row, expanded."""
+
+    rows: int
+    is_one: bool
+
+
+def _describe(factor: Factor) -> tuple[Factor, list[_Field]]:
+    """The factor without samples, and what rows its tensors have: in `Segments`, some have more than n."""
+    fields: list[_Field] = []
+    factor.map(lambda tensor: fields.append(_Field(len(tensor), len(tensor) < 2 or tensor.stride(0) == 0)) or tensor)
+    return factor.take(slice(0)).map(lambda part: part.new_empty(part.shape, device="cpu")), fields
 
 
 def _are_alike(factor: Factor, other: Factor) -> bool:
@@ -152,10 +161,15 @@ def _check_group(name: str) -> None:
         raise InputError(f"psg.distributed.{name}: torch.distributed is not set up: call torch.distributed.init_process_group first.")
 
 
-def _gather(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """[n, *] of every process, whose n are `sizes` -> [sum n, *]."""
+def _gather(tensor: Tensor, fields: Sequence[_Field], group: dist.ProcessGroup | None) -> Tensor:
+    """[n, *] of every process, described by `fields` -> [sum n, *]. A tensor that is one row in every process is sent as one."""
+    as_one = all(field.is_one for field in fields)
+    sent = [min(field.rows, 1) if as_one else field.rows for field in fields]
+    if as_one:
+        tensor = tensor[:1]
     # Collectives want the same size everywhere.
-    padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - len(tensor), *tensor.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in sizes]
+    padded = torch.cat([tensor, tensor.new_zeros(max(sent) - len(tensor), *tensor.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in fields]
     dist.all_gather([as_real(part) for part in parts], as_real(padded), group=group)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+    rows = [part[:count] for part, count in zip(parts, sent, strict=True)]
+    return one_after_another([own.expand(field.rows, *own.shape[1:]) for own, field in zip(rows, fields, strict=True)])

@@ -2,9 +2,11 @@
 
 Three questions have several answers:
 
-    norm:        For layers that use their weight at several positions of a sample. "keep": materialise the gradients once, for the norm
-                 and the sum. "gram": the norm from inner products between positions (the ghost norm). "chunks": the norm from gradients
-                 materialised a few samples at a time, and dropped. After the last two the sum is one weighted matrix product.
+    norm:        For layers that use their weight at several positions of a sample, and for parameters that are used several times. "keep":
+                 materialise the gradients once, for the norm and the sum. "gram": the norm from inner products between positions (the
+                 ghost norm), or between uses. "chunks": the norm from gradients materialised a few samples at a time, and dropped. After
+                 the last two the sum is one weighted matrix product. Where no sum follows, or too many bytes would have to be kept,
+                 "keep" means "chunks".
     gram:        For convolutions: from the inner products of all "pixels", or of all "patches".
     materialize: For convolutions: by one grouped "convolution", by the native weight gradient of each of the "samples", by products of
                  "patches" or, if depthwise, by a "correlation": a convolution with the cotangents as kernels.
@@ -14,6 +16,7 @@ does. `using` overrides the choice, and `psg.explain` shows it.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
@@ -119,7 +122,7 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
 
     Args:
         question: One of the three questions above.
-        costs: The possible answers, with their costs in operations.
+        costs: The possible answers, with their costs in operations; inf for one that is taken only if it is asked for.
         factor: The factor in question.
         run: Carries out an answer and returns the result; called to time it.
 
@@ -132,9 +135,12 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     choice = settings.choices.get(question)
     if choice is not None:
         answer = choice(factor, dict(costs)) if callable(choice) else choice  # costs are remembered: a copy
+        if answer == "keep" and answer not in costs:
+            answer = "chunks"  # nothing can be kept: from gradients, too
         if answer in costs:
             return answer
     if settings.measure and factor.n and not factor.is_differentiated and not _functorch.is_traced():
+        costs = {answer: cost for answer, cost in costs.items() if cost < math.inf}
         return _fastest(question, costs, factor, run)
     return min(costs, key=lambda answer: costs[answer])
 

@@ -39,10 +39,10 @@ Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. 
 Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same,
 at the same price, and saves nothing but the inputs. A backward pass through the results computes vmap(grad(fn)) (or a loop over the
 samples, where vmap cannot run fn) and differentiates that. This runs fn again. Until then, write into nothing that fn reads, such as a
-module's buffers; and fn may draw random numbers only from torch's default generators, because the second run would draw different ones
-from a generator of fn's own or from Python's. If fn does draw random numbers, vmap(grad) runs from the start, because values and
-derivatives must come from one draw: where no derivative is wanted, pass detached parameters or call under torch.no_grad(). Inside
-torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are zero.
+module's buffers. If fn draws random numbers, vmap(grad) runs from the start, because values and derivatives must come from one draw: where
+no derivative is wanted, pass detached parameters or call under torch.no_grad(). psg notices draws from the default generators of torch,
+Python and NumPy, but of the latter two not where only a closed-over tensor requires grad; draws from a generator of fn's own go unnoticed.
+Inside torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are zero.
 
 torch.compile does not trace psg's functions: it breaks the graph around them. Compiled functions inside fn run uncompiled.
 """

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import psg
-from psg.factors import Conv, Dense, Outer, Rows, Segments
+from psg.factors import Conv, Dense, Outer, Rows, Scaled, Segments
 
 SIZES = [3, 0, 2]  # samples of each process: Poisson sampling may leave one without any
 OFFSETS = [0, 3, 3, 5]
@@ -31,6 +31,10 @@ def problem():
     torch.set_default_dtype(torch.float64)
     loss, params = psg.stateless(Net(), F.cross_entropy)
     return loss, params, torch.randint(50, (5, 8)), torch.randint(3, (5,))
+
+
+def diagonal():
+    return torch.arange(12.0).reshape(3, 4) + 1
 
 
 def failure(function, *args):
@@ -72,6 +76,9 @@ def work(rank, path):
             }
         ),
         "segments": psg.distributed.all_gather(psg.tree.segment_sum(factored, torch.arange(SIZES[rank]) // 2, (SIZES[rank] + 1) // 2)),
+        "scaled": psg.distributed.all_gather(Scaled(factored["head.weight"], diagonal().expand(SIZES[rank], 3, 4))),
+        "scaled apart": psg.distributed.all_gather(Scaled(factored["head.weight"], (diagonal() + rank).expand(SIZES[rank], 3, 4))),
+        "bytes": psg.distributed.all_reduce(torch.tensor([200], dtype=torch.uint8)),
         "nothing": psg.distributed.all_gather({"a": torch.zeros(0, 3)}),
         "noisy": psg.tree.add_noise(grads, 1.0, generator=torch.Generator().manual_seed(1)),
         "one is wrong": failure(psg.distributed.all_gather, (torch.ones(2), torch.ones(3 if rank == 1 else 2))),
@@ -133,6 +140,15 @@ def test_segments(found):
         psg.testing.assert_trees_close(psg.tree.materialize(own["segments"]), expected)
 
 
+def test_a_diagonal_that_all_samples_share_stays_one(found):
+    gradients = psg.tree.materialize(whole()[0])["head.weight"]
+    ranks = torch.tensor([0, 0, 0, 2, 2])[:, None, None]
+    for own in found:
+        assert own["scaled"].shared is not None and own["scaled apart"].shared is None
+        psg.testing.assert_trees_close(own["scaled"].materialize(), gradients * diagonal())
+        psg.testing.assert_trees_close(own["scaled apart"].materialize(), gradients * (diagonal() + ranks))
+
+
 def test_sparse_sums(found):
     _, out = whole()
     for own in found:
@@ -145,6 +161,7 @@ def test_dtypes(found):
         mixed = own["mixed"]
         assert mixed["half"].tolist() == [258, 3] and mixed["half"].dtype == torch.bfloat16  # in bfloat16 256 + 1 is 256
         assert mixed["count"].item() == 3 and mixed["count"].dtype == torch.int64
+        assert own["bytes"].item() == 600 and own["bytes"].dtype == torch.int64
         assert mixed["complex"].item() == 3 + 3j
         assert mixed["history"].tolist() == [6, 6] and not mixed["history"].requires_grad
         assert own["nothing"]["a"].shape == (0, 3)

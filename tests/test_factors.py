@@ -872,6 +872,14 @@ def test_norms_of_rows_with_few_and_many_repeats(n, t, rows, seed, device):
     torch.testing.assert_close(factor.squared_norm(), factor.materialize().square().sum((1, 2)), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("make", [lambda v: Dense(v), lambda v: Outer(v[:, None], v[:, None]), lambda v: Outer(v[None], v[None])])
+def test_derivatives_of_a_norm_of_zero_are_zero(make, device):
+    values = torch.zeros(2, 3, device=device, requires_grad=True)
+    (slope,) = torch.autograd.grad(make(values).norm().sum(), values, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), values)
+    assert not slope.any() and not curvature.any()
+
+
 def test_a_true_zero_is_never_negative(device):
     # The terms of these sums cancel; what rounding leaves must not become the root of a negative number.
     generator = torch.Generator().manual_seed(0)

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from agreement import assert_agrees
 from cases import Problem
+from torch._higher_order_ops import while_loop
 from torch._higher_order_ops.foreach_map import foreach_map
 from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
@@ -83,6 +85,50 @@ def test_closed_over_parameters_are_differentiated(fn, method, drawn):
 @pytest.mark.parametrize("fn", WRITTEN, ids=lambda fn: fn.__name__)
 def test_equals_the_loop(fn, drawn):
     assert_agrees(Problem(fn, drawn))
+
+
+def test_nested_values_of_a_loop(drawn):
+    def fn(p, x):
+        step = lambda i, h: (i + 1, {"h": (h["h"] @ p["w"] + p["b"]).sin()})  # noqa: E731
+        return while_loop(lambda i, h: i < 3, step, (torch.tensor(0), {"h": x[0]}))[1]["h"].sum()
+
+    def written(p, x):
+        h = x[0]
+        for _ in range(3):
+            h = (h @ p["w"] + p["b"]).sin()
+        return h.sum()
+
+    assert_trees_close(psg.per_sample_grad(fn)(*drawn), loop_grad(written)(*drawn))
+
+
+@pytest.mark.parametrize("options", [{}, {"swap": True, "reduction": "sum"}, {"margin": 3.0, "reduction": "none"}])
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+def test_a_triplet_loss_with_a_distance_of_the_users(method, options, drawn):
+    def distance(x, y):
+        return (x - y).abs().max()  # of tied entries, vmap takes others
+
+    def written(p, x):
+        rows = (x * p["b"]).round()
+        near, far = distance(rows[0], rows[1]), distance(rows[0], rows[2])
+        if options.get("swap"):
+            far = torch.minimum(far, distance(rows[1], rows[2]))
+        return (options.get("margin", 1.0) + near - far).clamp_min(0) + (x @ p["w"]).sin().sum()
+
+    def fn(p, x):
+        rows = (x * p["b"]).round()
+        loss = F.triplet_margin_with_distance_loss(*rows[:3].unbind(), distance_function=distance, **options)
+        return loss + (x @ p["w"]).sin().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(*drawn), loop_grad(written)(*drawn))
+
+
+@pytest.mark.parametrize("options, error", [({"margin": 0}, ValueError), ({"reduction": "max"}, ValueError)])
+def test_a_triplet_loss_refuses_what_torch_refuses(options, error, drawn):
+    fn = lambda p, x: F.triplet_margin_with_distance_loss(*(x[:3] * p["b"]).unbind(), **options)  # noqa: E731
+    with pytest.raises(error):
+        psg.per_sample_grad(fn)(*drawn)
+    with pytest.raises(error):
+        fn(drawn[0], drawn[1][0])
 
 
 def test_inside_a_transform(drawn):

@@ -332,6 +332,7 @@ REFUSED = {
     ),
     "one value in each group": (lambda w, x: F.group_norm(x[None], 4, w).sum(), ((4,), (4,)), "more than 1 value per channel"),
     "one value in each instance": (lambda w, x: F.instance_norm(x[None], weight=w).sum(), ((4,), (4, 1)), "more than 1 spatial element"),
+    "one value in each of several": (lambda w, x: F.instance_norm(x, weight=w).sum(), ((4,), (3, 4, 1)), "more than 1 spatial element"),
     "groups that do not divide": (lambda w, x: F.group_norm(x[None], 3, w).sum(), ((4,), (4, 5)), "divisible"),
     "channels that do not fit": (lambda w, x: F.conv2d(x[None], w).sum(), ((2, 3, 2, 2), (4, 5, 5)), "channels"),
     "a kernel larger than the image": (lambda w, x: F.conv2d(x[None], w).sum(), ((2, 3, 6, 6), (3, 5, 5)), "[Kk]ernel size"),

@@ -276,3 +276,34 @@ def test_tables_looked_up_again_are_one_factor(device):
     factor = psg.factored_grad(fn)(table, query, document)
     assert type(factor) is Rows and factor.index.shape == (N, 11)
     psg.check(fn)(table, query, document)
+
+
+@pytest.mark.parametrize("norm", ["keep", "chunks"])
+@pytest.mark.parametrize("transform", [psg.per_sample_norm, lambda fn: lambda *args: psg.clipped_grad(fn, 1.0)(*args).norms])
+@pytest.mark.parametrize("tied", [False, True])
+def test_norms_of_terms_that_cancel_come_from_gradients_in_a_compiled_call(tied, transform, norm, device):
+    w = torch.randn(50, 30, device=device)
+    if tied:
+        ids, u = torch.randint(50, (2, 4), device=device), torch.randn(2, 4, 30, device=device)
+        fn = lambda w, ids, x, y: (F.embedding(ids, w) * y).sum() - (F.linear(x, w) * F.one_hot(ids, 50)).sum()  # noqa: E731
+        first, batch = (ids, torch.randn_like(u), u), (ids, u + 1e-5 * torch.randn_like(u), u)
+    else:
+        a, b = torch.randn(2, 32, 30, device=device), torch.randn(2, 32, 50, device=device)
+        fn = lambda w, x, y: (F.linear(x, w) * y).sum()  # noqa: E731
+        batch = torch.cat([a, a + 1e-5 * torch.randn_like(a)], 1), torch.cat([b, -b], 1)
+        first = tuple(map(torch.randn_like, batch))
+    with plans.using(norm=norm):
+        compiled = psg.jit(transform(fn), backend="eager")
+        compiled(w, *first)
+        found = compiled(w, *batch)
+    exact = [part.double() if part.is_floating_point() else part for part in batch]
+    expected = psg.per_sample_norm(fn, method="loop")(w.double(), *exact)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0)
+
+
+def test_an_answer_of_infinite_cost_is_not_timed():
+    ran = []
+    factor = Dense(torch.ones(2, 3))
+    with plans.using(measure=True):
+        assert plans.choose("norm", {"gram": 0.0, "chunks": float("inf")}, factor, ran.append) == "gram"
+    assert "chunks" not in ran

@@ -156,6 +156,15 @@ def test_numbers_of_python_and_numpy_are_drawn_once_but_by_the_loop(method, coun
     assert grads.unique().numel() == count
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_values_and_derivatives_come_from_one_draw_of_python_and_numpy(method, draw, device):
+    w, x = torch.ones(3, device=device, requires_grad=True), torch.ones(4, 3, device=device)
+    total = psg.per_sample_grad(lambda w, x: (w * x).square().sum() * draw(), method=method)(w, x).sum()
+    (slope,) = torch.autograd.grad(total, w)
+    torch.testing.assert_close((slope * w).sum(), total)  # which is linear in w
+
+
 def _write(w, x):
     noise = torch.randn(3, device=x.device)
     noise[0] = x[0]

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -256,3 +257,13 @@ def test_all_convolutions_as_one_op(n, b, dims, groups, stride, padding, dilatio
 
     assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
     assert_trees_close(psg.per_sample_norm(fn)(params, x), psg.per_sample_norm(fn, method="loop")(params, x))
+
+
+@pytest.mark.filterwarnings("error")
+def test_options_may_be_numpys_integers(device):
+    sizes = np.array([3, 2, 4])
+    w, v, x = (torch.randn(*shape, device=device) for shape in ((2, 3, 3, 3), (3, 2, 3, 3), (4, 1, 3, 8, 8)))
+    plain = lambda w, x: F.conv2d(x, w, padding=sizes[0] // 2, stride=(sizes[1], 1)).square().sum()  # noqa: E731
+    transposed = lambda v, x: F.conv_transpose2d(x, v, stride=sizes[1], padding=[sizes[1]]).square().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(plain, method="capture")(w, x), loop_grad(plain)(w, x))
+    assert_trees_close(psg.per_sample_grad(transposed, method="capture")(v, x), loop_grad(transposed)(v, x))

@@ -724,3 +724,127 @@ def test_a_rule_whose_sides_do_not_fit_is_an_error(rule_for_project, device):
     weight, x = torch.randn(3, 4, device=device), torch.randn(5, 2, 4, device=device)
     with pytest.raises(psg.InputError, match=r"psg.factors.Outer: expected \[n, t, a\] and \[n, t, b\]"):
         psg.per_sample_norm(lambda weight, x: project(x, weight).sin().sum())(weight, x)
+
+
+# Primitives without a rule: their ops are watched like any others
+
+
+@psg.primitive
+def largest(x):
+    return x.max()  # of which vmap splits ties in another way
+
+
+@psg.primitive
+def rolled(x):
+    return torch.roll(x, 1)  # vmap rolls the samples of a scalar
+
+
+@psg.primitive
+def doubled_(x):
+    return x.mul_(2)
+
+
+@psg.primitive
+def gated(x, out=None):
+    return x if out is None else x * out
+
+
+PRIMITIVES = {
+    "max": lambda w, x: largest(w * x.sign().abs()),
+    "roll": lambda w, x: rolled(w.sum() * x.sum()) * x.sum(),
+    "write": lambda w, x: (doubled_(x) * w).sum() + x.sum() * w.sum(),
+    "out": lambda w, x: (gated(w, out=x) * w).sum(),
+    "closure": lambda w, x: psg.primitive(lambda x: F.linear(x, w[None]).square())(x).sum(),
+    "transform": lambda w, x: torch.func.grad(lambda x: largest(w * x.sin()))(x).sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_the_ops_of_a_primitive_are_watched(name, method, device):
+    fn, x = PRIMITIVES[name], torch.randn(4, 3, device=device, dtype=torch.float64)
+    w, before = torch.ones(3, device=device, dtype=torch.float64), x.clone()
+    if (name, method) == ("roll", "vmap"):
+        with pytest.raises(psg.PsgError, match="roll of a scalar"):
+            psg.per_sample_grad(fn, method=method)(w, x)
+    else:
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, before))
+    assert (x == before).all()
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_batch_norm_in_a_primitive(method, device):
+    mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
+    normalized = psg.primitive(lambda x: F.batch_norm(x, mean, var, training=True))
+    with pytest.raises(psg.StateError, match="running statistics"):
+        psg.per_sample_grad(lambda w, x: normalized(w * x).sum(), method=method)(mean, torch.randn(4, 2, 3, device=device))
+    assert not mean.any()
+
+
+def test_a_primitive_in_a_function_of_a_batch(device):
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    closed = lambda w, x: psg.primitive(lambda x: F.linear(x, w[None]).sin())(x)[:, 0]  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(closed, method="batch")(w, x), loop_grad(lambda w, x: (x @ w).sin())(w, x))
+
+
+@torch.library.custom_op("psg_tests::clone", mutates_args=())
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+tripled.register_autograd(lambda ctx, cotangent: cotangent * 3)
+
+
+@torch.library.custom_op("psg_tests::relu", mutates_args=())
+def noised(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+noised.register_autograd(lambda ctx, cotangent: cotangent)
+
+
+@quiet
+@pytest.mark.parametrize("op", [torch.ops.psg_tests.clone, torch.ops.psg_tests.clone.default, tripled])
+def test_an_op_of_a_library_is_none_of_torchs(op, device):
+    w, x = torch.randn(20, 20, device=device, dtype=torch.float64), torch.randn(3, 20, device=device, dtype=torch.float64)
+    expected = loop_grad(lambda w, x: F.linear(x, 3 * w).square().sum())(w, x)
+    fn = lambda w, x: F.linear(x, op(w)).square().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
+    assert_trees_close(psg.per_sample_norm(fn)(w, x), expected.flatten(1).norm(dim=1))
+
+
+@quiet
+def test_an_op_of_a_library_draws_for_each_sample_under_any_name(device):
+    w, x = torch.randn(3, device=device), torch.ones(4, 3, device=device)
+    values, _ = psg.per_sample_value_and_grad(lambda w, x: (torch.ops.psg_tests.relu(w) * x).sum())(w, x)
+    assert len(set(values.tolist())) == 4
+
+
+# Arguments by other names
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (torch.zeros_like(input=x) + torch.clone(input=w * x)).sum(),
+        lambda w, x: torch.index_select(w * x, axis=0, index=torch.tensor([0], device=x.device)).sum(),
+        lambda w, x: torch.sum(w * x, axis=0, keepdims=True).sin().sum() + (w * x).mean(axis=-1),
+        lambda w, x: torch.cumsum(torch.stack([w, w * x], axis=1), axis=0).square().sum(),
+        lambda w, x: w.norm(0) * x.sum() + (w * x).sum(),
+    ],
+)
+def test_arguments_by_their_other_names_stay_on_the_first_rung(fn, device):
+    w, x = torch.rand(3, device=device, dtype=torch.float64), torch.rand(4, 3, device=device, dtype=torch.float64)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.filterwarnings("error")
+def test_requires_grad_by_name(device):
+    def fn(w, x):
+        x = x.clone().requires_grad_(requires_grad=True)
+        return torch.autograd.grad((w * x).square().sum(), x, create_graph=True)[0].sum()
+
+    w, x = torch.rand(3, device=device, dtype=torch.float64), torch.rand(4, 3, device=device, dtype=torch.float64)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), 4 * w * x)

@@ -387,6 +387,20 @@ def test_rows_by_the_matrices_of_their_experts(n, beyond, transposed, device):
         assert "_grouped_mm: rule" in str(psg.explain(fn)(params, x, choice))
 
 
+def test_rows_beyond_the_last_expert_reach_no_other_sample(device):
+    w, x = (torch.randn(*shape, device=device, dtype=torch.float32) for shape in ((2, 4, 8), (3, 5, 4)))
+    offsets = torch.tensor([2, 4], dtype=torch.int32, device=device).expand(3, 2).contiguous()
+
+    def fn(w, x, offsets, scale):
+        y = torch._grouped_mm(x, w, offs=offsets)
+        return y[:4].sin().sum() + (y[4] * scale).sum()
+
+    scale = torch.tensor([float("inf"), 0.0, 0.0], device=device)
+    grads = psg.per_sample_grad(fn, method="capture")(w, x, offsets, scale)
+    plain = lambda w, x: torch.cat([x[:2] @ w[0], x[2:4] @ w[1]]).sin().sum()  # noqa: E731
+    assert_trees_close(grads[1:], loop_grad(plain)(w, x[1:]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
 def test_rows_of_a_batch_by_the_matrices_of_their_experts(n, transposed, device):

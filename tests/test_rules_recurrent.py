@@ -422,6 +422,22 @@ def test_layers_in_low_precision(kind, dtype, device):
     assert_trees_close(grads, loop_grad(fn)(params, x))
 
 
+@pytest.mark.parametrize("derivative", [torch.sqrt, torch.log])
+@pytest.mark.parametrize("cell", [False, True])
+def test_a_unit_that_is_off_takes_no_infinite_cotangent(cell, derivative, device):
+    module = (CELLS["relu"](3, 4) if cell else LAYERS["relu"](3, 4)).to(device, torch.float64)
+
+    def fn(p, x):
+        h = functional_call(module, p, (x,))
+        h = h if cell else h[0]
+        return torch.where(h > 0, derivative(h), 0.0).sum()
+
+    params, x = parameters(module), (normal(5, 3) if cell else normal(5, 4, 3)).to(device, torch.float64)
+    grads = psg.per_sample_grad(fn, method="capture")(params, x)
+    assert all(grad.isfinite().all() for grad in grads.values())
+    assert_trees_close(grads, loop_grad(fn)(params, x))
+
+
 @pytest.mark.parametrize("kind", [*LAYERS, "cell tanh", "cell relu", "cell gru", "cell lstm"])
 def test_autocast(kind, device):
     module = (LAYERS[kind](3, 4) if kind in LAYERS else CELLS[kind.removeprefix("cell ")](3, 4)).to(device, torch.float32)

@@ -261,6 +261,17 @@ def test_unflatten_of_a_vector_with_numbers_among_the_leaves(device):
     assert_trees_close(psg.tree.unflatten(flat[0], params), params, per_sample=False)
 
 
+def test_unflatten_needs_tensors(device):
+    with pytest.raises(psg.InputError, match=r"like\['a'\] is a float; expected a tensor"):
+        psg.tree.unflatten(torch.zeros(3, device=device), {"a": 1.0, "b": torch.zeros(2, device=device)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_take_by_integers_of_any_size(dtype, device):
+    values = torch.randn(4, 3, device=device)
+    assert torch.equal(psg.tree.take(values, torch.tensor([2, 0, 1], dtype=dtype, device=device)), values[[2, 0, 1]])
+
+
 @pytest.mark.parametrize("flat, got", [([1.0, 2.0], "a list"), (torch.tensor(1.0), "a tensor without dimensions")])
 def test_unflatten_of_what_is_no_tensor_of_rows(flat, got):
     with pytest.raises(psg.InputError, match=rf"unflatten: expected a tensor \[\.\.\., 2\], got {got}"):

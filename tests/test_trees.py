@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import threading
+from typing import Any
 
 import optree
 import pytest
@@ -264,3 +265,19 @@ def test_attributes_that_are_keys(device):
         psg.per_sample_grad(lambda w, b: score(b.x * w))(torch.ones(3, device=device), Dotted(x=x)),
         loop_grad(lambda w, x: score(x * w))(torch.ones(3, device=device), x),
     )
+
+
+@dataclasses.dataclass
+class Lazy:
+    """A dataclass with a field that is filled later."""
+
+    x: torch.Tensor
+    cache: Any = dataclasses.field(init=False)
+
+
+def test_a_field_that_is_not_filled(device):
+    batch = Lazy(torch.randn(3, 2, device=device))
+    fn = lambda w, b: (w * b.x).sum() * (1 if hasattr(b, "cache") else 2)  # noqa: E731
+    assert torch.equal(psg.per_sample_grad(fn)(torch.ones(2, device=device), batch), 2 * batch.x)
+    batch.cache = torch.zeros(3, device=device)
+    assert torch.equal(psg.per_sample_grad(fn)(torch.ones(2, device=device), batch), batch.x)

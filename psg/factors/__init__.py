@@ -7,7 +7,7 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _functorch
+from psg.factors._arithmetic import one_after_another
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._outer import Outer
@@ -98,18 +98,8 @@ def concat(factors: Sequence[Factor]) -> Factor:
     parts, specs = zip(*(optree.tree_flatten(cast(Any, factor)) for factor in factors), strict=True)
     same = all(spec == specs[0] for spec in specs)
     if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):
-        return cast(Factor, optree.tree_unflatten(specs[0], [_one_after_another(fields) for fields in zip(*parts, strict=True)]))
+        return cast(Factor, optree.tree_unflatten(specs[0], [one_after_another(fields) for fields in zip(*parts, strict=True)]))
     return Dense(torch.cat([factor.materialize() for factor in factors]))
-
-
-def _one_after_another(fields: Sequence[Tensor]) -> Tensor:
-    """Concatenate the samples of one field of several factors. If all samples share one expanded tensor, so do those of the result."""
-    filled = [field for field in fields if len(field)]
-    if any(len(field) > 1 for field in filled) and all(field.stride(0) == 0 for field in filled if len(field) > 1):
-        differ = (field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled)
-        if all(map(_functorch.can_read_now, filled)) and not any(differ):
-            return filled[0][:1].expand(sum(map(len, filled)), *filled[0].shape[1:])
-    return torch.cat(list(fields))
 
 
 # So that `torch.load` reads saved factors with its default `weights_only=True`.

@@ -1,6 +1,6 @@
 """Arithmetic on per-sample tensors that all kinds of factors share: wide dtypes, rows scaled, zeroed, grouped and added up, norms."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -137,3 +137,13 @@ def rows_of(values: Tensor) -> Tensor:
 def real_rows(values: Tensor) -> Tensor:
     """[n, *shape] -> [n, P] or, of complex values, [n, 2 P]: the inner product of complex gradients is that of R^2."""
     return rows_of(as_real(values))
+
+
+def one_after_another(fields: Sequence[Tensor]) -> Tensor:
+    """Concatenate the samples of one field of several factors. If all samples share one expanded tensor, so do those of the result."""
+    filled = [field for field in fields if len(field)]
+    if any(len(field) > 1 for field in filled) and all(field.stride(0) == 0 for field in filled if len(field) > 1):
+        differ = (field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled)
+        if all(map(_functorch.can_read_now, filled)) and not any(differ):
+            return filled[0][:1].expand(sum(map(len, filled)), *filled[0].shape[1:])
+    return torch.cat(list(fields))

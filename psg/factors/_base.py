@@ -403,7 +403,7 @@ class Dense(Factor):
         return self.squared_norm()
 
     def norm(self) -> Tensor:
-        return norm_of_norms(self.partial_norms())
+        return super().norm() if self.is_differentiated else norm_of_norms(self.partial_norms())
 
     def partial_norms(self) -> list[Tensor]:
         dtype = wide(self.dtype.to_real())

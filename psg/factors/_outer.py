@@ -66,7 +66,7 @@ class Outer(Planned):
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
     def norm(self) -> Tensor:
-        if self.positions != 1:
+        if self.positions != 1 or self.is_differentiated:
             return super().norm()
         left, right = (Dense(side.squeeze(1)).norm() for side in (self.left, self.right))
         return left * right if _are_safe(left, right) else self._product(Dense.norm)

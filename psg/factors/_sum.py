@@ -1,6 +1,7 @@
 """Sum: several terms for one parameter (tied or used several times), or none (unused)."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 
@@ -123,10 +124,12 @@ class Sum(Additive):
         """Whether the norm comes from the terms' inner products ("gram"), or from their gradients, added up ("chunks")."""
         if self.is_mixed or any(isinstance(term, Dense) for term in self.terms):
             return "chunks"
+        if len(self.terms) < 2:
+            return "gram"
         planned = [term for term in self.terms if isinstance(term, Planned)]
         spread = [term for term in self.terms if _is_spread(term)]
-        if not planned or len(self.terms) == 1 or len(planned) + len(spread) < len(self.terms):
-            return "gram"
+        if not planned or len(planned) + len(spread) < len(self.terms):  # for example rows of a table: few of many entries
+            return plans.choose("norm", {"gram": 0.0, "chunks": math.inf}, self, self._norm_by)
         byte = _machine.reused_byte(self.device, self.dtype)
         formed = [term._chunks_cost(byte) for term in planned]
         costs = [term._norm_costs() for term in planned]

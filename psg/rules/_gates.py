@@ -208,11 +208,11 @@ class Elman(Recurrence):
         return [buffer]
 
     def solve(self, cotangent: Tensor | None, final: Sequence[Tensor | None]) -> list[Tensor]:
-        c_h, gates = _copy(final[0], self.final[0]), self.slope()
-        rows, w_hh = gates.unbind(1), self.weights.w_hh
+        c_h, gates = _copy(final[0], self.final[0]), self.slopes()
+        rows, after, w_hh = gates.unbind(1), self.after.unbind(1), self.weights.w_hh
 
         def step(t: int) -> None:
-            rows[t].mul_(c_h)
+            self.pull_back(rows[t], c_h, after[t])
             torch.mm(rows[t], w_hh, out=c_h)
 
         self.unroll(cotangent, c_h, step)
@@ -222,9 +222,13 @@ class Elman(Recurrence):
         """Apply the activation in place."""
         z.tanh_()
 
-    def slope(self) -> Tensor:
-        """The derivative of the activation at every step, in memory of its own."""
+    def slopes(self) -> Tensor:
+        """What `pull_back` needs at every step, in memory for the gates' cotangents: the derivative of the activation."""
         return _tanh_slope(torch.ones_like(self.after, memory_format=torch.contiguous_format), self.after)
+
+    def pull_back(self, row: Tensor, c_h: Tensor, after: Tensor) -> None:
+        """Write the gate's cotangent at one step into its row of `slopes`, given the state after it and that state's cotangent."""
+        row.mul_(c_h)
 
 
 class Relu(Elman):
@@ -237,8 +241,11 @@ class Relu(Elman):
     def activate(self, z: Tensor) -> None:
         z.relu_()
 
-    def slope(self) -> Tensor:
-        return _relu_slope(torch.ones_like(self.after, memory_format=torch.contiguous_format), self.after, 0)
+    def slopes(self) -> Tensor:
+        return torch.empty_like(self.after, memory_format=torch.contiguous_format)
+
+    def pull_back(self, row: Tensor, c_h: Tensor, after: Tensor) -> None:
+        _relu_slope(c_h, after, 0, grad_input=row)  # selects: where a unit is off, an infinite cotangent gives zero
 
 
 class Lstm(Recurrence):

@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from psg._ambient import P, R
 from psg._errors import InputError
+from psg._higher_order import HIGHER_ORDER
 from psg._ops import leaves_of
 
 
@@ -218,7 +219,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
         function: Any function of tensors. What it computes does not change.
 
     Returns:
-        A function with the same results, to call in place of the original.
+        A function with the same results, to call in place of the original. A call that no rule takes runs the ops of the original.
 
     Example:
         >>> import torch, psg
@@ -227,8 +228,6 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
         ...     return 2 * x
         >>> double(torch.tensor(1.5))
         tensor(3.)
-        >>> psg.explain(lambda w, x: double(w) * x)(torch.tensor(1.0), torch.tensor([1.0, 2.0])).leaves[0].uses
-        {'double: lifted': 1}
     """
 
     @functools.wraps(function)
@@ -245,6 +244,11 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 def body_of(op: Any) -> Callable[..., Any] | None:
     """The function that `primitive` has made this op; None for other ops."""
     return op.__wrapped__ if hasattr(op, "_psg_primitive") else None
+
+
+def python_form(op: Any) -> Callable[..., Any] | None:
+    """The function of Python that an op calls, or that stands for it, so that a mode sees the ops in it; None for other ops."""
+    return HIGHER_ORDER.get(op) or body_of(op)
 
 
 def decomposition(*ops: Any, differentiated: bool = False, misderived: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -5,6 +5,7 @@ A transposed convolution adds x[n,i,t] W[i,o,k] to y[n,o, stride t + dilation k 
 grad W[n,i,o,k] = sum_t x[n,i,t] C[n,o, stride t + dilation k - padding], within each group as before.
 """
 
+from operator import index
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from psg.rules.linear import sum_images
 
 
 def _each(option: Any, dims: int) -> tuple[int, ...]:
-    """The option with one entry for each spatial dimension."""
-    if isinstance(option, int):
-        return (option,) * dims
-    return tuple(option) * dims if len(option) == 1 else tuple(option)
+    """The option with one entry for each spatial dimension, of an integer (NumPy's, too) or several."""
+    entries = tuple(map(index, (option,) if hasattr(option, "__index__") else option))
+    return entries * dims if len(entries) == 1 else entries
 
 
 def _same_padding(dilation: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[tuple[int, ...], list[int]]:

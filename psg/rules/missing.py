@@ -304,11 +304,14 @@ _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 def _layout(conversion: Any) -> None:
     @decomposition(conversion)
-    def channels_last(self: Tensor, *args: Any, memory_format: Any = None, **kwargs: Any) -> Any:
+    def channels_last(*args: Any, memory_format: Any = None, **kwargs: Any) -> Any:
         """Channels last within each sample: vmap cannot convert to it by name, so permute, make contiguous, and permute back."""
-        if _CHANNELS_LAST.get(memory_format) != self.ndim:
+        if memory_format not in _CHANNELS_LAST:
             return NotImplemented
-        moved = conversion(self.movedim(1, -1), *args, **kwargs).contiguous().movedim(-1, 1)
+        self, *others = args or (kwargs.pop("input"),)  # the name that functions have for it
+        if _CHANNELS_LAST[memory_format] != self.ndim:
+            return NotImplemented
+        moved = conversion(self.movedim(1, -1), *others, **kwargs).contiguous().movedim(-1, 1)
         # torch takes a tensor that fits both layouts for contiguous, so its conversion to channels last is a copy, not an alias.
         both = conversion is not Tensor.contiguous and moved.dtype == self.dtype and self.is_contiguous()
         with torch._C.DisableTorchFunction():

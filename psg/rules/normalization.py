@@ -172,8 +172,8 @@ def instance_norm(
     """Over each channel of each image, or by running statistics: ([n,images,c,*], [c], [c]) -> [n,images,c,*]."""
     if not use_input_stats:
         return _by_statistics(input, running_mean, running_var, weight, bias, eps)
-    if running_mean is not None or running_var is not None or input.ndim < 4:
-        return NotImplemented
+    if running_mean is not None or running_var is not None or input.ndim < 4 or input.shape[3:].numel() == 1:
+        return NotImplemented  # of one value a channel, torch refuses it
     # Each channel is a group. The native instance norm is wrong on a CPU for one image with a channels-last cotangent.
     return group_norm(input, input.shape[2], weight, bias, eps)
 

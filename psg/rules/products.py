@@ -455,7 +455,8 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
     rows = torch.arange(t, device=offs.device, dtype=offs.dtype).expand(n, t).contiguous()
     expert = torch.searchsorted(offs.contiguous(), rows, right=True).flatten()
     # torch leaves rows beyond the last offset undefined; here they are zero.
-    input = self.flatten(0, 1).masked_fill((expert == len(mat2))[:, None], 0)
+    beyond = (expert == len(mat2))[:, None]
+    input = self.flatten(0, 1).masked_fill(beyond, 0)
     # One call for the rows of all samples, sorted by matrix; and one call for the gradients, with the rows sorted by sample.
     order = expert.argsort(stable=True)
     ends = offs.diff(dim=1, prepend=offs.new_zeros(n, 1)).sum(0).cumsum(0).to(offs.dtype)
@@ -465,7 +466,8 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
 
     def factor(cotangent: Tensor) -> Dense:
         ends = (offs + t * torch.arange(n, device=offs.device, dtype=offs.dtype)[:, None]).flatten()
-        grads = torch._grouped_mm(input.detach().T, cotangent.flatten(0, 1), offs=ends)  # pyright: ignore[reportPrivateImportUsage]
+        rows = cotangent.flatten(0, 1).masked_fill(beyond, 0)  # which count to the next sample, and may hold anything
+        grads = torch._grouped_mm(input.detach().T, rows, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
         return Dense(grads.unflatten(0, (n, len(mat2))))
 
     return output, {"mat2": factor}

@@ -79,7 +79,7 @@ def unflatten(flat: Tensor, like: Any) -> Any:
         their common dtype, as from `flatten`, each leaf gets its own dtype back; a real leaf drops the imaginary part, which is zero.
 
     Raises:
-        InputError: `flat` is no tensor of at least one dimension, or P is not the number of entries of `like`.
+        InputError: `flat` is no tensor of at least one dimension, or P is not the number of entries of `like`; a leaf is no tensor.
 
     Example:
         >>> import torch
@@ -87,6 +87,10 @@ def unflatten(flat: Tensor, like: Any) -> Any:
         {'a': tensor([[1., 2.]]), 'b': tensor([3.])}
     """
     leaves, spec = _trees.flatten(like)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            place = _trees.paths(like, "like")[i]
+            raise InputError(f"psg.tree.unflatten: {place} is a {type(leaf).__name__}; expected a tensor, whose shape the entries get.")
     sizes = [leaf.numel() for leaf in leaves]
     total = sum(sizes)
     if not isinstance(flat, Tensor) or flat.ndim == 0:
@@ -140,9 +144,11 @@ def _indices(index: Any) -> Tensor | None:
         found = torch.as_tensor(index)
     except (TypeError, ValueError, RuntimeError):
         return None
-    if found.dtype == torch.uint8 or found.numel() == 0 and not isinstance(index, Tensor):
-        found = found.long()  # torch would take bytes for a mask, and makes floats of an empty list
-    return None if found.ndim != 1 or _trees.is_inexact(found) else found
+    if found.numel() == 0 and not isinstance(index, Tensor):
+        found = found.long()  # torch makes floats of an empty list
+    if found.ndim != 1 or _trees.is_inexact(found):
+        return None
+    return found if found.dtype == torch.bool else found.long()  # torch would take bytes for a mask, and no 16-bit indices
 
 
 @unaffected
