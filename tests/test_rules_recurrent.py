@@ -454,6 +454,10 @@ def test_autocast(kind, device):
     if "relu" in kind:  # away from the kink, whose side rounding decides
         params, x = tree_map(torch.abs, (params, x))
     x = x if "cell" in kind else x[:, :, None]
+    try:
+        fn(params, x[0], "plain")
+    except RuntimeError as error:
+        pytest.skip(f"torch itself cannot run this layer here: {error}")  # oneDNN's LSTM of bfloat16 needs AVX-512
     values, grads = psg.per_sample_value_and_grad(fn, method="capture")(params, x, "capture")
     expected_values, expected = loop_value_and_grad(fn)(params, x, "loop")
     rtol = psg.testing.default_rtol(torch.bfloat16)
