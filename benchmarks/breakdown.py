@@ -78,7 +78,7 @@ def profile(call: Call) -> Counter[str]:
     times: Counter[str] = Counter()
     for event in profiler.events():
         # Leave out autograd nodes: their time includes the Python code of hooks.
-        if event.name.startswith(("aten::", "psg::")):
+        if event.name.startswith(("aten::", "mkldnn::", "psg::")):
             times[event.name] += event.self_cpu_time_total
     return times
 

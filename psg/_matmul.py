@@ -1,8 +1,9 @@
 """Matrix products on CPUs for which MKL is not tuned.
 
-MKL's kernels, and its division of a product among threads, are tuned for Intel's processors. On AMD's it takes up to twice as long as
-oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py affine, product, weighted_sum, gram.
-oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph: other products are divided into blocks.
+MKL's kernels, and its division of a product among threads, are tuned for Intel's processors. On many threads of AMD's it takes up to
+twice as long as oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py affine, product,
+weighted_sum, gram. oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph and on few threads:
+other products are divided into blocks.
 """
 
 import functools
@@ -20,6 +21,8 @@ from psg._memory import pages_are_kept
 _LARGE_FOR_ONEDNN = 1 << 24  # it takes a millisecond to generate a kernel for every new shape
 _LARGE_PRODUCT = 1 << 22
 _LARGE_SUM = 1 << 19
+
+_MANY_THREADS = 4  # on fewer, MKL divides large products well enough, and is a twentieth faster than oneDNN
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -96,14 +99,14 @@ def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def takes_onednn(left: Tensor, right: Tensor) -> bool:
     """Whether to compute left[a, t] @ right[t, b] by oneDNN, of whose op autograd and torch.func know nothing."""
     (rows, inner), columns = left.shape, right.shape[1]
-    pays = rows * inner * columns >= _LARGE_FOR_ONEDNN and left.is_contiguous()
-    return pays and _is_slow(left, right) and _has_onednn() and not _functorch.is_watched()
+    pays = rows * inner * columns >= _LARGE_FOR_ONEDNN and left.is_contiguous() and _dividing_threads(left, right) >= _MANY_THREADS
+    return pays and _has_onednn() and not _functorch.is_watched()
 
 
 def row_blocks(left: Tensor, right: Tensor) -> int:
     """Into how many blocks of rows to divide a large left[a, t] @ right[t, b], one for each thread; 1 where this gains nothing."""
     rows, threads = left.shape[0], _dividing_threads(left, right)
-    pays = threads >= 4 and rows >= 48 * threads and 3 * rows >= right.shape[1]
+    pays = threads >= _MANY_THREADS and rows >= 48 * threads and 3 * rows >= right.shape[1]
     return threads if pays and rows % threads == 0 else 1
 
 

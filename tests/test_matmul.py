@@ -61,6 +61,9 @@ def test_products_by_onednn(rows, inner, columns, transposed, untuned, monkeypat
     assert not _matmul.takes_onednn(left.bfloat16(), right.bfloat16())
     if rows > 1 and inner > 1:
         assert not _matmul.takes_onednn(left.T.contiguous().T, right)  # it would be copied
+    torch.set_num_threads(3)
+    assert not _matmul.takes_onednn(left, right)
+    torch.set_num_threads(4)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not _matmul.takes_onednn(left, right)
 
