@@ -243,7 +243,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 
 def body_of(op: Any) -> Callable[..., Any] | None:
     """The function that `primitive` has made this op; None for other ops."""
-    return op.__wrapped__ if isinstance(op, types.FunctionType) and hasattr(op, "_psg_primitive") else None
+    return vars(op)["__wrapped__"] if isinstance(op, types.FunctionType) and hasattr(op, "_psg_primitive") else None
 
 
 def python_form(op: Any) -> Callable[..., Any] | None:
