@@ -218,7 +218,7 @@ class _BatchMode(Watch):
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs) if kwargs else {}
+        kwargs = torchs_names(func, kwargs)
         func = _registry.namesake(func, kwargs)
         if func in METADATA:
             return func(*args, **kwargs)

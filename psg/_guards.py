@@ -50,7 +50,7 @@ class VmapGuard(TorchFunctionMode):
         self.aliases = Aliases(samples, follows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs) if kwargs else {}
+        kwargs = torchs_names(func, kwargs)
         try:
             if (form := python_form(func)) is not None:
                 with self:
@@ -122,7 +122,7 @@ class Repaired(TorchFunctionMode):
         self._ran_undecomposed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs) if kwargs else {}
+        kwargs = torchs_names(func, kwargs)
         if (form := python_form(func)) is not None:
             with self:
                 return form(*args, **kwargs)
@@ -162,7 +162,7 @@ class LoopGuard(Repaired):
         self.recorded_ids: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs) if kwargs else {}
+        kwargs = torchs_names(func, kwargs)
         leaves = leaves_of(args, kwargs)
         ids = set(map(id, leaves))
         self.used_ids |= ids

@@ -186,10 +186,10 @@ _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "self", "a": "self", "x1":
 """NumPy's names for arguments, which torch's own functions take, and those of ATen's schemas."""
 
 
-def torchs_names(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def torchs_names(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """The keyword arguments of a call by torch's own names (`dim`), where they have NumPy's (`axis`)."""
-    if kwargs.keys().isdisjoint(_NUMPYS):
-        return kwargs
+    if not kwargs or kwargs.keys().isdisjoint(_NUMPYS):
+        return kwargs or {}
     names = _renamed(func)
     return {names.get(name, name): value for name, value in kwargs.items()}
 

@@ -83,7 +83,7 @@ class Router(Watch):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            kwargs = torchs_names(func, kwargs) if kwargs else {}
+            kwargs = torchs_names(func, kwargs)
             func = _registry.namesake(func, kwargs)
             if types and (handler := foreign_handler(types)) is not None:
                 raise Unsupported(handler)

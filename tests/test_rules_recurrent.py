@@ -440,6 +440,8 @@ def test_a_unit_that_is_off_takes_no_infinite_cotangent(cell, derivative, device
 
 @pytest.mark.parametrize("kind", [*LAYERS, "cell tanh", "cell relu", "cell gru", "cell lstm"])
 def test_autocast(kind, device):
+    if kind == "lstm" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("torch itself cannot run an LSTM under autocast here: oneDNN has none in bfloat16 for this processor")
     module = (LAYERS[kind](3, 4) if kind in LAYERS else CELLS[kind.removeprefix("cell ")](3, 4)).to(device, torch.float32)
     dtypes = {}
 
@@ -454,10 +456,6 @@ def test_autocast(kind, device):
     if "relu" in kind:  # away from the kink, whose side rounding decides
         params, x = tree_map(torch.abs, (params, x))
     x = x if "cell" in kind else x[:, :, None]
-    try:
-        fn(params, x[0], "plain")
-    except RuntimeError as error:
-        pytest.skip(f"torch itself cannot run this layer here: {error}")  # oneDNN's LSTM of bfloat16 needs AVX-512
     values, grads = psg.per_sample_value_and_grad(fn, method="capture")(params, x, "capture")
     expected_values, expected = loop_value_and_grad(fn)(params, x, "loop")
     rtol = psg.testing.default_rtol(torch.bfloat16)
