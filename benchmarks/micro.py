@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import psg  # noqa: F401  (registers its ops)
+
 aten = torch.ops.aten
 Candidates = dict[str, Callable[[], Tensor]]
 QUESTIONS: dict[str, Callable[[], None]] = {}
@@ -281,6 +283,19 @@ def outer() -> None:
             candidates["multiply out="] = lambda x=left, y=right, o=buffer: torch.mul(x[:, 0, :, None], y, out=o)
         rows.append((f"({n}, {t}, {a}, {b})", candidates))
     report(rows, ["bmm", "einsum", "multiply", "bmm out=", "multiply out=", "one sum"], ("one sum",))
+
+
+@question
+def lookup() -> None:
+    """Means over t of rows that are looked up, compiled: fused with the mean, or by an op of its own as in psg.jit."""
+    rows = []
+    for n, t, v, d in ((64, 64, 20000, 64), (1024, 64, 20000, 64), (8, 128, 4096, 256)):
+        index, table = torch.randint(v, (n, t)), torch.randn(v, d)
+        means = {"fused": lambda i, w: F.embedding(i, w).mean(1), "its own": lambda i, w: torch.ops.psg.rows(i, w).mean(1)}
+        compiled = {name: torch.compile(mean, dynamic=False) for name, mean in means.items()}
+        candidates = {name: lambda mean=mean, i=index, w=table: mean(i, w) for name, mean in (compiled | {"eager": means["fused"]}).items()}
+        rows.append((f"({n}, {t}, {v}, {d})", candidates))
+    report(rows, floors=("eager",))
 
 
 @question

@@ -147,6 +147,25 @@ def test_each_transform(transform, device):
     assert len(fast.cache_info()) == 1
 
 
+@pytest.mark.parametrize("n", [0, 1, N])
+def test_on_a_cpu_a_lookup_stays_an_op_of_its_own(n, device):
+    """Inductor would fuse it into the mean, and read the table entry by entry."""
+    ops = []
+
+    def backend(graph, inputs):
+        ops.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    def fn(table, index):
+        return F.embedding(index, table).mean(0).square().sum()
+
+    table, index = torch.randn(6, 3, device=device), torch.randint(6, (n, 5), device=device)
+    fast = psg.jit(psg.per_sample_grad(fn), backend=backend)
+    same(fast(table, index), loop_grad(fn)(table, index))
+    assert [entry.error for entry in fast.cache_info()] == [None] * min(n, 1)  # no samples: nothing to compile
+    assert (torch.ops.psg.rows.default in ops) == (device.type == "cpu" and n > 0)
+
+
 def test_a_factored_result_keeps_its_kinds(device):
     p, x = linear_args(device)
     assert isinstance(psg.jit(psg.factored_grad(linear_loss), backend="eager")(p, x)["w"], psg.factors.Outer)

@@ -69,15 +69,15 @@ class Rows(Additive):
         # below t, so the work is that of t rows, never that of t x t pairs or of num_rows.
         ordered, order = self.index.sort(dim=1)
         if self.device.type == "cpu" and not self.is_differentiated:
-            repeated = torch.zeros_like(ordered, dtype=torch.bool)  # where a sample has an index twice
-            repeats = ordered[:, 1:] == ordered[:, :-1]
-            repeated[:, 1:] |= repeats
-            repeated[:, :-1] |= repeats
-            count = int(repeated.count_nonzero())
-            if count == 0:
+            follows = torch.zeros_like(ordered, dtype=torch.bool)  # where a sample's index is that of the place before
+            torch.eq(ordered[:, 1:], ordered[:, :-1], out=follows[:, 1:])
+            repeated = follows.clone()
+            repeated[:, :-1] |= follows[:, 1:]
+            places = repeated.flatten().nonzero().squeeze(1)
+            if len(places) == 0:
                 return Dense(self.cotangent).squared_norm()
-            if 4 * count < repeated.numel():
-                return self._norm_with_few_repeats(ordered, order, repeated)
+            if 4 * len(places) < repeated.numel():
+                return self._norm_with_few_repeats(order, follows, places)
         return Dense(self._distinct(ordered, order)[1]).squared_norm()
 
     @property
@@ -103,16 +103,17 @@ class Rows(Additive):
         slots = torch.empty_like(slot).scatter_(1, order, slot)
         return index, Rows(slots, widen(self.cotangent), order.shape[1]).materialize()
 
-    def _norm_with_few_repeats(self, ordered: Tensor, order: Tensor, repeated: Tensor) -> Tensor:
+    def _norm_with_few_repeats(self, order: Tensor, follows: Tensor, places: Tensor) -> Tensor:
+        """The squared norm, of whose sorted indices [n * t] those at `places` occur more than once in their sample."""
         # Only repeated rows are added up, and so read twice; each of the others is squared as it is.
-        sample, place = repeated.nonzero().unbind(1)
-        position, index = order[sample, place], ordered[sample, place]
-        squares = Dense(widen(self.cotangent).flatten(0, 1)).squared_norm().reshape(order.shape)
-        squares[sample, position] = 0
-        first = torch.ones_like(index, dtype=torch.bool)
-        first[1:] = (index[1:] != index[:-1]) | (sample[1:] != sample[:-1])
-        sums = scatter_rows(first.cumsum(0) - 1, widen(self.cotangent)[sample, position], int(first.count_nonzero()))
-        return squares.sum(1).index_add_(0, sample[first], Dense(sums).squared_norm())
+        rows = widen(self.cotangent).flatten(0, 1)
+        sample = places // order.shape[1]
+        repeated = order.flatten()[places] + sample * order.shape[1]
+        first = ~follows.flatten()[places]
+        owner = sample[first]
+        sums = scatter_rows(first.cumsum(0) - 1, rows[repeated], len(owner))
+        squares = Dense(rows).squared_norm().index_fill_(0, repeated, 0)
+        return squares.reshape(order.shape).sum(1).index_add_(0, owner, Dense(sums).squared_norm())
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         index, values = self._distinct(*self.index.sort(dim=1))

@@ -29,7 +29,7 @@ def embedding(
     rows, features = weight.shape
     if padding_idx is not None and not -rows <= padding_idx < rows:
         return NotImplemented  # torch raises its own error
-    output = F.embedding(input, weight)
+    output = _look_up_rows(input, weight)
 
     def factor(cotangent: Tensor) -> Rows:
         index = input.reshape(input.shape[0], input.shape[1:].numel()).long()
@@ -43,6 +43,21 @@ def embedding(
         return Rows(index, cotangent, rows)
 
     return output, {"weight": factor}
+
+
+def _look_up_rows(index: Tensor, table: Tensor) -> Tensor:
+    """table[index]: [n,*], [v,d] -> [n,*,d]."""
+    # Inductor, on CPUs, would fuse the lookup into a reduction over positions and read entry by entry: benchmarks/micro.py lookup.
+    fuses = table.is_cpu and _functorch.is_traced() and not _functorch.transform_active()
+    return _rows_op(index, table) if fuses else F.embedding(index, table)
+
+
+def _rows(index: Tensor, table: Tensor) -> Tensor:
+    return F.embedding(index, table)
+
+
+_rows_op = torch.library.custom_op("psg::rows", _rows, mutates_args=())
+_rows_op.register_fake(lambda index, table: table.new_empty(*index.shape, table.shape[1]))
 
 
 @transpose(F.embedding, data="input")
