@@ -883,7 +883,9 @@ def test_under_autocast(backend, device):
     """Autocast is applied once, and its rounding is not taken for an error of the compiler."""
 
     def reordered(graph, inputs):
-        return lambda *args: tuple(output * (1 + 2e-3 * torch.rand_like(output)) for output in graph(*args))
+        own = torch.Generator(device)
+        noise = lambda output: 2e-3 * torch.rand(output.shape, dtype=output.dtype, device=device, generator=own)  # noqa: E731
+        return lambda *args: tuple(output * (1 + noise(output)) for output in graph(*args))
 
     model = nn.Sequential(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).to(
         device, torch.float32
@@ -1032,22 +1034,32 @@ def _seeds_the_default(w, x):
     return (w * x * torch.rand(4)).sum()
 
 
+def _seeds_in_a_fork(w, x):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return (w * x * torch.rand(4)).sum()
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("first", [0.0, 1.0], ids=["first met with zeros", "first met with data"])
 @pytest.mark.parametrize(
     ("fn", "compiles"),
     [
         (lambda w, x: (w * x * torch.rand(4, generator=torch.Generator().manual_seed(7))).sum(), False),
         (_seeds, False),
         (_seeds_the_default, False),
+        (_seeds_in_a_fork, False),
         (lambda w, x: (w * x * torch.rand(4, generator=SHARED)).sum(), True),
         (lambda w, x: (w * x * torch.rand(4)).sum(), True),
     ],
-    ids=["made", "seeded", "default seeded", "closed over", "default"],
+    ids=["made", "seeded", "default seeded", "seeded in a fork", "closed over", "default"],
 )
-def test_generators_that_fn_makes_or_seeds_are_not_fixed(fn, compiles):
+def test_generators_that_fn_makes_or_seeds_are_not_fixed(fn, compiles, first):
+    """Nor where the numbers make no difference to the first call's result, as before a head that starts at zero."""
     w, x = torch.randn(4), torch.randn(3, 4)
     eager = psg.per_sample_grad(fn)
     fast = psg.jit(eager, backend="eager")
+    fast(w, first * x)
     for seed in range(3):
         SHARED.manual_seed(seed)
         torch.manual_seed(seed)
