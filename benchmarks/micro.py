@@ -252,6 +252,32 @@ def affine() -> None:
 
 
 @question
+def narrow() -> None:
+    """left^T right for left [*, t, a] and a right [*, t, b] of few columns: as it is, and with the narrow side first, then transposed."""
+    rows = []
+    for shape, a, b in (((4, 256), 1024, 8), ((4, 256), 768, 8), ((4, 256), 1024, 32), ((32, 1024), 32, 27), ((1024,), 1024, 8)):
+        left, right = torch.randn(*shape, a), torch.randn(*shape, b)
+        candidates = {"as it is": lambda x=left, y=right: x.mT @ y, "narrow first": lambda x=left, y=right: (y.mT @ x).mT.contiguous()}
+        rows.append((f"({', '.join(map(str, (*shape, a, b)))})", candidates))
+    report(rows)
+
+
+@question
+def thin() -> None:
+    """C W for C [k, o] and a W [o, i] of few columns: with its rows contiguous, with its columns, and copied so that they are."""
+    rows = []
+    for k, o, i in ((1024, 1024, 2), (1024, 1024, 4), (1024, 1024, 8), (1024, 768, 8), (128, 256, 8), (4096, 3072, 8), (1024, 1024, 12)):
+        left, right = torch.randn(k, o), torch.randn(o, i)
+        candidates = {
+            "rows": lambda x=left, y=right: x @ y,
+            "columns": lambda x=left, y=right.T.contiguous().T: x @ y,
+            "copied": lambda x=left, y=right: x @ y.T.contiguous().T,
+        }
+        rows.append((f"({k}, {o}, {i})", candidates))
+    report(rows, floors=("columns",))
+
+
+@question
 def gram() -> None:
     """Inner products of all pairs of rows [n, P], whole and summed over blocks of columns."""
     rows = []

@@ -2,7 +2,8 @@
 
 MKL's kernels, and its division of a product among threads, are tuned for Intel's processors. On many threads of AMD's it takes up to
 twice as long as oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py affine, product,
-weighted_sum, gram. oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph and on few threads:
+weighted_sum, gram. Its kernels for few columns take two to nine times as long as they need, according to how these lie in memory
+(micro.py narrow, thin). oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph and on few threads:
 other products are divided into blocks.
 """
 
@@ -21,12 +22,17 @@ from psg._memory import pages_are_kept
 _LARGE_FOR_ONEDNN = 1 << 24  # it takes a millisecond to generate a kernel for every new shape
 _LARGE_PRODUCT = 1 << 22
 _LARGE_SUM = 1 << 19
+_LARGE_NARROW = 1 << 18
 
+# Rows or columns.
+_NARROW = 32
+_THIN = 8
 _MANY_THREADS = 4  # on fewer, MKL divides large products well enough, and is a twentieth faster than oneDNN
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left[a, t] @ right[t, b] -> [a, b]."""
+    right = _lengthwise(right, left.shape[0])
     if left.numel() * right.shape[1] < _LARGE_PRODUCT:
         return torch.mm(left, right)
     if takes_onednn(left, right) and not (left.requires_grad or right.requires_grad):
@@ -37,8 +43,17 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.unflatten(0, (blocks, -1)), right.expand(blocks, *right.shape)).flatten(0, 1)
 
 
+def cross(left: Tensor, right: Tensor) -> Tensor:
+    """left[*, t, a]^T right[*, t, b] -> [*, a, b], of one pair of matrices or of each in a batch."""
+    # The narrow side first.
+    if right.shape[-1] <= _NARROW < left.shape[-1] and left.numel() * right.shape[-1] >= _LARGE_NARROW and _is_slow(left, right):
+        return (right.mT @ left).mT.contiguous()
+    return product(left.T, right) if left.ndim == 2 else torch.bmm(left.mT, right)
+
+
 def affine(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows W^T + bias: [t, i], [o, i], [o] -> [t, o]. Only once differentiable where the rows alone require grad."""
+    weight = _lengthwise(weight, rows.shape[0])
     if rows.numel() * weight.shape[0] < _LARGE_PRODUCT:
         return F.linear(rows, weight, bias)
     if takes_onednn(rows, weight.T) and not any(own is not None and own.requires_grad for own in (weight, bias)):
@@ -91,6 +106,13 @@ def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     weight = weight if weight.is_contiguous() or weight.T.is_contiguous() else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+
+
+def _lengthwise(matrix: Tensor, rows: int) -> Tensor:
+    """A large product's thin matrix laid out along its longer side; any other as it is. The product has so many rows."""
+    if 1 < min(matrix.shape) <= _THIN and rows * matrix.numel() >= _LARGE_NARROW and _is_slow(matrix):
+        return matrix.contiguous() if matrix.shape[0] < matrix.shape[1] else matrix.T.contiguous().T
+    return matrix
 
 
 # Decisions

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
 from psg import _matmul
@@ -28,6 +29,7 @@ def untuned(monkeypatch):
     monkeypatch.setattr(_matmul, "_LARGE_FOR_ONEDNN", 1)
     monkeypatch.setattr(_matmul, "_LARGE_PRODUCT", 1)
     monkeypatch.setattr(_matmul, "_LARGE_SUM", 1)
+    monkeypatch.setattr(_matmul, "_LARGE_NARROW", 1)
     torch.set_num_threads(4)
     yield 4
     torch.set_num_threads(threads)
@@ -44,6 +46,59 @@ def test_products_in_blocks_of_rows(rows, inner, columns, untuned, monkeypatch):
         assert _matmul.row_blocks(left, right) == (untuned if divided else 1)
         torch.testing.assert_close(_matmul.product(left, right), left @ right)
         assert _matmul.row_blocks(left.double(), right.double()) == 1
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (3,)])
+@pytest.mark.parametrize("t", [0, 1, 5])
+@pytest.mark.parametrize("a, b, narrow", [(33, 32, True), (40, 1, True), (64, 3, True), (32, 3, False), (64, 33, False), (4, 40, False)])
+def test_products_with_few_columns(batch, t, a, b, narrow, untuned):
+    left, right = torch.randn(*batch, t, a).float(), torch.randn(*batch, t, b).float()
+    found = _matmul.cross(left, right)
+    torch.testing.assert_close(found, left.mT @ right)
+    assert found.is_contiguous()
+    if left.numel() and right.numel():
+        firsts = {args[0].shape[-2] for args in products_of(_matmul.cross, left, right)}
+        assert firsts == ({b} if narrow else {a})
+        assert {args[0].shape[-2] for args in products_of(_matmul.cross, left.double(), right.double())} == {a}
+
+
+def products_of(fn, *args):
+    """The arguments of all matrix products that a call runs."""
+
+    class Products(TorchDispatchMode):
+        found: list[tuple[torch.Tensor, ...]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name in ("aten::mm", "aten::bmm"):
+                self.found.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Products() as products:
+        fn(*args)
+    return products.found
+
+
+@pytest.mark.parametrize("few", [1, 2, 8, 9])
+@pytest.mark.parametrize("layout", ["rows", "columns", "expanded", "every other"])
+@pytest.mark.parametrize("tall", [True, False])
+def test_thin_matrices_are_laid_out_lengthwise(few, layout, tall, untuned):
+    shape = (20, few) if tall else (few, 20)
+    matrix = {
+        "rows": torch.randn(shape),
+        "columns": torch.randn(shape[::-1]).T,
+        "expanded": torch.randn(20, 1).expand(20, few) if tall else torch.randn(1, 20).expand(few, 20),
+        "every other": torch.randn(*shape, 2)[..., 0],
+    }[layout].float()
+    left, bias = torch.randn(300, shape[0]).float(), torch.randn(shape[1]).float()
+    torch.testing.assert_close(_matmul.product(left, matrix), left @ matrix)
+    torch.testing.assert_close(_matmul.affine(left, matrix.T, bias), left @ matrix + bias)
+    found = _matmul._lengthwise(matrix, 300)
+    assert torch.equal(found, matrix)
+    if 1 < few <= 8:
+        assert (found.T if tall else found).is_contiguous()
+    else:
+        assert found is matrix
+    assert _matmul._lengthwise(matrix.double(), 300).stride() == matrix.double().stride()
 
 
 @needs_onednn

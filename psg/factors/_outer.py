@@ -63,7 +63,7 @@ class Outer(Planned):
     def materialize(self) -> Tensor:
         if self.positions == 1 and _matmul.multiplies(self.device):
             return self.left.mT * self.right
-        return torch.bmm(self.left.transpose(1, 2), self.right)
+        return _matmul.cross(self.left, self.right)
 
     def norm(self) -> Tensor:
         if self.positions != 1 or self.is_differentiated:
@@ -95,7 +95,8 @@ class Outer(Planned):
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time: the memory is reused and, on a CPU, the norm reads from cache.
         size = _machine.items_at_a_time(self.device, self._bytes())
-        chunks = zip(self.left.transpose(1, 2).split(size), self.right.split(size), strict=True)
+        few, many = sorted((self.left, self.right), key=lambda side: side.shape[2])  # the order in which products take less time
+        chunks = zip(few.transpose(1, 2).split(size), many.split(size), strict=True)
         return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class Outer(Planned):
             left = scale_rows(left, weights)
         else:
             right = scale_rows(right, weights)
-        return _matmul.product(left.flatten(0, 1).T, right.flatten(0, 1))
+        return _matmul.cross(left.flatten(0, 1), right.flatten(0, 1))
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:
