@@ -268,9 +268,10 @@ def thin() -> None:
     rows = []
     for k, o, i in ((1024, 1024, 2), (1024, 1024, 4), (1024, 1024, 8), (1024, 768, 8), (128, 256, 8), (4096, 3072, 8), (1024, 1024, 12)):
         left, right = torch.randn(k, o), torch.randn(o, i)
+        columns = right.T.contiguous().T
         candidates = {
             "rows": lambda x=left, y=right: x @ y,
-            "columns": lambda x=left, y=right.T.contiguous().T: x @ y,
+            "columns": lambda x=left, y=columns: x @ y,
             "copied": lambda x=left, y=right: x @ y.T.contiguous().T,
         }
         rows.append((f"({k}, {o}, {i})", candidates))

@@ -3,8 +3,8 @@
 MKL's kernels, and its division of a product among threads, are tuned for Intel's processors. On many threads of AMD's it takes up to
 twice as long as oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py affine, product,
 weighted_sum, gram. Its kernels for few columns take two to nine times as long as they need, according to how these lie in memory
-(micro.py narrow, thin). oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph and on few threads:
-other products are divided into blocks.
+(micro.py narrow, thin). oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph and on few
+threads: other products are divided into blocks.
 """
 
 import functools
