@@ -32,7 +32,8 @@ _MANY_THREADS = 4  # on fewer, MKL divides large products well enough, and is a 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left[a, t] @ right[t, b] -> [a, b]."""
-    right = _lengthwise(right, left.shape[0])
+    if left.is_contiguous():
+        right = _lengthwise(right, left.shape[0])
     if left.numel() * right.shape[1] < _LARGE_PRODUCT:
         return torch.mm(left, right)
     if takes_onednn(left, right) and not (left.requires_grad or right.requires_grad):
@@ -45,8 +46,9 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def cross(left: Tensor, right: Tensor) -> Tensor:
     """left[*, t, a]^T right[*, t, b] -> [*, a, b], of one pair of matrices or of each in a batch."""
-    # The narrow side first.
-    if right.shape[-1] <= _NARROW < left.shape[-1] and left.numel() * right.shape[-1] >= _LARGE_NARROW and _is_slow(left, right):
+    few, many = right.shape[-1], left.shape[-1]
+    if few <= _NARROW and 4 * few <= many and left.numel() * few >= _LARGE_NARROW and _is_slow(left, right):
+        # The narrow side first.
         return (right.mT @ left).mT.contiguous()
     return product(left.T, right) if left.ndim == 2 else torch.bmm(left.mT, right)
 
