@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import psg
+from psg import _functorch, _machine
 from psg.rules import _fused, _gates
 from psg.testing import assert_trees_close, loop_grad
 
@@ -222,6 +223,27 @@ def test_norms_of_segments_of_factors(device):
     w = torch.rand(3, device=device)
     same(reduced(expected, w), (psg.tree.norm(expected), psg.tree.weighted_sum(expected, w)))
     assert [entry.error for cached in (fast, reduced) for entry in cached.cache_info()] == [None, None]
+
+
+@pytest.mark.parametrize("returned", ["a weight from parameters", "sums of segments"])
+def test_factors_of_another_kind_than_eager_ones(returned, device, monkeypatch):
+    """Eager calls and traces weigh costs differently: what they return is compared materialised."""
+    monkeypatch.setattr(_machine, "op_call", lambda device: 0 if _functorch.is_traced() else 1_000_000)
+    if returned == "a weight from parameters":
+        loss, params = psg.stateless(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)).to(device), F.cross_entropy)
+        fn, sizes = psg.factored_grad(loss), (5, 6)
+    else:
+        loss, params = psg.stateless(nn.Linear(60, 50).to(device), F.cross_entropy)
+        ids, sizes = torch.arange(50, device=device) % 4, (50, 60)
+        fn = lambda p, x, y: psg.tree.segment_sum(psg.factored_grad(loss)(p, x, y), ids, 4)  # noqa: E731
+    x, y = torch.randn(sizes, device=device), torch.randint(5, sizes[:1], device=device)
+    fast, expected = psg.jit(fn, backend="eager"), fn(params, x, y)
+    found = fast(params, x, y)
+    assert [type(factor) for factor in found.values()] != [type(factor) for factor in expected.values()]
+    same(psg.tree.materialize(found), psg.tree.materialize(expected))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+    with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong: compiled result.* where .* is allowed"):
+        same(psg.jit(fn, backend=wrong)(params, x, y), expected)
 
 
 # --- buckets ------------------------------------------------------------------------------------------------
