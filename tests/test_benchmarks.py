@@ -13,7 +13,7 @@ CALLS = {
     "overhead.py": "--repeats 2",
     "recurrent.py": "--threads 1 --kinds tanh --methods plain,psg_clip --samples 2 --steps 3 --repeats 1",
     "lifted.py": "--threads 1 --repeats 1",
-    "derived.py": "--threads 1 --problems spectral_norm --repeats 1",
+    "derived.py": "--threads 1 --problems indexed_table --repeats 1",
     "inside.py": "--threads 1 --problems forces --repeats 1",
     "breakdown.py": "--threads 1 --workloads tiny",
     "projections.py": "--threads 1 --workloads tiny --dims 8 --repeats 1",
