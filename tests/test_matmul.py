@@ -217,7 +217,7 @@ def test_a_bias_of_another_dtype_is_refused_here_too(untuned):
 @st.composite
 def products(draw):
     """Two layers, the second of them a linear layer, a matrix product or one with a bias."""
-    n, t, i, h, o = draw(st.integers(0, 3)), draw(st.integers(1, 3)), *(draw(st.integers(1, 4)) for _ in range(3))
+    n, t, i, h, o = draw(st.integers(0, 3)), draw(st.integers(1, 3)), *(draw(st.sampled_from([1, 2, 3, 4, 9])) for _ in range(3))
     params = {"w": draw(layouts(draw(tensors((h, i))))), "v": draw(layouts(draw(tensors((h, o))))), "b": draw(tensors((o,)))}
     x, kind = draw(layouts(draw(tensors((n, t, i))))), draw(st.sampled_from(["linear", "matmul", "addmm"]))
 
@@ -234,6 +234,12 @@ def products(draw):
 def test_every_product_by_a_node_of_psg(problem):
     # In float64, which oneDNN does not have.
     with mock.patch.multiple(_matmul, takes_onednn=lambda *_: True, _onednn=F.linear):
+        assert_agrees(problem)
+
+
+@given(problem=products())
+def test_every_product_with_few_columns(problem):
+    with mock.patch.multiple(_matmul, _is_slow=lambda *_: True, _LARGE_NARROW=0):
         assert_agrees(problem)
 
 
