@@ -26,11 +26,11 @@ from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_in
 from psg._modules import Called, Guard, collecting_calls
 from psg._ops import handles_ops
 from psg._trace import Generators, Trace, trace
-from psg.factors import Factor
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
 from psg.transforms import Batching, label_of, mark
+from psg.tree._leaves import is_factor
 
 _log = logging.getLogger("psg.jit")
 
@@ -358,7 +358,7 @@ def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: 
             _compare(again(), expected, "second result")
         except Mismatch:
             raise PsgError("it returns other values in every call, so it draws random numbers that torch does not know") from None
-        if math.isnan(mismatch.error) or not _is_rounding(*_alike(expected, actual, *(nudged() for _ in range(3)))):
+        if math.isnan(mismatch.error) or not _is_rounding(*_alike(actual, expected, *(nudged() for _ in range(3)))):
             raise
 
 
@@ -367,18 +367,14 @@ def _alike(*results: Any) -> list[Any]:
 
     Eager calls and traces choose the kinds of some factors by different costs, and all of them are right.
     """
-    flat = [_trees.flatten(result, _is_factor) for result in results]
+    flat = [_trees.flatten(result, is_factor) for result in results]
     if any(spec != flat[0][1] for _, spec in flat):
         return list(results)
     for i, values in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-        if all(map(_is_factor, values)) and any(_trees.flatten(value)[1] != _trees.flatten(values[0])[1] for value in values):
+        if all(map(is_factor, values)) and any(_trees.flatten(value)[1] != _trees.flatten(values[0])[1] for value in values):
             for leaves, _ in flat:
                 leaves[i] = leaves[i].materialize()
     return [_trees.unflatten(spec, leaves) for leaves, spec in flat]
-
-
-def _is_factor(node: Any) -> bool:
-    return isinstance(node, Factor)
 
 
 def _compare(actual: Any, expected: Any, name: str) -> None:
@@ -401,7 +397,7 @@ def _nudged(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [nudge(tensor) if tensor.dtype.is_floating_point else tensor for tensor in tensors]
 
 
-def _is_rounding(expected: Any, actual: Any, *nudged: Any) -> bool:
+def _is_rounding(actual: Any, expected: Any, *nudged: Any) -> bool:
     """Whether each leaf of a result is off by at most ten times what nudging the inputs changes the eager result by."""
     # Rounding may push a ReLU's input across zero, and the gradient jumps.
     own, *others = (_trees.tensors_in(_trees.flatten(tree)[0]) for tree in (expected, actual, *nudged))

@@ -27,6 +27,7 @@ _LARGE_NARROW = 1 << 18
 # Rows or columns.
 _NARROW = 32
 _THIN = 8
+
 _MANY_THREADS = 4  # on fewer, MKL divides large products well enough, and is a twentieth faster than oneDNN
 
 

@@ -216,13 +216,16 @@ def test_a_bias_of_another_dtype_is_refused_here_too(untuned):
 
 @st.composite
 def products(draw):
-    """Two layers, the second of them a linear layer, a matrix product or one with a bias."""
+    """Two layers, the second of them a linear layer, a matrix product, one with a bias, or a recurrent layer."""
     n, t, i, h, o = draw(st.integers(0, 3)), draw(st.integers(1, 3)), *(draw(st.sampled_from([1, 2, 3, 4, 9])) for _ in range(3))
     params = {"w": draw(layouts(draw(tensors((h, i))))), "v": draw(layouts(draw(tensors((h, o))))), "b": draw(tensors((o,)))}
-    x, kind = draw(layouts(draw(tensors((n, t, i))))), draw(st.sampled_from(["linear", "matmul", "addmm"]))
+    x, kind = draw(layouts(draw(tensors((n, t, i))))), draw(st.sampled_from(["linear", "matmul", "addmm", "recurrent"]))
 
     def fn(p, x):
         hidden = F.linear(x, p["w"]).tanh()
+        if kind == "recurrent":
+            weights = [p["v"].T, x.new_full((o, o), 0.1)]
+            return score(torch.rnn_tanh(hidden[None], x.new_zeros(1, 1, o), weights, False, 1, 0.0, False, False, True)[0])
         if kind == "linear":
             return score(F.linear(hidden, p["v"].T, p["b"]))
         return score(hidden @ p["v"] if kind == "matmul" else torch.addmm(p["b"], hidden, p["v"]))
