@@ -108,6 +108,12 @@ class Call:
             return True
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.found))
 
+    def watched_by(self, outside: Outside) -> "Call":
+        """The same call with another `outside`. Unlike `replace`, it keeps the properties that are cached."""
+        call = object.__new__(Call)
+        vars(call).update(vars(self), outside=outside)
+        return call
+
     def shared_draws(self) -> _random.State | None:
         """The generators' states if randomness="same", for every attempt and chunk to draw the same random numbers; else None."""
         return _random.get_state(self.tensors) if self.randomness == "same" else None

@@ -42,7 +42,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     outside = Recorded()
     before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
     with torch.no_grad():
-        result = compute(replace(call, outside=outside), method)
+        result = compute(call.watched_by(outside), method)
     if not needed and not outside.found:
         return result
     if not attach:
@@ -59,7 +59,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     if not attach or drew:
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
         _random.set_state(before)
-        return compute(replace(call, outside=Replaced(outside.found, outside.found)), reference)
+        return compute(call.watched_by(Replaced(outside.found, outside.found)), reference)
 
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
         own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])

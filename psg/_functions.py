@@ -69,7 +69,7 @@ def shown() -> Iterator[None]:
     """A context in which function modes see the calls of functions in the old style inside transforms, as `custom_function_call`."""
     token = _is_shown.set(True)
     try:
-        with _patch.applied():
+        with _patch:
             yield
     finally:
         _is_shown.reset(token)

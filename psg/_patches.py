@@ -1,14 +1,12 @@
 """Replacements of torch's attributes, while psg needs them."""
 
-import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 
 class Patch:
-    """Other values for attributes, in place as long as a context is open in any thread.
+    """A context in which attributes have other values, in place as long as any thread is in it.
 
     Args:
         values: By owner and name.
@@ -20,20 +18,17 @@ class Patch:
         self._lock = threading.Lock()
         self._contexts = 0
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Such a context."""
+    def __enter__(self) -> None:
         with self._lock:
             if not self._contexts:
                 self._set(self._values)
             self._contexts += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._contexts -= 1
-                if not self._contexts:
-                    self._set(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._contexts -= 1
+            if not self._contexts:
+                self._set(self._own)
 
     def _set(self, values: dict[tuple[Any, str], Any]) -> None:
         for (owner, name), value in values.items():

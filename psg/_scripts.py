@@ -1,7 +1,6 @@
 """Calls of TorchScript, inside of which no function mode sees an op."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,32 +21,37 @@ _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 _CALLS = {kind: kind.__call__ for kind in _KINDS}
 
 
-@contextlib.contextmanager
-def watched(look: Callable[[Any], None]) -> Iterator[None]:
+class watched:
     """A context in which `look` is given each function or method of torch.jit that Python calls, before it runs; inner contexts add theirs.
 
     Raises:
         PsgError: `look` or `refuse` has raised an error that did not leave the context: whoever caught it went on in another way.
     """
-    outer, failures = _current.get(), list[str]()
 
-    def look_all(script: Any) -> None:
-        if outer is not None:
-            outer.look(script)
-        try:
-            look(script)
-        except PsgError as error:
-            failures.append(str(error))
-            raise
+    def __init__(self, look: Callable[[Any], None]) -> None:
+        self._look = look
 
-    token = _current.set(_Watch(look_all, failures))
-    try:
-        with _patch.applied():
-            yield
-    finally:
-        _current.reset(token)
-    if failures:
-        raise PsgError(f"the function handles an error: {failures[0]}")
+    def __enter__(self) -> None:
+        outer, failures, look = _current.get(), list[str](), self._look
+
+        def look_all(script: Any) -> None:
+            if outer is not None:
+                outer.look(script)
+            try:
+                look(script)
+            except PsgError as error:
+                failures.append(str(error))
+                raise
+
+        self._failures = failures
+        self._token = _current.set(_Watch(look_all, failures))
+        _patch.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _patch.__exit__()
+        _current.reset(self._token)
+        if kind is None and self._failures:
+            raise PsgError(f"the function handles an error: {self._failures[0]}")
 
 
 def refuse(message: str) -> NoReturn:

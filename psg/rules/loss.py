@@ -43,7 +43,7 @@ def cross_entropy(
         return losses.reshape(target.shape), {}
     counted = labels != ignore_index
     if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
-        return losses if reduction == "sum" else torch.where(counted, losses, math.nan), {}
+        return losses if reduction == "sum" else losses / counted, {}  # 0 / 0 if it is ignored, as in torch
     losses = losses.reshape(input.shape[0], -1)
     if reduction == "sum":
         return losses.sum(1), {}
