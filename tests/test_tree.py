@@ -461,6 +461,50 @@ def test_many_small_leaves_among_others(leaves, n, seed, device):
     assert len(set(held)) == len(held)  # results share no memory
 
 
+PRODUCTS = st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(0, 200))
+
+
+@given(
+    products=st.lists(PRODUCTS, min_size=1, max_size=5),
+    vectors=st.lists(st.integers(0, 5), max_size=5),
+    n=st.integers(0, 40),
+    m=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+def test_many_small_products(products, vectors, n, m, dtype, seed, device):
+    """Outer products, some of them small enough to be formed and reduced with the others."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tree_of(count):
+        def draw(*shape):
+            return torch.randn(count, *shape, dtype=torch.float64, generator=generator).to(dtype).to(device)
+
+        return [*(Outer(draw(t, a), draw(t, b)) for t, a, b in products), *(Dense(draw(width)) for width in vectors)]
+
+    def exact(tree):
+        return [leaf.to(torch.float64).materialize() for leaf in tree]
+
+    tree, other = tree_of(n), tree_of(m)
+    dense, others = exact(tree), exact(other)
+    weights = torch.rand(n, generator=generator, dtype=torch.float64).to(device)
+    loose = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    size = 1 + sum(leaf.square().sum() for leaf in dense).sqrt() * (1 + sum(leaf.square().sum() for leaf in others).sqrt())
+
+    def close(found, expected):
+        assert_trees_close(tree_map(torch.Tensor.double, found), expected, rtol=loose, atol=float(loose * size), per_sample=False)
+
+    close(psg.tree.norm(tree), reference_norm(dense))
+    close(psg.tree.weighted_sum(tree, weights), reference_weighted_sum(dense, weights))
+    close(psg.tree.gram(tree), reference_gram(dense))
+    close(psg.tree.gram(tree, other), reference_flat(dense) @ reference_flat(others).T)
+    close(psg.tree.inner(tree, tree), reference_norm(dense).square())
+    close(psg.tree.project(tree, 8, seed=1), psg.tree.project(dense, 8, seed=1))
+    out = psg.tree.clip(tree, clip_norm=1.0)
+    close(out.norms, reference_norm(dense))
+    close(out.grads, reference_weighted_sum(dense, 1 / reference_norm(dense).clamp(min=1)))
+
+
 # --- noise --------------------------------------------------------------------------------------------------
 
 

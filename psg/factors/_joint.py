@@ -1,7 +1,7 @@
 """Reductions of several factors at once.
 
-A model has many small parameters (biases, normalisation layers). Reducing the gradient of one costs little more than the overhead of the
-call, so these gradients are concatenated and reduced together.
+A model has many small parameters (biases, normalisation layers, all of a small model's). Reducing the gradient of one costs little more
+than the overhead of the call, so these gradients are formed, concatenated and reduced together.
 """
 
 import functools
@@ -11,8 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from psg.factors._arithmetic import norm_of_norms, root, rows_of
+from psg.factors._arithmetic import norm_of_norms, root, rows_of, wide
 from psg.factors._base import Dense, Factor
+from psg.factors._outer import Outer
 from psg.factors._sketch import Sketch, sketch_side_by_side
 
 _MIN_JOINED = 4  # joining fewer factors gains nothing
@@ -118,7 +119,7 @@ def joined_pairs(pairs: Sequence[tuple[Factor, Factor]]) -> list[tuple[Factor, F
         return list(pairs)
     x, y = ([side[i] for i in sorted(small)] for side in sides)
     left = _side_by_side(x)
-    same = all(own.materialize() is other.materialize() for own, other in zip(x, y, strict=True))
+    same = all([*map(id, own._held())] == [*map(id, other._held())] for own, other in zip(x, y, strict=True))
     joined = left, left if same else _side_by_side(y)
     return [*(pair for i, pair in enumerate(pairs) if i not in small), joined]
 
@@ -142,16 +143,25 @@ def total_sketch(factors: Sequence[Factor], sketches: Sequence[Sketch]) -> Tenso
 
 
 def _side_by_side(factors: Sequence[Factor]) -> Dense:
-    """Dense factors as one, [n, P]."""
+    """Factors as one, [n, P]."""
     return Dense(torch.cat([rows_of(factor.materialize()) for factor in factors], dim=1))
 
 
 def _worth_joining(factors: Sequence[Factor]) -> list[int]:
-    """Indices of Dense factors of one dtype and device that take no longer to copy than an op takes to call; none if there are too few."""
-    held = [(i, factor.values) for i, factor in enumerate(factors) if isinstance(factor, Dense)]
+    """Indices of factors of one dtype and device that take no longer to form and copy than an op takes to call; none if too few."""
+    held = [i for i, factor in enumerate(factors) if isinstance(factor, Dense) or _is_outer_product(factor)]
     if len(held) < _MIN_JOINED:
         return []
-    first = held[0][1]
-    limit = (1 << (16 if first.device.type == "cpu" else 20)) // first.element_size()
-    small = [i for i, values in held if values.numel() <= limit and values.dtype == first.dtype and values.device == first.device]
-    return small if len(small) >= _MIN_JOINED and not first.is_complex() else []
+    dtype, device = factors[held[0]].dtype, factors[held[0]].device
+    limit = (1 << (16 if device.type == "cpu" else 20)) // dtype.itemsize
+
+    def fits(factor: Factor) -> bool:
+        return factor.n * factor.shape.numel() <= limit and factor.dtype == dtype and factor.device == device
+
+    small = [i for i in held if fits(factors[i])]
+    return small if len(small) >= _MIN_JOINED and not dtype.is_complex else []
+
+
+def _is_outer_product(factor: Factor) -> bool:
+    """Whether this is one outer product for each sample, in a dtype in which its entries need not be rounded to half precision."""
+    return isinstance(factor, Outer) and factor.positions == 1 and factor.dtype == wide(factor.dtype)
