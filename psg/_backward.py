@@ -32,6 +32,7 @@ class Backward:
         self.n = n
         self.settles = settles
         self.freed = 0
+        self._waiting: list[list[Tap]] = []  # for each hook the tap whose cotangent it takes, until it has
 
     def run(self, losses: Tensor, taps: list[Tap]) -> None:
         """Differentiate the sum of the losses. Empties the list of taps, so that each tap's tensors can be freed after its use."""
@@ -39,7 +40,12 @@ class Backward:
             return  # no parameter was used
         asked = self._hook_large(taps)
         targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values]
-        cotangents = iter(_autograd.gradients(losses, targets))
+        try:
+            cotangents = iter(_autograd.gradients(losses, targets))
+        finally:
+            # The hook of a node that the losses do not depend on is not called; its tap holds the node, which holds the hook.
+            for waiting in self._waiting:
+                waiting.clear()
         with torch.no_grad():
             for tap in asked:
                 self._collect(tap, [next(cotangents) for _ in tap.edges])
@@ -69,6 +75,7 @@ class Backward:
 
     def _hook(self, tap: Tap, alone: list[bool]) -> None:
         waiting = [tap]  # emptied by the hook, so that the tap is freed with its cotangent
+        self._waiting.append(waiting)
         node, index = tap.edges[0].node, tap.edges[0].output_nr
 
         def take(cotangents: tuple[Tensor | None, ...]) -> None:

@@ -133,7 +133,8 @@ class Call:
         With `copies`, fn gets copies of the tensors among the keyword arguments, which it may write into.
 
         Raises:
-            InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair.
+            InputError: fn does not return a real scalar (for a batch, [n]), or with has_aux no pair, or for a batch an auxiliary tensor
+                without the samples in dim 0.
         """
         kwargs = _copied(self.kwargs) if copies and self.keyword_tensors else self.kwargs
         with _ambient.uncompiled():
@@ -159,6 +160,12 @@ class Call:
         if not output.is_floating_point():
             hint = " Take its .real; for the imaginary part's derivative, make a second call with .imag." if output.is_complex() else ""
             raise InputError(f"{self.name}: expected fn to return a real floating-point scalar, got dtype {output.dtype}.{hint}")
+        for tensor in _trees.tensors_in(_trees.flatten(aux)[0]) if batch else ():
+            if tensor.shape[:1] != (self.n,):
+                raise InputError(
+                    f'{self.name}, method="batch": expected the {self.n} samples in dim 0 of every tensor in aux, got one of shape '
+                    f"{tuple(tensor.shape)}."
+                )
         return output, aux
 
     def sample(self, i: int) -> list[Any]:

@@ -15,7 +15,7 @@ class _Watch(NamedTuple):
     failures: list[str]  # the messages of errors raised in its context
 
 
-_current: ContextVar[_Watch | None] = ContextVar("_current", default=None)
+_current: ContextVar[_Watch | None] = ContextVar("psg_scripts", default=None)
 
 _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 _CALLS = {kind: kind.__call__ for kind in _KINDS}

@@ -297,7 +297,7 @@ def policy_of(policy: str | Policy) -> Policy:
         raise InputError('policy=automatic: this function makes policies: give what it returns, automatic(), or "automatic".')
     if callable(policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise InputError(f"policy={policy!r}: expected one of {list(POLICIES)} or a function (norms, clip_norm) -> clip_coef.")
     return POLICIES[policy]
 

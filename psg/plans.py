@@ -70,7 +70,8 @@ def using(
             operations a sample, and returns one of them.
         gram: "pixels" or "patches", or such a function.
         materialize: "convolution", "samples", "patches" or "correlation", or such a function.
-        keep_bytes: The most bytes of materialised gradients that may be kept for one parameter; 512 MiB by default.
+        keep_bytes: The most bytes of materialised gradients that may be kept for one parameter; 512 MiB by default. Small ones that are
+            reduced together do not count.
         measure: Whether to time all answers once for each shape, dtype, device and number of threads, and use the fastest from then on.
 
     Raises:

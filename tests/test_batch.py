@@ -302,6 +302,15 @@ def test_aux_and_containers(device):
     assert torch.equal(aux["twice"], 2 * x) and aux["name"] == "rows"
 
 
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("few", [lambda x: x[:1], lambda x: x.mean(), lambda x: torch.cat([x, x])], ids=["one row", "mean", "twice"])
+def test_aux_that_does_not_have_the_samples_in_dim_0(few, chunk_size, device):
+    fn, params, (x,) = projection(4, device)
+    transform = psg.per_sample_grad(lambda p, x: (fn(p, x), [x, few(x)]), has_aux=True, method="batch", chunk_size=chunk_size)
+    with pytest.raises(psg.InputError, match=rf"expected the {chunk_size or 4} samples in dim 0 of every tensor in aux, got one of shape \("):
+        transform(params, x)
+
+
 def test_differentiable(device):
     fn, params, batch = time_first(4, device)
     results = []

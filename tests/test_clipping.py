@@ -260,6 +260,8 @@ def test_only_a_function_can_be_bounded():
 def test_unknown_policy_is_an_error(args):
     with pytest.raises(psg.InputError, match=r"policy='clamp'.*clip.*automatic.*normalize"):
         psg.clipped_grad(loss, 1.0, policy="clamp")(*args)
+    with pytest.raises(psg.InputError, match=r"policy=\['clip'\]: expected one of"):
+        psg.clipped_grad(loss, 1.0, policy=["clip"])
 
 
 @pytest.mark.parametrize("gamma", [0, -1.0, math.nan])

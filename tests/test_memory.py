@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
-from psg import _ladder, _memory
+from psg import _backward, _functorch, _ladder, _memory
 from psg.testing import assert_trees_close
 
 
@@ -262,6 +262,26 @@ def test_nothing_is_left_in_cycles(transform, kind, device):
     loss, params = psg.stateless(computed(kind).to(device), F.cross_entropy)
     x, y = torch.randn(6, 3, 6, 6, device=device), torch.randint(4, (6,), device=device)
     assert not left_in_cycles(transform(loss), params, x, y)
+
+
+def test_layers_that_the_loss_does_not_depend_on_are_freed_at_once(device, monkeypatch):
+    """Their cotangents, waited for by hooks, never arrive."""
+    monkeypatch.setattr(_backward, "LARGE", 1)
+    inputs = []
+
+    def fn(params, x):
+        hidden = F.linear(x, params["first"])
+        inputs.append(weakref.ref(_functorch.bare(hidden)))
+        return hidden.square().sum() + F.linear(hidden, params["second"]).detach().sum()
+
+    params = {name: torch.randn(4, 4, device=device) for name in ("first", "second")}
+    gc.collect()
+    gc.disable()
+    try:
+        psg.clipped_grad(fn, 1.0)(params, torch.randn(3, 8, 4, device=device))
+        assert len(inputs) == 1 and inputs[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")

@@ -105,7 +105,7 @@ def norm_of(joints: Sequence[Joint]) -> Tensor:
 
 
 def joined_pairs(pairs: Sequence[tuple[Factor, Factor]]) -> list[tuple[Factor, Factor]]:
-    """The pairs, with those of small Dense factors joined to one pair, whose inner products are the sums of theirs.
+    """The pairs, with those of small factors formed and joined to one pair, whose inner products are the sums of theirs.
 
     Example:
         >>> import torch

@@ -106,10 +106,10 @@ def outputs_and_builders(op: str, result: Any, n: int) -> tuple[tuple[Tensor, ..
             f"the rule for {op} has to return (output, {{parameter: builder}}) or NotImplemented, got {type(result).__name__}."
         )
     output, builders = result
-    outputs = (output,) if isinstance(output, Tensor) else tuple(output)
-    if any(isinstance(tensor, Tensor) and (tensor.ndim == 0 or tensor.shape[0] != n) for tensor in outputs):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in outputs if isinstance(tensor, Tensor))
-        raise InputError(f"the rule for {op} has to return outputs with the {n} samples in dim 0, got {shapes}.")
+    outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+    if not all([isinstance(tensor, Tensor) and tensor.ndim > 0 and tensor.shape[0] == n for tensor in outputs]):
+        got = ", ".join(str(tuple(own.shape)) if isinstance(own, Tensor) else type(own).__name__ for own in outputs)
+        raise InputError(f"the rule for {op} has to return outputs with the {n} samples in dim 0, got {got}.")
     return outputs, builders
 
 

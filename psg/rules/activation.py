@@ -12,6 +12,7 @@ from torch import Tensor
 from psg import _functorch
 from psg.factors import Dense
 from psg.rules._registry import decomposition, reshape, rule
+from psg.rules.linear import sum_images
 
 
 @rule(F.prelu, Tensor.prelu, params=("weight",), frozen=True)
@@ -24,7 +25,7 @@ def prelu(input: Tensor, weight: Tensor) -> Any:
     def factor(cotangent: Tensor) -> Dense:
         slopes = torch.where(input > 0, 0, input * cotangent)  # there an infinite cotangent must not meet a zero
         if weight.numel() != 1:
-            return Dense(slopes.reshape(*slopes.shape[:3], slopes.shape[3:].numel()).sum((1, 3)))
+            return sum_images(slopes)
         return Dense(slopes.reshape(len(slopes), slopes.shape[1:].numel()).sum(1).reshape(-1, *weight.shape))
 
     return reshape(F.prelu(flat, weight), input.shape), {"weight": factor}

@@ -198,7 +198,8 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
 
 
 def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
-    (factors, spec), (others, other_spec) = factors_of(tree, name), factors_of(other, name)
+    factors, spec = factors_of(tree, name)
+    others, other_spec = (factors, spec) if other is tree else factors_of(other, name)
     if spec != other_spec:
         raise InputError(f"psg.tree.{name}: the trees differ in structure: {spec} and {other_spec}.")
     for i, (x, y) in enumerate(zip(factors, others, strict=True)):
