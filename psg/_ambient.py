@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from psg import _autograd
+from psg._patches import ForAll
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,28 +137,6 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class _ForAll:
-    """A torch setting that holds for all threads at once: the first thread to enter makes it, the last to leave undoes it."""
-
-    def __init__(self, make: Callable[[], Callable[[], None]]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._take_back: Callable[[], None] | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._take_back = self._make()
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and self._take_back is not None:
-                self._take_back()
-
-
 def _force_eager() -> Callable[[], None]:
     stance = torch.compiler.set_stance("force_eager")
     return lambda: stance.__exit__(None, None, None)
@@ -173,7 +152,7 @@ def _say_compiling() -> Callable[[], None]:
     return take_back
 
 
-_eager, _compiling = _ForAll(_force_eager), _ForAll(_say_compiling)
+_eager, _compiling = ForAll(_force_eager), ForAll(_say_compiling)
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:

@@ -57,17 +57,20 @@ def find_leaf(node: Any, ids: Container[int], seen: set[Any]) -> int | None:
     return None
 
 
-def has_scripted_part(node: Any) -> bool:
-    """Whether the graph that ends at this node holds one of TorchScript's own, which transforms differentiate once, but not twice."""
+def nodes_of(node: Any) -> Iterator[Any]:
+    """The nodes of the graph that ends at this node, each once; none if it is None."""
     seen, nodes = set(), [node]
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
-            if node.name().endswith("DifferentiableGraphBackward"):
-                return True
             seen.add(node)
+            yield node
             nodes += [before for before, _ in node.next_functions]
-    return False
+
+
+def has_scripted_part(node: Any) -> bool:
+    """Whether the graph that ends at this node holds one of TorchScript's own, which transforms differentiate once, but not twice."""
+    return any(own.name().endswith("DifferentiableGraphBackward") for own in nodes_of(node))
 
 
 def saved_tensor_hooks() -> object:

@@ -16,7 +16,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
 
 from psg import _functorch
-from psg._patches import Patch
+from psg._patches import patch
 
 _APPLY = vars(Function)["apply"]
 
@@ -83,4 +83,4 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _APPLY.__get__(None, cls)(*args, **kwargs)
 
 
-_patch = Patch({(Function, "apply"): classmethod(_apply)})
+_patch = patch({(Function, "apply"): classmethod(_apply)})

@@ -75,7 +75,7 @@ def gradients(
         look: Called with the nodes of the loss' graph, each once.
     """
     watch = watch or contextlib.nullcontext()
-    nodes = _nodes_of(loss)
+    nodes = list(_autograd.nodes_of(loss.grad_fn))
     if look is not None:
         look(nodes)
     if loss.grad_fn is None:
@@ -113,13 +113,3 @@ def _unhooked(leaves: Sequence[Any]) -> Iterator[None]:
     finally:
         for hooks, own in zip(held, kept, strict=True):
             hooks.update(own)
-
-
-def _nodes_of(loss: Tensor) -> list[Any]:
-    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(nodes)
-    for node in nodes:
-        following = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(following)
-        nodes += dict.fromkeys(following)
-    return nodes

@@ -1,35 +1,48 @@
-"""Replacements of torch's attributes, while psg needs them."""
+"""Changes to torch while psg needs them, which all threads see."""
 
 import inspect
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
-class Patch:
-    """A context in which attributes have other values, in place as long as any thread is in it.
+class ForAll:
+    """A context that holds for all threads at once: the first thread to enter makes a change, the last to leave takes it back.
 
     Args:
-        values: By owner and name.
+        make: Makes the change, and returns a function that takes it back.
     """
 
-    def __init__(self, values: dict[tuple[Any, str], Any]) -> None:
-        self._values = values
-        self._own = {(owner, name): inspect.getattr_static(owner, name) for owner, name in values}
+    def __init__(self, make: Callable[[], Callable[[], None]]) -> None:
+        self._make = make
         self._lock = threading.Lock()
-        self._contexts = 0
+        self._inside = 0
+        self._take_back: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._contexts:
-                self._set(self._values)
-            self._contexts += 1
+            if self._inside == 0:
+                self._take_back = self._make()
+            self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._contexts -= 1
-            if not self._contexts:
-                self._set(self._own)
+            self._inside -= 1
+            if self._inside == 0 and self._take_back is not None:
+                self._take_back()
 
-    def _set(self, values: dict[tuple[Any, str], Any]) -> None:
+
+def patch(values: dict[tuple[Any, str], Any]) -> ForAll:
+    """A context in which attributes have other values, given by owner and name."""
+    own = {(owner, name): inspect.getattr_static(owner, name) for owner, name in values}
+
+    def put(values: dict[tuple[Any, str], Any]) -> None:
         for (owner, name), value in values.items():
             setattr(owner, name, value)
+
+    def make() -> Callable[[], None]:
+        put(values)
+        return partial(put, own)
+
+    return ForAll(make)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from psg._errors import PsgError
-from psg._patches import Patch
+from psg._patches import patch
 
 
 class _Watch(NamedTuple):
@@ -72,4 +72,4 @@ def _call(called: Any, *args: Any, **kwargs: Any) -> Any:
     return _CALLS[kind](called, *args, **kwargs)
 
 
-_patch = Patch({(kind, "__call__"): _call for kind in _KINDS})
+_patch = patch({(kind, "__call__"): _call for kind in _KINDS})

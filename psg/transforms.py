@@ -27,7 +27,7 @@ Arguments that all five share:
                 (it warns), or whose losses are not repeatable. These checks hold for the samples at hand, and cost two more backward
                 passes (three for more than 65 samples; more in float16, or if cotangents of other samples cancel) and two more forward
                 passes (for fewer than eight samples up to five; one more where fn draws random numbers). Only shared arguments can be
-                differentiated, and tensors in aux must have the samples in dim 0.
+                differentiated, and tensors in aux must have the samples in dim 0 (else InputError).
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 
