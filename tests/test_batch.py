@@ -307,7 +307,7 @@ def test_aux_and_containers(device):
 def test_aux_that_does_not_have_the_samples_in_dim_0(few, chunk_size, device):
     fn, params, (x,) = projection(4, device)
     transform = psg.per_sample_grad(lambda p, x: (fn(p, x), [x, few(x)]), has_aux=True, method="batch", chunk_size=chunk_size)
-    with pytest.raises(psg.InputError, match=rf"expected the {chunk_size or 4} samples in dim 0 of every tensor in aux, got one of shape \("):
+    with pytest.raises(psg.InputError, match=rf"expected the {chunk_size or 4} samples in dim 0 of .* in aux, got one of shape \("):
         transform(params, x)
 
 
