@@ -461,6 +461,14 @@ def test_many_small_leaves_among_others(leaves, n, seed, device):
     assert len(set(held)) == len(held)  # results share no memory
 
 
+def test_a_complex_leaf_meets_a_real_one_in_factors(device):
+    one = torch.randn(3, 5, 4, dtype=torch.complex128, device=device)
+    other = Outer(torch.randn(3, 2, 5, device=device), torch.randn(3, 2, 4, device=device))
+    rows = torch.view_as_real(one)[..., 0]  # the inner product is that of the real parts
+    assert_trees_close(psg.tree.inner(one, other), (rows * other.materialize()).sum((1, 2)))
+    assert_trees_close(psg.tree.gram(other, one), reference_flat(other.materialize()) @ reference_flat(rows).T)
+
+
 PRODUCTS = st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(0, 200))
 
 

@@ -211,6 +211,8 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
 
 def _in_one_dtype(x: Factor, y: Factor) -> tuple[Factor, Factor]:
     dtype = torch.promote_types(x.dtype, y.dtype)
+    if dtype.is_complex:  # which only Dense holds
+        x, y = Dense(x.materialize()), Dense(y.materialize())
     return x.to(dtype), y.to(dtype)
 
 
