@@ -134,10 +134,14 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
         mode.aliases.read("the result", outputs)
         return outputs
 
-    with torch.enable_grad():
-        outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
-    backward = Backward(mode.values, n, call.settles)
-    backward.run(outputs[0], mode.taps)
+    try:
+        with torch.enable_grad():
+            outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
+        backward = Backward(mode.values, n, call.settles)
+        backward.run(outputs[0], mode.taps)
+    finally:
+        # Those of a pass that fails: a tap's node may hold the mode, by a `Product`, in a cycle that no garbage collector sees.
+        mode.taps.clear()
     try:
         pull_back(mode.values, lifted, n)
     except RuntimeError as error:

@@ -98,7 +98,8 @@ class Guard:
     def __init__(self, modules: list[nn.Module], read: list[tuple[nn.Module, str]]) -> None:
         self.modules = modules
         self.read = read
-        self._locks = [lock for module in modules if (lock := LOCKS.get(module)) is not None]
+        # In one order everywhere, as in `_pass.Pass.again`, to avoid deadlocks.
+        self._locks = [lock for module in sorted(modules, key=id) if (lock := LOCKS.get(module)) is not None]
         self._key = tuple(map(id, modules)), tuple((id(module), name) for module, name in read)
 
     def __eq__(self, other: object) -> bool:

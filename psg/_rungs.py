@@ -223,6 +223,8 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
     with torch.no_grad() if bare else contextlib.nullcontext():
         gradients, (values, *extra) = batched(*copies)
+    if bare:  # fn may return a parameter itself, whose copy requires grad
+        values, *extra = (value.detach() for value in (values, *extra))
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
 
 

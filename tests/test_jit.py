@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 import math
+import operator
 import random
 import re
 import shutil
@@ -23,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import psg
-from psg import _functorch, _machine
+from psg import _functorch, _machine, _modules
 from psg.rules import _fused, _gates
 from psg.testing import assert_trees_close, loop_grad
 
@@ -664,6 +665,14 @@ def test_exchanged_submodules_are_traced_anew(device):
         model[1] = kind()
     same(fast(params, x, y), fn(params, x, y))
     assert len(fast.cache_info()) == len(kinds) + 1
+
+
+def test_threads_take_the_locks_of_modules_in_one_order():
+    modules = [nn.Linear(2, 2) for _ in range(5)]
+    for module in modules:
+        psg.stateless(module, F.mse_loss)
+    forwards, backwards = (_modules.Guard(order, [])._locks for order in (modules, modules[::-1]))
+    assert len(forwards) == len(modules) and all(map(operator.is_, forwards, backwards))
 
 
 def test_hooks_of_modules_are_traced_anew(device):

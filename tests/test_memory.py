@@ -1,5 +1,6 @@
 """Chunks under a budget of bytes, and pages that a process keeps."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -262,6 +263,29 @@ def test_nothing_is_left_in_cycles(transform, kind, device):
     loss, params = psg.stateless(computed(kind).to(device), F.cross_entropy)
     x, y = torch.randn(6, 3, 6, 6, device=device), torch.randint(4, (6,), device=device)
     assert not left_in_cycles(transform(loss), params, x, y)
+
+
+def differentiates(params, x):
+    loss = F.linear(x, params).square().sum()
+    return torch.autograd.grad(loss, params, create_graph=True)[0].square().sum()  # the first pass fails, in every call
+
+
+def penalty_that_fails(params, x):
+    x.requires_grad_()
+    slope = torch.autograd.grad(F.linear(x, params).square().sum(), x, create_graph=True)[0]
+    raise ValueError(f"a penalty of shape {tuple(slope.shape)}")
+
+
+@pytest.mark.parametrize("fn", [differentiates, penalty_that_fails])
+def test_passes_that_fail_leave_nothing(fn, device):
+    def tensors_after_a_call():
+        with contextlib.suppress(ValueError):
+            psg.per_sample_grad(fn)(torch.randn(3, 4, device=device), torch.randn(5, 4, device=device))
+        gc.collect()
+        return sum(issubclass(type(held), torch.Tensor) for held in gc.get_objects())
+
+    tensors_after_a_call()
+    assert len({tensors_after_a_call() for _ in range(3)}) == 1
 
 
 def test_layers_that_the_loss_does_not_depend_on_are_freed_at_once(device, monkeypatch):

@@ -114,6 +114,17 @@ def test_every_sample_finds_keyword_tensors_as_they_were_given(options, device):
         assert (given["scale"] == 1).all()
 
 
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_a_parameter_in_values_and_aux_has_no_history(method, device):
+    w, x = torch.randn((), device=device), torch.randn(3, device=device)
+    values, grads = psg.per_sample_value_and_grad(lambda w, x: w, method=method)(w, x)
+    assert torch.equal(values, w.expand(3)) and torch.equal(grads, torch.ones_like(x))
+    _, aux = psg.per_sample_norm(lambda w, x: (w * x, {"own": w, "view": w[None]}), has_aux=True, method=method)(w, x)
+    assert not values.requires_grad and not any(tensor.requires_grad for tensor in aux.values())
+    assert torch.equal(aux["view"], w.expand(3, 1))
+    assert all(tensor.data_ptr() != w.data_ptr() for tensor in (values, *aux.values()))
+
+
 def test_gradients_have_no_history_and_leave_the_arguments_alone(device):
     params = {name: nn.Parameter(p) for name, p in linear_args(device)[0].items()}
     x = linear_args(device)[1]
