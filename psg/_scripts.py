@@ -2,20 +2,12 @@
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from psg._errors import PsgError
 from psg._patches import patch
-
-
-class _Watch(NamedTuple):
-    look: Callable[[Any], None]
-    failures: list[str]  # the messages of errors raised in its context
-
-
-_current: ContextVar[_Watch | None] = ContextVar("psg_scripts", default=None)
 
 _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 _CALLS = {kind: kind.__call__ for kind in _KINDS}
@@ -30,28 +22,31 @@ class watched:
 
     def __init__(self, look: Callable[[Any], None]) -> None:
         self._look = look
+        self.failures: list[str] = []  # the messages of errors raised in this context
+
+    def look(self, script: Any) -> None:
+        """Give a function or method to this context's `look`, and to those of the contexts around it."""
+        if self._outer is not None:
+            self._outer.look(script)
+        try:
+            self._look(script)
+        except PsgError as error:
+            self.failures.append(str(error))
+            raise
 
     def __enter__(self) -> None:
-        outer, failures, look = _current.get(), list[str](), self._look
-
-        def look_all(script: Any) -> None:
-            if outer is not None:
-                outer.look(script)
-            try:
-                look(script)
-            except PsgError as error:
-                failures.append(str(error))
-                raise
-
-        self._failures = failures
-        self._token = _current.set(_Watch(look_all, failures))
+        self._outer = _current.get()
+        self._token = _current.set(self)
         _patch.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         _patch.__exit__()
         _current.reset(self._token)
-        if kind is None and self._failures:
-            raise PsgError(f"the function handles an error: {self._failures[0]}")
+        if kind is None and self.failures:
+            raise PsgError(f"the function handles an error: {self.failures[0]}")
+
+
+_current: ContextVar[watched | None] = ContextVar("psg_scripts", default=None)
 
 
 def refuse(message: str) -> NoReturn:

@@ -163,5 +163,5 @@ def _worth_joining(factors: Sequence[Factor]) -> list[int]:
 
 
 def _is_outer_product(factor: Factor) -> bool:
-    """Whether this is one outer product for each sample, in a dtype in which its entries need not be rounded to half precision."""
+    """Whether this is one outer product for each sample, and not of half precision, to which its entries would be rounded."""
     return isinstance(factor, Outer) and factor.positions == 1 and factor.dtype == wide(factor.dtype)
