@@ -34,8 +34,8 @@ from psg.tree._leaves import is_factor
 
 _log = logging.getLogger("psg.jit")
 
-# torch's tracer patches state that all threads share.
-_tracing = threading.RLock()
+# One build at a time, in all threads: torch's tracer patches state that they share, and a build rewinds the random generators.
+_building = threading.RLock()
 
 _Compile = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
@@ -90,6 +90,7 @@ def jit(
     Calls run eagerly, so that they can be differentiated, inside torch.func transforms and forward-mode AD, and where an input or a tensor
     that fn closes over requires grad. Calls on empty batches, under `torch.autograd.detect_anomaly`, inside another traced function, or
     under a function or dispatch mode are eager too. Thread-safe: each signature is compiled once, by whichever thread comes first.
+    Compiling rewinds torch's generators, so no other thread should draw from them meanwhile.
 
     Args:
         fn: The function.
@@ -153,7 +154,6 @@ class Jitted:
         # By signature, then by what a trace depends on beside it, then by the state that this was in.
         self._cache: dict[Hashable, dict[Guard, dict[Hashable, _Entry]]] = {}
         self._builds: Counter[Hashable] = Counter()
-        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         """The function's name, and the number of traces."""
@@ -183,7 +183,7 @@ class Jitted:
 
     def cache_clear(self) -> None:
         """Forget what has been compiled."""
-        with self._lock:
+        with _building:
             self._cache.clear()
             self._builds.clear()
 
@@ -199,7 +199,7 @@ class Jitted:
         signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), modes, self._key())
         entry = self._entry(signature, tensors)
         if entry is None:
-            with self._lock:
+            with _building:
                 entry = self._entry(signature, tensors)
                 if entry is None and self._builds[signature] < _MOST_BUILDS:
                     entry, guard, state = self._build(leaves, spec)
@@ -254,7 +254,7 @@ class Jitted:
                 torch.rand(1, generator=generator, device=generator.device)
 
         try:
-            with _tracing, collecting_calls() as called:
+            with collecting_calls() as called:
 
                 def noted(*args: Any, **kwargs: Any) -> Any:
                     mode: Any = get_proxy_mode()

@@ -667,6 +667,32 @@ def test_exchanged_submodules_are_traced_anew(device):
     assert len(fast.cache_info()) == len(kinds) + 1
 
 
+def test_builds_in_other_threads_do_not_disturb_one_another():
+    """A build rewinds torch's generators; another that compared them meanwhile took its function for one that seeds them."""
+    comparing, go = threading.Event(), threading.Event()
+
+    def slow(x):
+        if not torch.compiler.is_compiling():
+            comparing.set()
+            go.wait(0.5)
+        return 2 * x
+
+    def fast(x):
+        if not torch.compiler.is_compiling():
+            go.set()
+            thread.join(5)
+        return 3 * x
+
+    x = torch.ones(2)
+    thread = threading.Thread(target=psg.jit(slow, backend="eager"), args=(x,))
+    thread.start()
+    comparing.wait(60)
+    compiled = psg.jit(fast, backend="eager")
+    assert torch.equal(compiled(x), 3 * x)
+    thread.join()
+    assert compiled.cache_info()[0].error is None
+
+
 def test_threads_take_the_locks_of_modules_in_one_order():
     modules = [nn.Linear(2, 2) for _ in range(5)]
     for module in modules:
