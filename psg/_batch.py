@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _autograd, _copies, _functorch, _kernels, _pass, _trees
@@ -36,6 +37,7 @@ from psg._higher_order import HIGHER_ORDER
 from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._operands import run_rule
 from psg._ops import (
+    ACCUMULATING,
     DIFFERENTIATING,
     GRAD_FN,
     METADATA,
@@ -182,12 +184,10 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
                 f"{_FOR_ONE_SAMPLE}"
             ) from error
         except RuntimeError as error:
-            if "selective activation checkpoint" not in str(error):
+            why = next((why for cause, why in _FAILURES.items() if cause in str(error)), None)
+            if why is None:
                 raise
-            raise InputError(
-                'method="batch": fn uses a selective activation checkpoint, which allows one backward pass; this method runs several, to '
-                f"measure whose each row is. Use a plain checkpoint, or none. {_FOR_ONE_SAMPLE}"
-            ) from error
+            raise InputError(f'method="batch": {why} {_FOR_ONE_SAMPLE}') from error
     pull_back(mode.values, values, n)
     factors = [value.factor(n).detach() for value in values]
     return Captured(tuple(output.detach() for output in outputs), factors, uses)
@@ -195,6 +195,14 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
 
 _HALVES = {torch.float16, torch.bfloat16}
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
+
+_SEVERAL_PASSES = "which allows one backward pass; this method runs several, to measure whose each row is."
+_FAILURES = {
+    "selective activation checkpoint": f"fn uses a selective activation checkpoint, {_SEVERAL_PASSES}",
+    "through the graph a second time": f"fn uses an autograd.Function that differentiates a graph of its own, {_SEVERAL_PASSES}",
+    "When use_reentrant=True": "fn uses a reentrant checkpoint, whose gradients psg would not see: pass use_reentrant=False.",
+}
+"""Errors of torch's in the backward pass, by a part of their message, and why they are raised."""
 
 
 class _BatchMode(Watch):
@@ -246,6 +254,8 @@ class _BatchMode(Watch):
                 f'method="batch": {name_of(func)} at {user_line()} makes derivatives that are differentiated in turn; rules give no such '
                 f"derivatives. {_FOR_ONE_SAMPLE}"
             )
+        if func in ACCUMULATING and kwargs.get("inputs") is None:
+            self._refuse_accumulation(leaves)
         met = self.lifted_among(leaves)
         if func in PREDICATES:
             answer = met[0].ask(func) if met else func(*args, **kwargs)
@@ -265,6 +275,17 @@ class _BatchMode(Watch):
             output = self._run_rule(func, args, kwargs, None)
             return output if output is not NotImplemented else self._run_inside(body, args, kwargs)
         return self._run_met(func, args, kwargs, met, leaves, target)
+
+    def _refuse_accumulation(self, leaves: list[Any]) -> None:
+        """Raise if a graph to which fn, or the backward of one of its autograd.Functions, applies `backward()` leads to a parameter."""
+        graph = {node for leaf in leaves if isinstance(leaf, Tensor) for node in _autograd.nodes_of(leaf.grad_fn)}
+        names = [value.name for tap in self.taps if any(edge.node in graph for edge in tap.edges) for _, value, _ in tap.builders]
+        names += [value.name for value in self.values if value.handle is not None and get_gradient_edge(value.handle).node in graph]
+        if names:
+            raise InputError(
+                f'method="batch": backward() at {user_line()} would add to the .grad of {names[0]}, unseen by psg. If a checkpoint calls '
+                f"it, pass use_reentrant=False. {_FOR_ONE_SAMPLE}"
+            )
 
     def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], leaves: list[Any], target: Any) -> Any:
         """Run an op that parameters, or values computed from them, meet."""
@@ -464,17 +485,17 @@ class _BatchMode(Watch):
         """Compute the cotangents at the taps, measure which sample each of their rows belongs to, and make factors of them."""
         if not losses.requires_grad:
             return  # no parameter was used
-        # A checkpoint that is recomputed in the backward pass lifts and taps again; nothing needs those values and taps.
-        values, taps, self.taps = list(self.values), self.taps, []
+        # A checkpoint that is recomputed in the backward pass lifts and taps again; the factors need no more than these.
+        values, taps = list(self.values), list(self.taps)
         targets = [edge for tap in taps for edge in tap.edges]
         handles: list[Any] = [value.handle for value in values]
         # Edges alone: this mode would intercept a call with tensors, and not be active inside it.
         output: Any = [get_gradient_edge(losses)]
-        inputs: Any = [*targets, *map(get_gradient_edge, handles)]
+        inputs: Any = [*targets, *map(get_gradient_edge, handles), *_sides_of_functions(losses)]
         ones = torch.ones_like(losses)
         with self:
             arrived = torch.autograd.grad(output, inputs, [ones], allow_unused=True, retain_graph=self.n > 1)
-        names = [value.name for value, gradient in zip(values, arrived[len(targets) :], strict=True) if gradient is not None]
+        names = [value.name for value, gradient in zip(values, arrived[len(targets) :], strict=False) if gradient is not None]
         if names:
             raise InputError(
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
@@ -532,6 +553,20 @@ class _BatchMode(Watch):
         if not all(own.isfinite().all() for weighted in sides for own in weighted):
             raise NotFinite(losses)
         return found
+
+
+def _sides_of_functions(losses: Tensor) -> list[GradientEdge]:
+    """The inputs of all autograd.Functions but psg's in a graph.
+
+    autograd calls the backward of a Function only on the way to what it was asked for. One that calls `backward()` must be met.
+    """
+    return [
+        GradientEdge(before, index)
+        for node in _autograd.nodes_of(losses.grad_fn)
+        if isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith("psg.")
+        for before, index in node.next_functions
+        if before is not None
+    ]
 
 
 def _by_tap(taps: list[Tap], arrived: Sequence[Tensor | None]) -> list[list[Tensor | None]]:

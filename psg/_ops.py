@@ -43,6 +43,9 @@ class Node:
 DIFFERENTIATING = {torch.autograd.grad, Tensor.backward}
 """Calls that differentiate. Function modes get all their options as keyword arguments."""
 
+ACCUMULATING = {torch.autograd.backward, Tensor.backward}
+"""Calls that add gradients to the `.grad` of leaves."""
+
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
 
 # These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (READS), of

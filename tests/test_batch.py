@@ -765,6 +765,71 @@ def test_activation_checkpointing(whole, device):
     assert_trees_close(grads, loop_grad(one(fn))(params, x))
 
 
+class Recomputed(torch.autograd.Function):
+    """A reversible layer: its backward runs a function again, or differentiates what its forward has run."""
+
+    @staticmethod
+    def forward(ctx, x, function, again, differentiate):
+        ctx.again, ctx.differentiate = again, differentiate
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.function, ctx.output = function, function(ctx.x)
+        return function(x) if again else ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, output = ctx.x, ctx.output
+        if ctx.again:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                output = ctx.function(x)
+        if ctx.differentiate is torch.autograd.grad:
+            return *torch.autograd.grad(output, x, cotangent), None, None, None
+        ctx.differentiate(output, cotangent)
+        return x.grad, None, None, None
+
+
+RECOMPUTED = {
+    "reentrant checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    **{
+        f"{differentiate.__qualname__} {'again' if again else 'once'}": partial(
+            lambda again, differentiate, function, x: Recomputed.apply(x, function, again, differentiate), again, differentiate
+        )
+        for again in (True, False)
+        for differentiate in (torch.autograd.backward, torch.Tensor.backward)
+    },
+}
+
+
+@pytest.mark.parametrize("way", RECOMPUTED.values(), ids=RECOMPUTED)
+@pytest.mark.parametrize("first", [True, False], ids=["behind a layer", "first"])
+def test_gradients_that_a_backward_adds_to_leaves_are_not_lost(way, first, device):
+    """They were zero: the backward of an autograd.Function adds them to `.grad`, or was not called at all."""
+    p, x = {name: torch.randn(3, 3, device=device) for name in "vw"}, torch.randn(4, 3, device=device)
+
+    def fn(p, x):
+        hidden = F.linear(x, p["v"]) if first else x.clone().requires_grad_()
+        return way(lambda hidden: F.linear(hidden, p["w"]).tanh(), hidden).square().sum(1)
+
+    with pytest.raises(psg.InputError, match=r"backward\(\) at .* would add to the .grad of p\['w'\]|pass use_reentrant=False"):
+        psg.per_sample_grad(fn, method="batch")(p, x)
+
+
+def test_a_frozen_part_may_run_again(device):
+    way = RECOMPUTED["backward again"]
+    p, frozen, x = torch.randn(3, 3, device=device), torch.randn(3, 3, device=device), torch.randn(4, 3, device=device)
+    fn = lambda p, x: way(lambda hidden: F.linear(hidden, frozen).tanh(), F.linear(x, p)).square().sum(1)  # noqa: E731
+    plain = lambda p, x: F.linear(F.linear(x, p), frozen).tanh().square().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), loop_grad(plain)(p, x))
+
+
+def test_a_graph_that_can_be_differentiated_once(device):
+    p, x = torch.randn(3, 3, device=device), torch.randn(4, 3, device=device)
+    fn = lambda p, x: Recomputed.apply(F.linear(x, p), torch.tanh, False, torch.autograd.grad).sum(1)  # noqa: E731
+    with pytest.raises(psg.InputError, match="a graph of its own, which allows one backward pass"):
+        psg.per_sample_grad(fn, method="batch")(p, x)
+
+
 @pytest.mark.parametrize("compute", [torch.square, torch.exp, lambda v: v.softmax(-1), lambda v: v * v.norm()])
 @pytest.mark.parametrize("check", ["default", "none"])
 @pytest.mark.parametrize("n", [3, 4])  # 4: the shapes of what the op's rule and the op itself save agree
