@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 
 def gradients(losses: Tensor, targets: Sequence[Any], create_graph: bool = False) -> Sequence[Tensor | None]:
@@ -66,6 +68,21 @@ def nodes_of(node: Any) -> Iterator[Any]:
             seen.add(node)
             yield node
             nodes += [before for before, _ in node.next_functions]
+
+
+def sides_of_functions(output: Tensor) -> list[GradientEdge]:
+    """The inputs of all autograd.Functions in a graph, but those of psg's own.
+
+    autograd calls a Function's backward only on the way to the gradients it was asked for. One that adds to the `.grad` of leaves itself
+    (a reversible layer's) must be called too: to be told from others.
+    """
+    return [
+        GradientEdge(before, index)
+        for node in nodes_of(output.grad_fn)
+        if isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith("psg.")
+        for before, index in node.next_functions
+        if before is not None
+    ]
 
 
 def has_scripted_part(node: Any) -> bool:

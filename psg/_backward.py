@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from psg import _autograd, _functorch
 from psg._errors import Unsupported
@@ -34,12 +35,15 @@ class Backward:
         self.freed = 0
         self._waiting: list[list[Tap]] = []  # for each hook the tap whose cotangent it takes, until it has
 
-    def run(self, losses: Tensor, taps: list[Tap]) -> None:
-        """Differentiate the sum of the losses. Empties the list of taps, so that each tap's tensors can be freed after its use."""
+    def run(self, losses: Tensor, taps: list[Tap], others: Sequence[GradientEdge] = ()) -> None:
+        """Differentiate the sum of the losses, also with respect to `others`, for what autograd calls on the way there.
+
+        Empties the list of taps, so that each tap's tensors can be freed after its use.
+        """
         if not losses.requires_grad:
             return  # no parameter was used
         asked = self._hook_large(taps)
-        targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values]
+        targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values] + [*others]
         try:
             cotangents = iter(_autograd.gradients(losses, targets))
         finally:

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _autograd, _copies, _functorch, _kernels, _pass, _trees
@@ -491,7 +490,7 @@ class _BatchMode(Watch):
         handles: list[Any] = [value.handle for value in values]
         # Edges alone: this mode would intercept a call with tensors, and not be active inside it.
         output: Any = [get_gradient_edge(losses)]
-        inputs: Any = [*targets, *map(get_gradient_edge, handles), *_sides_of_functions(losses)]
+        inputs: Any = [*targets, *map(get_gradient_edge, handles), *_autograd.sides_of_functions(losses)]
         ones = torch.ones_like(losses)
         with self:
             arrived = torch.autograd.grad(output, inputs, [ones], allow_unused=True, retain_graph=self.n > 1)
@@ -553,20 +552,6 @@ class _BatchMode(Watch):
         if not all(own.isfinite().all() for weighted in sides for own in weighted):
             raise NotFinite(losses)
         return found
-
-
-def _sides_of_functions(losses: Tensor) -> list[GradientEdge]:
-    """The inputs of all autograd.Functions but psg's in a graph.
-
-    autograd calls the backward of a Function only on the way to what it was asked for. One that calls `backward()` must be met.
-    """
-    return [
-        GradientEdge(before, index)
-        for node in _autograd.nodes_of(losses.grad_fn)
-        if isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith("psg.")
-        for before, index in node.next_functions
-        if before is not None
-    ]
 
 
 def _by_tap(taps: list[Tap], arrived: Sequence[Tensor | None]) -> list[list[Tensor | None]]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _copies, _functions, _functorch, _random, _scripts
+from psg import _autograd, _copies, _functions, _functorch, _random, _scripts
 from psg._backward import Backward
 from psg._call import Call
 from psg._errors import PsgError, StateError, Unsupported
@@ -138,7 +138,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
         with torch.enable_grad():
             outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
         backward = Backward(mode.values, n, call.settles)
-        backward.run(outputs[0], mode.taps)
+        backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:
         # Those of a pass that fails: a tap's node may hold the mode, by a `Product`, in a cycle that no garbage collector sees.
         mode.taps.clear()

@@ -36,12 +36,12 @@ def lacks_batching(func: Any, args: Any) -> bool:
 UNBATCHED = ", an autograd.Function, returns an output in which samples are not told apart: torch would add up their cotangents"
 
 
-def is_unbatched(func: Any, tensors: Sequence[Tensor], output: Any, level: int) -> bool:
+def is_unbatched(tensors: Sequence[Tensor], output: Any, level: int) -> bool:
     """Whether a function that was called on samples has returned an output with a history, but without the wrapper of the vmap.
 
     For example zeros that inject a gradient. Below that vmap the output's cotangent is the sum over the samples, and each gets it.
     """
-    if func is not custom_function_call or not any(level in _functorch.vmap_levels(tensor) for tensor in tensors):
+    if not any(level in _functorch.vmap_levels(tensor) for tensor in tensors):
         return False
     parts = output if isinstance(output, (tuple, list)) else (output,)
     alike = [part for part in parts if isinstance(part, Tensor) and level not in _functorch.vmap_levels(part)]

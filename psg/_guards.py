@@ -97,7 +97,8 @@ class VmapGuard(TorchFunctionMode):
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
-        if self.differentiated and _functions.is_unbatched(func, tensors_in(leaves), output, self.level - 1):
+        is_function = self.differentiated and func is _functions.custom_function_call
+        if is_function and _functions.is_unbatched(tensors_in(leaves), output, self.level - 1):
             raise PsgError(f"{args[0].__name__}{_functions.UNBATCHED}")
         return output
 

@@ -68,6 +68,7 @@ class Router(Watch):
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.constants_at: set[int] = set()
         self.differentiates = False
+        self.has_functions = False
         self.failure: str | None = None  # the message alone: the error itself would keep all frames alive
 
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
@@ -101,8 +102,10 @@ class Router(Watch):
             if output is NotImplemented and (body := _registry.body_of(func)) is not None:
                 with self:
                     return body(*args, **kwargs)
-            if _functions.is_unbatched(func, tensors, output, self.level):
-                raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
+            if func is _functions.custom_function_call:
+                self.has_functions = True
+                if _functions.is_unbatched(tensors, output, self.level):
+                    raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
             if id(output) not in self.by_handle:
                 output = self.aliases.note(func, args, kwargs, tensors, output)
             if marked:

@@ -708,6 +708,43 @@ def test_layers_that_run_again_in_the_backward_pass(way, device):
     assert_trees_close(dict(module.named_parameters()), own)
 
 
+class AgainForAll(torch.autograd.Function):
+    """`Again`, with a generated rule for vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, layer):
+        return layer(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.x, ctx.layer = inputs
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), cotangent)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_function_on_data_whose_backward_adds_to_leaves(first, device):
+    """Nothing that psg asks autograd for lies behind it, so its backward was not called, and the gradients of `w` were zero."""
+
+    def fn(p, x):
+        hidden = x.clone().requires_grad_() if first else F.linear(x, p["v"])
+        return AgainForAll.apply(hidden, lambda hidden: F.linear(hidden, p["w"]).tanh()).square().sum() + F.linear(x, p["v"]).sum()
+
+    def plain(p, x):
+        return F.linear(x if first else F.linear(x, p["v"]), p["w"]).tanh().square().sum() + F.linear(x, p["v"]).sum()
+
+    p, x = {name: torch.randn(3, 3, device=device) for name in "vw"}, torch.randn(N, 3, device=device)
+    with pytest.warns(psg.FallbackWarning, match="method='loop'"):
+        assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(plain)(p, x))
+
+
 @pytest.mark.parametrize("way", RUN_AGAIN.values(), ids=RUN_AGAIN)
 def test_layers_that_run_again_after_functional_call_are_refused(way, device):
     module = RunsAgain(way).to(device)
