@@ -55,7 +55,7 @@ from psg._ops import (
 )
 from psg._owners import HALF, SINGLE, codes, groups, owners
 from psg._sampled import Sampled
-from psg._writes import written
+from psg._writes import changes_nothing, written
 from psg.factors._arithmetic import as_real
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
@@ -229,6 +229,8 @@ class _BatchMode(Watch):
         func = _registry.namesake(func, kwargs)
         if func in METADATA:
             return func(*args, **kwargs)
+        if changes_nothing(func, args):
+            return None
         if func in HIGHER_ORDER:
             with self:
                 return HIGHER_ORDER[func](*args, **kwargs)

@@ -85,6 +85,8 @@ def capture(call: Call, function: Function) -> Captured:
             return captured
         except Retry as retry:
             habits = habits._replace(**retry.change)
+            # At once: what the failed pass has left in a module's attribute may keep the next from succeeding, until the user clears it.
+            remember(call.fn, habits, habits.recorded)
         except RuntimeError as error:
             if habits.fills == len(FACTORIES) or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
@@ -122,8 +124,10 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
             with mode, _scripts.watched(_refuse), _functions.shown() if habits.shows else contextlib.nullcontext():
                 outputs = function(samples, habits.copied)
         except RuntimeError as error:
-            if not habits.shows and _functions.is_refusal(error):
-                raise Retry("fn calls an autograd.Function in the old style", shows=True) from error
+            if _functions.is_refusal(error):
+                if not habits.shows:
+                    raise Retry("fn calls an autograd.Function in the old style", shows=True) from error
+                raise Unsupported(_functions.UNSEEN) from error
             if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise
             raise Retry("a constant computed from parameters may have been written into", derives=False) from error

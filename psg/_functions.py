@@ -28,6 +28,12 @@ def is_refusal(error: Exception) -> bool:
     return "must override the setup_context" in str(error)
 
 
+UNSEEN = (
+    "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint), or one under a name "
+    "that was bound before the call (for `f = MyFunction.apply` write MyFunction.apply(...))"
+)
+
+
 def lacks_batching(func: Any, args: Any) -> bool:
     """Whether this is the call of such a function."""
     return func is custom_function_call and not args[0].generate_vmap_rule

@@ -271,6 +271,13 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
         return StorageWeakRef(bare(tensor).untyped_storage())
 
 
+def are_one_view(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same view of the same memory, under any wrappers."""
+    with torch._C.DisableTorchFunction():
+        sides = [(t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg(), bare(t).data_ptr(), bare(t).numel() > 0) for t in (tensor, other)]
+    return sides[0] == sides[1] and sides[0][-1]
+
+
 def is_contiguous(tensor: Tensor) -> bool:
     """Whether the values are, under all wrappers."""
     with torch._C.DisableTorchFunction():

@@ -14,7 +14,7 @@ from psg._higher_order import refuse_others
 from psg._marks import Marks
 from psg._ops import DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of, torchs_names
 from psg._trees import tensors_in
-from psg._writes import Aliases, written
+from psg._writes import Aliases, changes_nothing, written
 from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
@@ -51,6 +51,8 @@ class VmapGuard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = torchs_names(func, kwargs)
+        if changes_nothing(func, args):
+            return None
         try:
             if (form := python_form(func)) is not None:
                 with self:

@@ -40,7 +40,7 @@ from psg._ops import (
     torchs_names,
 )
 from psg._outside import REQUIRING
-from psg._writes import Aliases, written
+from psg._writes import Aliases, changes_nothing, written
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
@@ -84,6 +84,8 @@ class Router(Watch):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
+            if changes_nothing(func, args):
+                return None
             kwargs = torchs_names(func, kwargs)
             func = _registry.namesake(func, kwargs)
             if types and (handler := foreign_handler(types)) is not None:

@@ -223,7 +223,15 @@ def _call(
 def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor], memory: dict[str, int]) -> None:
     """Warn if `params` are still those that stateless returned, at the addresses in `memory`, but the module's have moved."""
     with torch._C.DisableTorchFunction():
-        moved = [name for name in params if name in memory and name in own and own[name].data_ptr() != memory[name]]
+        held = [name for name in params if name in memory and name in own]
+        try:
+            moved = [name for name in held if own[name].data_ptr() != memory[name]]
+        except RuntimeError as error:  # a wrapper of a transform has no memory
+            wrapped = next(name for name in held if _functorch.is_wrapped(own[name]))
+            raise StateError(
+                f"stateless: the module's parameter {wrapped!r} is a tensor that a torch.func transform has left there, as "
+                "torch.func.functional_call does in modules that have several names. Assign the module's own parameter to it again."
+            ) from error
         stale = [name for name in moved if _functorch.memory_of(params[name]) == memory[name]]
     if stale:
         warn_once(

@@ -44,6 +44,14 @@ def written(target: Any) -> list[Tensor]:
     return [tensor for tensor in several if isinstance(tensor, Tensor) and (tensor.numel() or _functorch.memory_of(tensor))]
 
 
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+
+
+def changes_nothing(func: Any, args: Any) -> bool:
+    """Whether this is `tensor.data = value` with the tensor's own data, as `tensor.data.to(device)` returns it where nothing is to do."""
+    return func == _SET_DATA and isinstance(args[1], Tensor) and _functorch.are_one_view(*args)
+
+
 class Aliases:
     """Tensors of which each may share memory with another in a loop over samples and not in this pass, or the other way round.
 

@@ -200,6 +200,7 @@ def test_flex_attention(method, device):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # torch 2.12, where it must not compile
 def test_flex_attention_by_its_public_name(device):
     def fn(bias, x):
         return flex_attention(x, x, x, score_mod=lambda score, b, h, q, k: score + bias[h, (q - k).abs()]).square().sum()

@@ -499,6 +499,9 @@ class Remembering(torch.autograd.Function):
         return cotangent * ctx.holder.seen, None
 
 
+_reversed = Reversed.apply
+
+
 def _closing_over(w, x):
     class Product(torch.autograd.Function):
         @staticmethod
@@ -524,9 +527,10 @@ def _closing_over(w, x):
         (lambda w, x: Remembering.apply(w @ x, None).sum(), "sets attributes"),
         (lambda w, x: Injected.apply(w @ x) + (w @ x).sin().sum(), "samples are not told apart"),
         (_closing_over, "raises RuntimeError sample by sample"),
+        (lambda w, x: _reversed(w @ x, 0.5).sum(), "bound before the call"),
         (lambda w, x: torch.func.grad(lambda z: Reversed.apply(w @ z, 0.5).sum())(x).sum(), "runs inside a transform of fn's own"),
     ],
-    ids=["dirty", "in secret", "random", "no tensor", "list", "object", "class", "injection", "closure", "in a transform"],
+    ids=["dirty", "in secret", "random", "no tensor", "list", "object", "class", "injection", "closure", "bound", "in a transform"],
 )
 def test_functions_that_need_a_loop(fn, why, device):
     w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)

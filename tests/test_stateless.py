@@ -948,6 +948,50 @@ def test_a_kept_tensor_that_was_filled_through_a_view_is_an_error(method, device
         transform(w, x)
 
 
+class _Keeping(nn.Module):
+    """Keeps a value of a parameter, and writes into a tensor after a reshape: psg runs it a second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias, self.kept = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), {}
+
+    def forward(self, x):
+        if "bias" not in self.kept:
+            self.kept["bias"] = self.bias[torch.arange(4, device=x.device)]
+        return torch.relu_((self.linear(x) + self.kept["bias"]).reshape(-1, 2, 2)).sum((1, 2))
+
+
+def test_a_kept_value_may_be_cleared(device):
+    """The second pass met what the first had kept, at every call."""
+    module = _Keeping().to(device)
+    loss, params = psg.stateless(module, lambda output: output.sum())
+    x = torch.randn(3, 4, device=device)
+    with pytest.raises(psg.StateError, match="kept from an earlier call"):
+        psg.per_sample_grad(loss)(params, x)
+    for _ in range(2):
+        module.kept.clear()
+        grads = psg.per_sample_grad(loss)(params, x)
+        alive = (x @ params["linear.weight"].T + params["linear.bias"] + params["bias"] > 0).to(x.dtype)
+        assert_trees_close(grads["bias"], alive)
+
+
+def test_a_wrapper_that_a_transform_has_left_in_a_module(device):
+    module = nn.Linear(2, 2).to(device)
+    loss, params = psg.stateless(module, lambda output: output.sum())
+    own = module.weight
+
+    def leave(weight):
+        del module._parameters["weight"]
+        module._parameters["weight"] = weight
+        return weight.sum()
+
+    torch.func.grad(leave)(own)
+    with pytest.raises(psg.StateError, match="'weight' is a tensor that a torch.func transform has left there"):
+        psg.per_sample_grad(loss)(params, torch.randn(3, 2, device=device))
+    module._parameters["weight"] = own
+    psg.per_sample_grad(loss)(params, torch.randn(3, 2, device=device))
+
+
 class _WithLoss(nn.Module):
     """Its loss is computed inside, with the default reduction, which graphs of ATen's ops leave out."""
 

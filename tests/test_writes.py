@@ -603,3 +603,44 @@ def test_a_masked_write_into_a_number(device):
 
     p, x = torch.randn(2, device=device), torch.randn(5, device=device)
     assert_trees_close(psg.per_sample_grad(fn)(p, x), loop_grad(fn)(p, x))
+
+
+def _moved(tensor):
+    """As libraries move a parameter to the device of its input, where it mostly is already."""
+    tensor.data = tensor.data.to(tensor.device)
+    return tensor
+
+
+def _assigned(tensor, change):
+    tensor.data = change(tensor.data)
+    return tensor
+
+
+ASSIGNED = {
+    "a parameter": (lambda w, x: (_moved(w) @ x).tanh().sum(), "capture"),
+    "a sample": (lambda w, x: (w @ _moved(x)).tanh().sum(), "capture"),
+    "a value of a parameter": (lambda w, x: (_moved(w * 2) @ x).tanh().sum(), "capture"),
+    "a view": (lambda w, x: (_assigned(w[0], lambda data: w.data[0]) * x).tanh().sum(), "capture"),
+    "another row": (lambda w, x: (_assigned(w[0], lambda data: w.data[1]) * x).tanh().sum(), "loop"),
+    "the transpose": (lambda w, x: (_assigned(w * 1, lambda data: data.T) @ x).tanh().sum(), "loop"),
+    "another value": (lambda w, x: (_assigned(w * 1, torch.sin) @ x).tanh().sum(), "loop"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(("fn", "rung"), ASSIGNED.values(), ids=ASSIGNED)
+def test_data_that_is_assigned(fn, rung, device):
+    """Assigning a tensor's own data changes nothing, on any rung."""
+    w, x = torch.randn(3, 3, device=device), torch.randn(4, 3, device=device)
+    expected = loop_grad(fn)(w, x)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
+    assert psg.explain(fn)(w, x).rung == rung
+    if rung == "capture":
+        assert_trees_close(psg.per_sample_grad(fn, method="vmap")(w, x), expected)
+        assert_trees_close(psg.jit(psg.per_sample_grad(fn), backend="eager")(w, x), expected)
+
+
+def test_data_that_is_assigned_in_a_batch(device):
+    w, x = torch.randn(3, 3, device=device), torch.randn(4, 3, device=device)
+    batch = psg.per_sample_grad(lambda w, x: F.linear(x, _moved(w)).tanh().sum(1), method="batch")(w, x)
+    assert_trees_close(batch, loop_grad(lambda w, x: (w @ x).tanh().sum())(w, x))
