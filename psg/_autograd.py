@@ -79,10 +79,14 @@ def sides_of_functions(output: Tensor) -> list[GradientEdge]:
     return [
         GradientEdge(before, index)
         for node in nodes_of(output.grad_fn)
-        if isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith("psg.")
+        if isinstance(node, BackwardCFunction) and not _is_of_psg(node)
         for before, index in node.next_functions
         if before is not None
     ]
+
+
+def _is_of_psg(node: Any) -> bool:
+    return node._forward_cls.__module__.startswith("psg.")
 
 
 def has_scripted_part(node: Any) -> bool:

@@ -93,7 +93,11 @@ def stateless(
     with lock:
         unregistered = _unregistered_parameters(module)
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
-        hooked = [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter._backward_hooks]
+        hooked = [
+            name
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        ]
         memory = {name: parameter.data_ptr() for name, parameter in params.items()}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; call requires_grad_() on some.")

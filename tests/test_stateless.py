@@ -895,9 +895,10 @@ def test_parameters_that_the_module_has_left_behind(change):
         norms(params, x)
 
 
-def test_hooks_of_parameters_are_not_called():
+@pytest.mark.parametrize("register", [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
+def test_hooks_of_parameters_are_not_called(register):
     module = nn.Linear(3, 2)
-    module.bias.register_hook(lambda gradient: 2 * gradient)
+    register(module.bias, lambda tensor: 2 * tensor)
     with pytest.warns(UserWarning, match="the parameter 'bias' has a hook"):
         loss, params = psg.stateless(module, lambda output: output.sum())
     assert psg.per_sample_grad(loss)(params, torch.randn(4, 3))["bias"].eq(1).all()
