@@ -197,7 +197,7 @@ _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
 _SEVERAL_PASSES = "which allows one backward pass; this method runs several, to measure whose each row is."
 _FAILURES = {
-    "selective activation checkpoint": f"fn uses a selective activation checkpoint, {_SEVERAL_PASSES}",
+    "selective activation checkpoint": f"fn uses a selective activation checkpoint, {_SEVERAL_PASSES} Use a plain one, or none.",
     "through the graph a second time": f"fn uses an autograd.Function that differentiates a graph of its own, {_SEVERAL_PASSES}",
     "When use_reentrant=True": "fn uses a reentrant checkpoint, whose gradients psg would not see: pass use_reentrant=False.",
 }
@@ -496,7 +496,8 @@ class _BatchMode(Watch):
         ones = torch.ones_like(losses)
         with self:
             arrived = torch.autograd.grad(output, inputs, [ones], allow_unused=True, retain_graph=self.n > 1)
-        names = [value.name for value, gradient in zip(values, arrived[len(targets) :], strict=False) if gradient is not None]
+        direct = arrived[len(targets) : len(targets) + len(handles)]
+        names = [value.name for value, gradient in zip(values, direct, strict=True) if gradient is not None]
         if names:
             raise InputError(
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
