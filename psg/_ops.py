@@ -1,7 +1,7 @@
 """What psg knows of torch's functions, and helpers that take their arguments apart."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -214,12 +214,27 @@ def derives(func: Any) -> bool:
 
 def target_of(func: Any, args: Any, kwargs: Any) -> Any:
     """The tensor, or list of tensors, that the call writes into; or None."""
+    find = _target_finder(func)
+    return kwargs.get("out") if find is None else find(func, args, kwargs)
+
+
+@cache
+def _target_finder(func: Any) -> Callable[[Any, Any, Any], Any] | None:
+    """The function that finds what a call of `func` writes into; None if that is at most its argument `out`."""
     if not is_torchs(func):
-        return _mutated(func, args, kwargs)
+        return _mutated
     if _writes(func):
-        return args[0] if args else next(iter(kwargs.values()))
+        return _first
     position = _inplace_position(func)
-    if position is not None and (kwargs.get("inplace") or (position < len(args) and args[position])):
+    return None if position is None else partial(_first_if_inplace, position)
+
+
+def _first(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def _first_if_inplace(position: int, func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("inplace") or position < len(args) and args[position]:
         return args[0] if args else kwargs.get("input")
     return kwargs.get("out")
 
@@ -252,7 +267,6 @@ def _writes(func: Any) -> bool:
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
-@cache
 def _inplace_position(func: Any) -> int | None:
     # torch.nn.functional's activations are Python functions with an option `inplace`.
     names = func.__code__.co_varnames[: func.__code__.co_argcount] if isinstance(func, FunctionType) else ()
@@ -354,22 +368,18 @@ def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tenso
     """The tensors among the leaves of an op's arguments, and the leaves that are neither tensors nor plain values."""
     tensors: list[Tensor] = []
     others: list[Any] = []
-    _sort_operands((*args, *kwargs.values()) if kwargs else args, tensors, others)
-    return tensors, others
-
-
-def _sort_operands(items: Iterable[Any], tensors: list[Tensor], others: list[Any]) -> None:
-    for item in items:
+    for item in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(item, Tensor):
             tensors.append(item)
         elif type(item) in _PLAIN:
             continue
-        elif isinstance(item, (tuple, list)):
-            _sort_operands(item, tensors, others)
-        elif isinstance(item, dict):
-            _sort_operands(item.values(), tensors, others)
+        elif isinstance(item, (tuple, list, dict)):
+            inner = operands_of((), item) if isinstance(item, dict) else operands_of(item, {})
+            tensors += inner[0]
+            others += inner[1]
         else:
             others.append(item)
+    return tensors, others
 
 
 def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:

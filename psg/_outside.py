@@ -100,10 +100,10 @@ class Outside:
 
     def _met(self, func: Any, leaves: list[Any], own: Collection[int]) -> list[Tensor]:
         """The tensors that autograd records at this op and no transform has wrapped."""
-        if not _records(func):
-            return []
         met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
-        if met and (names := _owned.get()):
+        if not (met and _records(func)):
+            return []
+        if names := _owned.get():
             for leaf in met:
                 refuse_own(func, leaf, leaves[0], names)
                 if leaf.grad_fn is not None and self._is_older(leaf, own) and not _takes_metadata(func, leaf, leaves[0]):

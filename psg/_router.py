@@ -39,6 +39,7 @@ from psg._ops import (
     target_of,
     torchs_names,
 )
+from psg._ordinary import is_ordinary
 from psg._outside import REQUIRING
 from psg._writes import Aliases, changes_nothing, written
 from psg.rules import _registry
@@ -124,6 +125,9 @@ class Router(Watch):
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
         self.look(func, tensors, (), self.level)
+        if target is None and is_ordinary(func, tensors, kwargs) and self._is_on_data(tensors):
+            self._expect_own_hooks()
+            return func(*args, **kwargs)
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs, target)
@@ -136,8 +140,7 @@ class Router(Watch):
         if here:
             if func in _AUTOGRAD:
                 return self._run_autograd(func, args, kwargs, tensors)
-            if _autograd.saved_tensor_hooks() != self.hooks:
-                raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
+            self._expect_own_hooks()
             if isinstance(kwargs.get("out"), Tensor) and is_torchs(func):
                 return self._run_into(func, args, **kwargs)
         output = self._run_known(func, args, kwargs, here)
@@ -150,6 +153,17 @@ class Router(Watch):
             return output
         lifted = self.lifted_among(tensors)
         return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
+
+    def _is_on_data(self, tensors: list[Tensor]) -> bool:
+        """Whether no lifted value is among the tensors of a call, which is not inside a transform of the function's own."""
+        for tensor in tensors:
+            if id(tensor) in self.by_handle:
+                return False
+        return _functorch.current_level() == self.level
+
+    def _expect_own_hooks(self) -> None:
+        if _autograd.saved_tensor_hooks() != self.hooks:
+            raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
 
     # The function's own calls of autograd
 

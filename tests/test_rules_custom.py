@@ -73,6 +73,21 @@ CALLS = {
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
+def test_a_rule_for_an_op_that_has_run_before(rule_for_project, device):
+    fn = lambda w, x: torch.sinc(w * x).sum()  # noqa: E731
+    w, x = torch.randn(4, device=device), torch.randn(5, 4, device=device)
+    expected, calls = psg.per_sample_grad(fn)(w, x), []
+    assert_trees_close(expected, loop_grad(fn)(w, x), rtol=1e-9)
+
+    @psg.rule(torch.sinc, params=())
+    def sinc(input):
+        calls.append(input.shape)
+        return torch.sinc(input), {}
+
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
+    assert calls == [(5, 4)]
+
+
 @each_call
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_a_library_op_without_a_rule(call, n, device):

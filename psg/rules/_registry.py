@@ -348,6 +348,11 @@ def find_rule(op: Any) -> Rule | None:
     return _rules.get(op)
 
 
+def is_registered(op: Any) -> bool:
+    """Whether a rule, a decomposition or a leak is registered for an op."""
+    return op in _rules or op in _decompositions or op in _differentiated_decompositions or op in _leaks
+
+
 def find_transpose(op: Any) -> Transpose | None:
     """The transpose of an op, if there is one."""
     return _transposes.get(op)

@@ -96,7 +96,7 @@ leak(
 OWN_GENERATOR = "fn draws from a torch.Generator: one that fn seeds has to give every sample the same numbers, and under vmap would not"
 
 # The position of the argument running_mean, and the name of the flag that enables its update, which is at position 5.
-_UPDATING: dict[Any, tuple[int, str]] = {
+UPDATING: dict[Any, tuple[int, str]] = {
     F.batch_norm: (1, "training"),
     F.instance_norm: (1, "use_input_stats"),
     torch.batch_norm: (3, "training"),
@@ -119,13 +119,13 @@ def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
     """
     if target is not None and (refuse := _writes.refusal()) is not None:
         refuse(target)
-    if func not in _UPDATING:
+    if func not in UPDATING:
         return
 
     def argument(position: int, name: str) -> Any:
         return args[position] if position < len(args) else kwargs.get(name, _default(func, name))
 
-    mean, flag = _UPDATING[func]
+    mean, flag = UPDATING[func]
     if argument(mean, "running_mean") is not None and argument(5, flag):
         raise StateError(
             f"a {func.__name__} in training mode updates its running statistics, so that one sample's gradient would depend on the others. "
