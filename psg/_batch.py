@@ -32,6 +32,7 @@ from psg import _autograd, _copies, _functorch, _kernels, _pass, _trees
 from psg._call import Call
 from psg._capture import Captured, Function
 from psg._errors import InputError, PsgError, StateError, user_line
+from psg._habits import Retry, habits_of, remember
 from psg._higher_order import HIGHER_ORDER
 from psg._lifted import Lifted, Tap, Watch, pull_back
 from psg._operands import run_rule
@@ -90,14 +91,15 @@ def capture_batch(call: Call, function: Function) -> Captured:
         StateError: Two losses depend on one row.
         NotFinite: A row's cotangent is infinite or NaN.
     """
-    choices, copied = _Choices({}, set()), False
+    choices, copied = _Choices({}, set()), habits_of(call.fn).copied
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
     while True:
         try:
             return _one_pass(call, function, copied, choices)
-        except _WritesInput:
+        except Retry:
             # For example an in-place activation on the batch itself: on a copy it does not change the caller's tensor.
             copied = True
+            remember(call.fn, habits_of(call.fn)._replace(copied=True))
         except _SharedRows as error:
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
         except (InputError, StateError) as error:
@@ -124,10 +126,6 @@ class _Choices(NamedTuple):
 
     known: dict[_Choice, bool]
     guessed: set[_Choice]
-
-
-class _WritesInput(PsgError):
-    """The function writes into one of its inputs other than the parameters."""
 
 
 class _SharedRows(PsgError):
@@ -386,7 +384,7 @@ class _BatchMode(Watch):
                 "value for what has read it before. Use the op that gives a new tensor."
             )
         if memories & self.given:
-            raise _WritesInput(f"{name_of(func)} writes into an input, or a view of one")
+            raise Retry(f"{name_of(func)} writes into an input, or a view of one", copied=True)
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back."""

@@ -1,7 +1,7 @@
 """One call of a function on a batch: its arguments checked, flattened, and split into chunks and samples."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -155,7 +155,7 @@ class Call:
         if not batch and output.ndim != 0:
             raise InputError(
                 f"{self.name}: expected fn to return a scalar for one sample, got a tensor of shape {tuple(output.shape)}. "
-                "Reduce it inside fn, for example with .sum() or .mean()."
+                'Reduce it inside fn, for example with .sum() or .mean(); a criterion of stateless with reduction="mean".'
             )
         if not output.is_floating_point():
             hint = " Take its .real; for the imaginary part's derivative, make a second call with .imag." if output.is_complex() else ""
@@ -293,13 +293,16 @@ class Paths:
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the positional arguments in messages: those in fn's signature, or `args[i]`."""
+        """The names of the positional arguments in messages: those in fn's signature, `sample[i]` for `*sample`, or else `args[i]`."""
         try:
             parameters = list(inspect.signature(self._fn).parameters.values())
         except (TypeError, ValueError):
             parameters = []
         named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        return [named[i] if i < len(named) else f"args[{i}]" for i in range(len(self._args))]
+        star = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
+        return [
+            named[i] if i < len(named) else f"args[{i}]" if star is None else f"{star}[{i - len(named)}]" for i in range(len(self._args))
+        ]
 
     @cached_property
     def _paths(self) -> list[str]:
@@ -365,6 +368,8 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
                 way_out = (
                     "psg.stateless(module, criterion) makes a function of parameters from a module; a ParameterDict p is the tree dict(p)."
                 )
+            elif isinstance(leaf, Iterator):
+                way_out = "Parameters of a module: pass dict(module.named_parameters()), or what psg.stateless returned."
             raise InputError(
                 f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}"
             )

@@ -81,12 +81,12 @@ def capture(call: Call, function: Function) -> Captured:
                 raise StateError(
                     "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
                 )
-            remember(call.fn, habits, recorded=differentiates)
+            remember(call.fn, habits._replace(recorded=differentiates))
             return captured
         except Retry as retry:
             habits = habits._replace(**retry.change)
             # At once: what the failed pass has left in a module's attribute may keep the next from succeeding, until the user clears it.
-            remember(call.fn, habits, habits.recorded)
+            remember(call.fn, habits)
         except RuntimeError as error:
             if habits.fills == len(FACTORIES) or isinstance(error, (PsgError, torch.OutOfMemoryError)):
                 raise

@@ -1,5 +1,6 @@
 """The errors and the one warning that psg raises on its own account, and a check of arguments."""
 
+import functools
 import inspect
 import sys
 import traceback
@@ -64,12 +65,25 @@ def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
+def unwrapped(function: Any) -> Any:
+    """What a callable calls in the end, under wrappers, partials and methods."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif inspect.ismethod(function):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = inspect.unwrap(function)
+        else:
+            return function
+
+
 def code_of(function: Any) -> Hashable:
     """A function's identity in the keys of `warn_once`: its code object under wrappers; its type if it is not written in Python.
 
     Functions that psg makes, those of `stateless` for example, share their code, and are told apart by themselves.
     """
-    function = inspect.unwrap(function)
+    function = unwrapped(function)
     # A function made by exec may belong to no module.
     if isinstance(function, FunctionType) and (function.__module__ or "").partition(".")[0] == "psg":
         return ref(function)

@@ -1,12 +1,11 @@
 """What psg has found out about a function, and how a pass treats the function accordingly."""
 
-import functools
 import inspect
 import weakref
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from psg._errors import Unsupported
+from psg._errors import Unsupported, unwrapped
 
 
 class Habits(NamedTuple):
@@ -54,25 +53,18 @@ def habits_of(function: Any) -> Habits:
     return Habits() if own is None else _known.get(own, Habits())
 
 
-def remember(function: Any, habits: Habits, recorded: bool) -> None:
+def remember(function: Any, habits: Habits) -> None:
     """Begin with these habits when the function is called again."""
     own = _function_of(function)
     # Not `derives` and `ruled`: to turn these off slows every op down, and only one of the functions that share this code may need it.
-    kept = Habits(copied=habits.copied, fills=habits.fills, recorded=recorded, follows=habits.follows, shows=habits.shows)
+    kept = habits._replace(derives=True, ruled=True)
     if own is not None and (own in _known or kept != Habits()):
         _known[own] = kept
 
 
 def _function_of(function: Any) -> Any:
-    """The Python function that a callable runs, under wrappers, partials and methods; None if it is not written in Python."""
-    while type(function) is not FunctionType or "__wrapped__" in function.__dict__:
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif inspect.ismethod(function):
-            function = function.__func__
-        elif hasattr(function, "__wrapped__"):
-            function = inspect.unwrap(function)
-        else:
-            call = inspect.getattr_static(type(function), "__call__", None)
-            return call if isinstance(call, FunctionType) else None
-    return function
+    """The Python function that a callable runs; None if it is not written in Python."""
+    function = unwrapped(function)
+    if type(function) is not FunctionType:
+        function = inspect.getattr_static(type(function), "__call__", None)
+    return function if isinstance(function, FunctionType) else None

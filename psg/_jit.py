@@ -26,11 +26,11 @@ from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_in
 from psg._modules import Called, Guard, collecting_calls
 from psg._ops import handles_ops
 from psg._trace import Generators, Trace, trace
+from psg.factors import is_factor
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
-from psg.transforms import Batching, label_of, mark
-from psg.tree._leaves import is_factor
+from psg.transforms import MADE, batching_of
 
 _log = logging.getLogger("psg.jit")
 
@@ -137,7 +137,7 @@ class Jitted:
     ) -> None:
         functools.update_wrapper(self, fn, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
         self._fn = fn
-        self._batching: Batching | None = getattr(fn, "batching", None)
+        self._batching = batching_of(fn)
         self._key = getattr(fn if self._batching is None else self._batching.fn, "cache_key", tuple)
         self._compile = _compiler(backend, mode)
         self._check = check
@@ -148,9 +148,8 @@ class Jitted:
                 f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so psg cannot "
                 "tell which of its arguments are batched. Pass the transform's result itself to jit, or leave buckets out."
             )
-        label = label_of(fn)
-        if label is not None:
-            mark(self, label)
+        if self._batching is not None:
+            MADE[self] = self._batching  # other functions must not take it for one of one sample
         # By signature, then by what a trace depends on beside it, then by the state that this was in.
         self._cache: dict[Hashable, dict[Guard, dict[Hashable, _Entry]]] = {}
         self._builds: Counter[Hashable] = Counter()

@@ -4,14 +4,12 @@ Each rung is right wherever the one above cannot run. If a rung raises, the next
 and is raised as it is.
 """
 
-import inspect
-
 import torch
 from torch import nn
 
 from psg import _ambient, _functorch, _pass, _random
 from psg._call import Call
-from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, warn_once
+from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, unwrapped, warn_once
 from psg._rungs import RUNGS, Result
 from psg.rules._registry import are_disabled
 
@@ -125,5 +123,5 @@ def _warn_of_descent(call: Call, rung: str, reasons: list[tuple[str, str]]) -> N
         f"{call.name}: {why}. The result comes from method={rung!r} and is right; the cost is {_COST[rung]}. "
         f"Pass method={rung!r} to choose it without this warning."
     )
-    name = getattr(inspect.unwrap(call.fn), "__qualname__", None)
+    name = getattr(unwrapped(call.fn), "__qualname__", None)
     warn_once((code_of(call.fn), name, rung, reasons[-1][1]), message)

@@ -4,8 +4,6 @@
 a constant of the first call is made an input, or refused.
 """
 
-import random
-import sys
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psg import _ambient, _functorch, _trees
+from psg import _ambient, _functorch, _random, _trees
 from psg._errors import PsgError, StateError
 from psg._ops import CONVERSIONS, METADATA, read_by
 
@@ -85,9 +83,9 @@ def trace(
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(_trees.tensors_in(result[0]))
 
-    before = _python_randomness()
+    before = _random.get_python_state()
     graph = _make_fx(flat, tensors)
-    if _python_randomness() != before:
+    if not _random.same_python_state(before, _random.get_python_state()):
         raise StateError(
             f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be the same in every call. Draw them "
             "with torch, or draw them outside of the function and pass them to it."
@@ -301,9 +299,3 @@ def _captured(graph: GraphModule) -> list[Tensor]:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return list(tensors.values())
-
-
-def _python_randomness() -> Any:
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else ()
-    return random.getstate(), tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)

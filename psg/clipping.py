@@ -52,6 +52,10 @@ def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     return torch.where(under, 1, clip_norm / torch.where(under, 1, norms))
 
 
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, Tensor)) and not isinstance(value, bool)
+
+
 def automatic(gamma: float = 0.01) -> Policy:
     """The policy clip_norm / (norm + gamma); at most 1 where the norm is zero.
 
@@ -69,8 +73,8 @@ def automatic(gamma: float = 0.01) -> Policy:
         >>> automatic(gamma=1.0)(torch.tensor([0.0, 1.0]), 2.0)
         tensor([1., 1.])
     """
-    if not gamma > 0:
-        raise InputError(f"automatic(gamma={gamma}): expected a number greater than 0; policy='normalize' is the limit at 0.")
+    if not (_is_real(gamma) and gamma > 0):
+        raise InputError(f"automatic(gamma={gamma!r}): expected a number greater than 0; policy='normalize' is the limit at 0.")
     return _Automatic(gamma)
 
 
@@ -206,12 +210,12 @@ def adapt(
         raise InputError(f"psg.clipping.adapt: expected norms [n], got shape {tuple(norms.shape)}.")
     check_mask("psg.clipping.adapt", mask, len(norms))
     for name, value, fits, expected in (
-        ("expected_batch_size", expected_batch_size, 0 < expected_batch_size < math.inf, "greater than 0 and finite"),
-        ("quantile", quantile, 0 <= quantile <= 1, "in [0, 1]"),
-        ("rate", rate, 0 <= rate < math.inf, "at least 0 and finite"),
-        ("std", std, 0 <= std < math.inf, "at least 0 and finite"),
+        ("expected_batch_size", expected_batch_size, lambda size: 0 < size < math.inf, "greater than 0 and finite"),
+        ("quantile", quantile, lambda share: 0 <= share <= 1, "in [0, 1]"),
+        ("rate", rate, lambda rate: 0 <= rate < math.inf, "at least 0 and finite"),
+        ("std", std, lambda std: 0 <= std < math.inf, "at least 0 and finite"),
     ):
-        if not fits:
+        if not (_is_real(value) and fits(value)):
             raise InputError(f"psg.clipping.adapt: {name}={value!r}: expected a number {expected}.")
     counts = (norms <= clip_norm).to(norms.dtype) - 0.5
     total = (counts if mask is None else torch.where(mask, counts, 0)).sum()
@@ -276,7 +280,8 @@ def check_clip_norm(clip_norm: Any) -> None:
             return  # reading its value would wait for the device; a trace has no value
         clip_norm = clip_norm.item()
     if not isinstance(clip_norm, numbers.Real) or isinstance(clip_norm, bool):
-        raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.")
+        hint = " Wrap clip norms of several leaves: PerLeaf(...)." if isinstance(clip_norm, (Mapping, list, tuple)) else ""
+        raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.{hint}")
     if not float(clip_norm) >= 0:
         raise InputError(f"clip_norm={clip_norm}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
 
@@ -298,7 +303,8 @@ def policy_of(policy: str | Policy) -> Policy:
     if callable(policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
-        raise InputError(f"policy={policy!r}: expected one of {list(POLICIES)} or a function (norms, clip_norm) -> clip_coef.")
+        hint = " Clip each layer by itself with clip_norm=PerLeaf(...) or PerGroup(...)." if policy in ("per_layer", "per_leaf") else ""
+        raise InputError(f"policy={policy!r}: expected one of {list(POLICIES)} or a function (norms, clip_norm) -> clip_coef.{hint}")
     return POLICIES[policy]
 
 

@@ -22,13 +22,14 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from tqdm import tqdm
 
 import psg
-from psg import plot, testing
+from psg import testing
 
 CLIP_NORM = 1.0
 NOISE_MULTIPLIER = 3.0  # standard deviation of the noise, in units of the clip norm
@@ -181,12 +182,27 @@ def accuracy(model: nn.Module, params: dict[str, Tensor], data: Digits) -> float
 
 def picture(seen: Trained, path: Path) -> None:
     """Draw the norms of the first and last tenth of training, and accuracy by step."""
-    figure, (left, right) = plot.page(columns=2)
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+        ax.set_axisbelow(True)
     tenth = max(1, len(seen.norms) // 10)
-    ends = {f"first {tenth} steps": seen.norms[:tenth], f"last {tenth} steps": seen.norms[-tenth:]}
-    plot.norm_histogram(left, {label: torch.cat(norms) for label, norms in ends.items()}, CLIP_NORM)
-    plot.accuracy_by_step(right, seen.steps, {"held-out digits": seen.accuracy})
-    plot.save(figure, path)
+    ends = {f"first {tenth} steps": torch.cat(seen.norms[:tenth]), f"last {tenth} steps": torch.cat(seen.norms[-tenth:])}
+    ends = {label: norms[norms.isfinite() & (norms > 0)] for label, norms in ends.items()}  # the axis is logarithmic
+    found = torch.cat([*ends.values(), torch.tensor([CLIP_NORM])]).log10()
+    edges = torch.logspace(found.min().item() - 0.05, found.max().item() + 0.05, 41).tolist()
+    for (label, norms), colour in zip(ends.items(), ("#2166ac", "#e08214"), strict=True):
+        left.hist(norms.tolist(), edges, label=label, color=colour, alpha=0.6)
+    left.axvline(CLIP_NORM, color="#404040", linestyle="--", label=f"clip norm {CLIP_NORM:g}")
+    left.set(xscale="log", xlabel="norm of one sample's gradient", ylabel="samples")
+    left.legend(frameon=False)
+    right.plot(seen.steps, seen.accuracy, label="held-out digits", color="#2166ac", linewidth=2)
+    right.set(ylim=(0, 1), xlabel="step", ylabel="accuracy")
+    right.legend(frameon=False, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
     print(f"picture {path}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from psg import _trees
 from psg._ambient import unaffected
 from psg._errors import InputError
-from psg.factors import Dense, Factor
+from psg.factors import Dense, Factor, is_factor
 from psg.factors._arithmetic import as_real, one_after_another, widen
 
 __all__ = ["all_gather", "all_reduce"]
@@ -105,7 +105,7 @@ def all_gather(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         tensor([0.5000, 2.0000])
         >>> torch.distributed.destroy_process_group()
     """
-    leaves, spec = _trees.flatten(tree, is_leaf=lambda node: isinstance(node, Factor))
+    leaves, spec = _trees.flatten(tree, is_factor)
     _check_group("all_gather")
     fits = bool(leaves) and all(isinstance(leaf, Factor) or isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves)
     factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves] if fits else []

@@ -64,9 +64,11 @@ from psg._rungs import Result
 from psg.factors import Factor
 from psg.factors._joint import Joint
 
+__all__ = ["ClippedGrad", "clipped_grad", "factored_grad", "per_sample_grad", "per_sample_norm", "per_sample_value_and_grad"]
+
 
 class Batching(NamedTuple):
-    """How `psg.jit` pads the batches of a transformed function, and trims its results: the function's attribute `batching`.
+    """A function that a transform has made: its label, and how `psg.jit` pads its batches and trims its results; see `batching_of`.
 
     Attributes:
         name: The function's name in messages.
@@ -402,6 +404,9 @@ class _Reduced(NamedTuple):
     aux: Any
 
 
+_Reduce = Callable[[Call, Result, int], Any]
+"""Reduces the result of one chunk, which begins at this sample."""
+
 _Kept = Literal["gradients", "factors", "reductions"]
 """What a transform keeps of each chunk: materialised gradients, factors, or what it has reduced them to."""
 
@@ -412,7 +417,7 @@ def _transform(
     options: Options,
     kept: _Kept,
     collector: Callable[[int], Any],
-    reduce: Callable[[Call, Result, int], Any],
+    reduce: _Reduce,
     finish: Callable[[Call, _Reduced], Any],
 ) -> Callable[..., Any]:
     """The public function: it runs a call chunk by chunk, reduces each chunk, and makes the result of all reductions by `finish`."""
@@ -431,7 +436,7 @@ def _over_batches(
     expect_one_sample(f"psg.{name}", fn)
     label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, kept == "gradients")
 
-    def compute(reduce: Callable[[Call, Result, int], Any], call: Call, method: str) -> _Reduced:
+    def compute(reduce: _Reduce, call: Call, method: str) -> _Reduced:
         reduced, values, aux = collector(call.n), _chunks.RowCollector(call.n), _chunks.RowCollector(call.n)
         first: Any = None
 
@@ -449,10 +454,7 @@ def _over_batches(
         return _Reduced(reduced.result(), values.result()[0], _trees.unflatten(spec, _trees.fill(leaves, aux.result())))
 
     def run(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reduce: Callable[[Call, Result, int], Any],
-        check: Callable[[Call], None] = lambda call: None,
+        args: tuple[Any, ...], kwargs: dict[str, Any], reduce: _Reduce, check: Callable[[Call], None] = lambda call: None
     ) -> tuple[Call, _Reduced]:
         own = _ambient.keep(fn)
         with _ambient.off():
@@ -495,25 +497,19 @@ def _wrap(
         return _trees.unflatten(own.spec, own.take(source).leaves), kwargs, own.n
 
     del transformed.__wrapped__
-    transformed.batching = Batching(label, fn, pad, trim)  # type: ignore[attr-defined]
     made = _ambient.untraced(transformed)
-    mark(made, label)
+    MADE[made] = Batching(label, fn, pad, trim)
     return made
 
 
-# The functions that transforms have made, with their labels. Not an attribute: functools.wraps would copy that to the user's wrappers.
-_made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+MADE: WeakKeyDictionary[Any, Batching] = WeakKeyDictionary()
+"""The functions that transforms have made. No attribute of theirs: functools.wraps would copy that to the user's wrappers."""
 
 
-def mark(function: Any, label: str) -> None:
-    """Note that a transform made this function, so that it takes a batch; messages call it `label`."""
-    _made[function] = label
-
-
-def label_of(function: Any) -> str | None:
-    """The label of a function that a transform has made; None for every other."""
+def batching_of(function: Any) -> Batching | None:
+    """How a function that a transform has made takes its batch; None for every other."""
     try:
-        return _made.get(function)
+        return MADE.get(function)
     except TypeError:  # it cannot be weakly referenced, so no transform has made it
         return None
 
@@ -526,10 +522,10 @@ def expect_one_sample(name: str, fn: Any) -> None:
     """
     if not callable(fn) or isinstance(fn, type):
         raise InputError(f"{name}: expected a function of one sample, fn(params, *sample), got {fn!r}.")
-    label = label_of(fn)
-    if label is not None:
+    made = batching_of(fn)
+    if made is not None:
         raise InputError(
-            f"{name}: got psg.{label}, a function of a batch; expected the function of one sample that you gave to that transform."
+            f"{name}: got psg.{made.name}, a function of a batch; expected the function of one sample that you gave to that transform."
         )
 
 

@@ -262,11 +262,15 @@ def test_unknown_policy_is_an_error(args):
         psg.clipped_grad(loss, 1.0, policy="clamp")(*args)
     with pytest.raises(psg.InputError, match=r"policy=\['clip'\]: expected one of"):
         psg.clipped_grad(loss, 1.0, policy=["clip"])
+    with pytest.raises(psg.InputError, match=r"policy='per_layer'.*PerLeaf\(...\)"):
+        psg.clipped_grad(loss, 1.0, policy="per_layer")
+    with pytest.raises(psg.InputError, match=r"clip_norm: .* got dict\. Wrap .* PerLeaf\(...\)"):
+        psg.clipped_grad(loss, {"a": 1.0})
 
 
-@pytest.mark.parametrize("gamma", [0, -1.0, math.nan])
+@pytest.mark.parametrize("gamma", [0, -1.0, math.nan, "a", None])
 def test_gamma_must_be_positive(gamma):
-    with pytest.raises(psg.InputError, match=rf"gamma={gamma}.*greater than 0"):
+    with pytest.raises(psg.InputError, match=rf"gamma={gamma!r}.*greater than 0"):
         psg.clipping.automatic(gamma=gamma)
 
 
@@ -478,6 +482,7 @@ def test_adapted_clip_norms_clip_their_share(args):
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(4)), r"adapt: mask: expected a bool tensor .*got torch\.float"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=[True] * 4), r"adapt: mask: expected a bool tensor .*got list"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 0), r"adapt: expected_batch_size=0: expected a number greater than 0"),
+        (lambda norms: psg.clipping.adapt(1.0, norms, "a"), r"adapt: expected_batch_size='a': expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=1.5), r"adapt: quantile=1\.5: expected a number in \[0, 1\]"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, rate=-1), r"adapt: rate=-1"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, std=math.nan), r"adapt: std=nan"),

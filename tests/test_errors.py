@@ -1,5 +1,6 @@
 """Every row of the edge-case table, with the text of the message: which argument, what arrived, what was expected, the way out."""
 
+import functools
 import math
 
 import pytest
@@ -422,6 +423,13 @@ def test_a_keyword_tensor_with_as_many_rows_as_samples(params, x, device):
         psg.per_sample_norm(lambda p, x: loss(p, x))(params, x=x)
 
 
+def test_each_partial_is_warned_of(params, x, device):
+    mask = torch.ones(N, 3, device=device)
+    for fn in (lambda scale, p, x, mask: scale * loss(p, x * mask.prod(0)), lambda scale, p, x, mask: scale * loss(p, x + mask.sum(0))):
+        with pytest.warns(UserWarning, match="keyword argument 'mask' holds a tensor with 3 rows"):
+            psg.per_sample_norm(functools.partial(fn, 2.0))(params, x, mask=mask)
+
+
 def test_a_list_of_as_many_numbers_as_samples(params, x):
     fn = lambda p, x, batch: loss(p, x) * sum(batch["scales"])  # noqa: E731
     with pytest.warns(UserWarning, match="argument 'batch' holds a list of 3 values.*pass a tensor.*functools.partial"):
@@ -481,6 +489,19 @@ def test_a_module_in_the_place_of_a_function(x, device):
     with pytest.raises(TypeError, match="positional arguments") as caught:
         psg.per_sample_grad(model)(dict(model.named_parameters()), x)
     assert "psg.stateless(module, criterion)" in caught.value.__notes__[-1]
+
+
+def test_a_module_s_parameters_in_the_place_of_a_tree(x, device):
+    model = torch.nn.Linear(3, 4, device=device)
+    fn, _ = psg.stateless(model, lambda output: output.sum())
+    with pytest.raises(psg.InputError, match=r"params is a generator.*pass dict\(module.named_parameters\(\)\)"):
+        psg.per_sample_grad(fn)(model.parameters(), x)
+
+
+def test_the_arguments_of_stateless_in_messages(params, x, device):
+    fn, params = psg.stateless(torch.nn.Linear(3, 4, device=device), lambda output, y: output.sum() * y)
+    with pytest.raises(psg.InputError, match=r"sample\[0\] has 3, sample\[1\] has 2"):
+        psg.per_sample_grad(fn)(params, x, torch.ones(2, device=device))
 
 
 @pytest.mark.parametrize("criterion", [torch.nn.CrossEntropyLoss, "cross_entropy"])

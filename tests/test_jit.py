@@ -302,9 +302,19 @@ def test_buckets_and_a_mask_that_does_not_fit(mask, n, device):
         fast(p, x, mask=mask)
 
 
+def test_buckets_are_for_the_transform_s_own_function(device):
+    """A wrapper returns anything, of which nothing could be trimmed; `functools.wraps` copies attributes to it."""
+    norms = psg.per_sample_norm(linear_loss)
+    with pytest.raises(psg.InputError, match="is not made by one of psg's transforms"):
+        psg.jit(functools.wraps(norms)(lambda p, x: norms(p, x).mean()), backend="eager", buckets=8)
+    compiled = psg.jit(norms, backend="eager", buckets=8)
+    p, x = linear_args(device, 3)
+    same(psg.jit(compiled, backend="eager", buckets=4)(p, x), norms(p, x))
+
+
 def test_a_batch_of_a_buckets_size_is_not_copied(device):
     p, x = linear_args(device, 8)
-    args, kwargs, n = psg.clipped_grad(linear_loss, 0.3).batching.pad((p, x), {}, lambda n: 8)
+    args, kwargs, n = psg.transforms.batching_of(psg.clipped_grad(linear_loss, 0.3)).pad((p, x), {}, lambda n: 8)
     assert args[1] is x and n == 8 and all(mask.all() for mask in kwargs.values())
 
 

@@ -1,6 +1,7 @@
 """The oracle is compared with hand-written gradients, and the comparison must fail where it should."""
 
 import contextlib
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -74,6 +75,20 @@ def test_loop_of_an_unused_parameter_and_of_no_samples(device):
 def test_loop_errors(args, message):
     with pytest.raises(psg.InputError, match=message):
         loop_grad(lambda *args: args[0].sum())(*args)
+
+
+@pytest.mark.parametrize("argnums", [2, -3, (0, 0), (0, -2)])
+def test_loop_wants_arguments_that_there_are(argnums):
+    with pytest.raises(psg.InputError, match="argnums=.* names an argument twice, or one of more than 2"):
+        loop_grad(lambda w, x: (w * x).sum(), argnums)(torch.ones(2), torch.ones(3, 2))
+
+
+def test_loop_takes_another_kind_of_mapping_for_in_dims(device):
+    data = {"a": torch.randn(2, 3, 2, device=device), "b": torch.randn(2, 3, 2, device=device)}
+    fn = lambda w, x: (w * x["a"]).sum() * x["b"].sum()  # noqa: E731
+    w, in_dims = torch.randn(3, 2, device=device), (None, OrderedDict(b=2, a=0))
+    assert_trees_close(loop_grad(fn, in_dims=in_dims)(w, data), data["a"] * data["b"].sum((0, 1))[:, None, None])
+    psg.check(fn, in_dims=in_dims)(w, data)
 
 
 def test_loop_wants_a_scalar():

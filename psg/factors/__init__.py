@@ -31,8 +31,25 @@ __all__ = [
     "Sum",
     "Views",
     "concat",
+    "is_factor",
     "merge",
 ]
+
+
+def is_factor(node: Any) -> bool:
+    """Whether a node of a tree is a factor: for `is_leaf=` of optree's and torch's functions, to which it is a node with tensors below.
+
+    Args:
+        node: Anything.
+
+    Returns:
+        Whether it is a factor.
+
+    Example:
+        >>> is_factor(Dense(torch.ones(2, 3))), is_factor(torch.ones(2, 3))
+        (True, False)
+    """
+    return isinstance(node, Factor)
 
 
 def merge(terms: list[Factor]) -> Factor:

@@ -12,7 +12,7 @@ from psg import _ambient, _pass, _random
 from psg._copies import contiguous_copy_of, copy_of
 from psg._errors import InputError
 from psg._guards import Repaired
-from psg._trees import NAMESPACE, Tree, flatten, tensors_in, unflatten
+from psg._trees import NAMESPACE, Tree, broadcast, flatten, tensors_in, unflatten
 
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations do not allow users' trees
 
@@ -121,16 +121,17 @@ class Batch:
     """
 
     def __init__(self, args: Any, argnums: int | tuple[int, ...], in_dims: Any):
-        self.positions = tuple(k % len(args) for k in ((argnums,) if isinstance(argnums, int) else argnums))
-        dims: Any = in_dims
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        self.positions = tuple(k % len(args) for k in numbers if -len(args) <= k < len(args))
+        if len(set(self.positions)) < len(numbers):
+            raise InputError(f"loop_grad: argnums={argnums!r} names an argument twice, or one of more than {len(args)}.")
         if in_dims is None:
-            dims = tuple(None if k in self.positions else 0 for k in range(len(args)))
-        elif not isinstance(in_dims, int):
-            dims = tuple(in_dims)
-        flatten(args)  # registers containers that optree does not know
-        arguments: Any = list(args)
-        self.leaves, self.spec = optree.tree_flatten(arguments, none_is_leaf=True, namespace=NAMESPACE)
-        prefix = optree.broadcast_prefix(dims, args, none_is_leaf=True, namespace=NAMESPACE)
+            in_dims = [None if k in self.positions else 0 for k in range(len(args))]
+        elif isinstance(in_dims, int):
+            in_dims = [in_dims] * len(args)
+        self.leaves, self.spec = flatten(list(args))
+        # One argument at a time: kinds of dicts differ in their order.
+        prefix = [own for dim, argument in zip(in_dims, args, strict=True) for own in broadcast(dim, argument, "loop_grad: in_dims")]
         self.dims = [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, prefix, strict=True)]
         sizes = {leaf.shape[dim] for leaf, dim in self.pairs() if dim is not None}
         if len(sizes) != 1:

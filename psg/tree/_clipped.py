@@ -13,8 +13,9 @@ from psg import _functorch, _trees, clipping
 from psg._ambient import unaffected
 from psg._clipped_sums import clipped_sums, groups_of, sensitivity
 from psg._errors import InputError
+from psg.factors import is_factor
 from psg.factors._arithmetic import as_real, wide, widen
-from psg.tree._leaves import factors_of, is_factor, place_of
+from psg.tree._leaves import factors_of, place_of
 
 
 class Clipped(NamedTuple):

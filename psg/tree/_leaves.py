@@ -7,12 +7,7 @@ from torch import Tensor
 
 from psg import _trees
 from psg._errors import InputError
-from psg.factors import Dense, Factor
-
-
-def is_factor(node: Any) -> bool:
-    """Whether a node is a factor: a leaf of trees of gradients, though to optree it is a node with tensors below."""
-    return isinstance(node, Factor)
+from psg.factors import Dense, Factor, is_factor
 
 
 def place_of(tree: Any, root: str, i: int) -> str:

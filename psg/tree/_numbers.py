@@ -11,10 +11,10 @@ from torch import Tensor
 from psg import _trees
 from psg._ambient import unaffected
 from psg._errors import InputError, is_integer
-from psg.factors import Dense, Factor
+from psg.factors import Dense, Factor, is_factor
 from psg.factors._joint import Joint, joined_pairs, total_sketch
 from psg.factors._sketch import Sketch
-from psg.tree._leaves import beside, factors_of, is_factor, place_of
+from psg.tree._leaves import beside, factors_of, place_of
 
 
 @unaffected

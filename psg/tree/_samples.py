@@ -11,12 +11,12 @@ from torch import Tensor
 from psg import _functorch, _trees
 from psg._ambient import unaffected
 from psg._errors import InputError, is_integer
-from psg.factors import Dense, Factor
+from psg.factors import Dense, Factor, is_factor
 from psg.factors import concat as concat_factors
 from psg.factors._arithmetic import wide
 from psg.factors._division import Division
 from psg.factors._maps import scaled
-from psg.tree._leaves import beside, factors_of, is_factor, place_of
+from psg.tree._leaves import beside, factors_of, place_of
 
 
 @unaffected
