@@ -91,7 +91,9 @@ def explain(
             another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
-        A function that takes fn's arguments for a batch of at least one sample. It returns a `Report`.
+        A function that takes fn's arguments for a batch of at least one sample. It returns a `Report`, to print or to read: the
+        rung that ran the call, the reasons why others could not, and for each leaf its path, the kind of its factor, the plan for its norm
+        and sum, the ops that used it, `factored_bytes` (printed as "holds") and `dense_bytes` ("dense").
 
     Raises:
         InputError: An argument does not fit, fn was made by a transform, or the batch is empty.

@@ -33,7 +33,8 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         A function of `(*args, **shared)` that returns `(values [n], grads)`, or `((values, aux), grads)` with
         `has_aux`; every leaf of `grads` is [n, *shape] in the dtype of its parameter. For n = 0 `fn` is not
         called: gradients are [0, *shape], and `aux`, whose structure is unknown, is None. A call raises
-        `psg.InputError` if no argument is batched, if batch sizes disagree or if `fn` does not return a scalar tensor.
+        `psg.InputError` if no argument is batched, if batch sizes disagree, if `argnums` names no argument or one
+        twice, or if `fn` does not return a scalar tensor.
 
     Example:
         >>> square = lambda w, x: (w * x).sum() ** 2

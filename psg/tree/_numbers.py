@@ -25,7 +25,7 @@ def squared_norm(tree: Any) -> Tensor:
         tree: Per-sample gradients.
 
     Returns:
-        [n], real.
+        [n], real, in at least float32.
 
     Raises:
         InputError: The tree holds no per-sample gradients, or its leaves disagree on n.
@@ -49,7 +49,7 @@ def norm(tree: Any) -> Tensor:
         tree: Per-sample gradients.
 
     Returns:
-        [n], real. Differentiable; at zero all derivatives are taken to be zero.
+        [n], real, in at least float32. Differentiable; at zero all derivatives are taken to be zero.
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ def dot(tree: Any, direction: Any) -> Tensor:
         direction: A tree like the parameters, with tensors [*shape].
 
     Returns:
-        [n], real.
+        [n], real, in at least float32.
 
     Raises:
         InputError: The direction's structure or shapes do not fit.
@@ -93,7 +93,7 @@ def inner(tree: Any, other: Any) -> Tensor:
         other: Per-sample gradients of the same number of samples, in the same tree.
 
     Returns:
-        [n], real.
+        [n], real, in at least float32.
 
     Raises:
         InputError: The trees differ in structure or n.
@@ -120,7 +120,7 @@ def gram(tree: Any, other: Any = None) -> Tensor:
         other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
 
     Returns:
-        [n, m], real.
+        [n, m], real, in at least float32.
 
     Raises:
         InputError: The trees differ in structure.
@@ -143,8 +143,8 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
         other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
 
     Returns:
-        [n, m], real, in [-1, 1] up to rounding. The inner products are computed first: in float32 they overflow for norms above 1.8e19 (the
-        cosine is NaN), and for norms below 1e-19 they lose digits or become 0.
+        [n, m], real, in at least float32, in [-1, 1] up to rounding. The inner products are computed first: in float32 they overflow for
+        norms above 1.8e19 (the cosine is NaN), and for norms below 1e-19 they lose digits or become 0.
 
     Example:
         >>> import torch

@@ -86,7 +86,7 @@ def sum(tree: Any) -> Any:  # noqa: A001
         tree: Per-sample gradients.
 
     Returns:
-        The same tree with a tensor [*shape] at every leaf.
+        The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ def mean(tree: Any) -> Any:
         tree: Per-sample gradients.
 
     Returns:
-        The same tree with a tensor [*shape] at every leaf.
+        The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
 
     Example:
         >>> import torch
