@@ -27,9 +27,11 @@ class Marks:
 
     def claim(self, output: Any, target: Any = None) -> None:
         """Mark an output made from the samples or the parameters of this pass, and the target that it is written into, with its views."""
-        for tensor in (*output, target) if isinstance(output, (tuple, list)) else (output, target):
+        if target is not None:
+            output = (*output, target) if isinstance(output, (tuple, list)) else (output, target)
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels:
-                vars(tensor)["_psg_pass"] = self._mark
+                tensor.__dict__["_psg_pass"] = self._mark
         if target is not None and self._unmarked:
             for own in target if isinstance(target, (tuple, list)) else (target,):
                 if isinstance(own, Tensor) and own.layout == torch.strided:

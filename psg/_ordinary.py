@@ -5,7 +5,7 @@ A pass asks every table of psg's about a function. For these all tables have the
 
 import functools
 from collections.abc import Sequence
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +14,12 @@ from torch._functorch.autograd_function import custom_function_call
 from psg._higher_order import HIGHER_ORDER
 from psg._ops import CONVERSIONS, DIFFERENTIATING, FACTORIES, LIKENESSES, LOCATING, MASKED, PREDICATES, is_torchs
 from psg._outside import REQUIRING
-from psg.rules._registry import is_registered
+from psg.rules._registry import TREATED
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import UPDATING
+
+FUNCTIONS = {BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType}
+"""The types of torch's functions and methods. Attributes of tensors, and ops of ATen and of libraries, have others."""
 
 
 def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
@@ -29,12 +32,10 @@ def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) ->
     """
     if not _is_plain(func):
         return func is Tensor.__getitem__ and len(tensors) == 1  # an index without tensors is no mask
-    return not is_registered(func) and "requires_grad" not in kwargs
+    return func not in TREATED and "requires_grad" not in kwargs
 
 
-_KINDS = BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
-
-_TREATED = {
+_ELSEWHERE = {
     *(*PREDICATES, *DIFFERENTIATING, *REQUIRING, Tensor.register_hook, custom_function_call),
     *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *LIKENESSES, *CONVERSIONS, *MASKED, *LOCATING),
     *(factory for kind in FACTORIES for factory in kind),
@@ -43,4 +44,4 @@ _TREATED = {
 
 @functools.cache
 def _is_plain(func: Any) -> bool:
-    return isinstance(func, _KINDS) and is_torchs(func) and func not in _TREATED
+    return type(func) in FUNCTIONS and is_torchs(func) and func not in _ELSEWHERE

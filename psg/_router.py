@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
 
 from psg import _ambient, _autograd, _functions, _functorch, _random, _trees
 from psg._agreed import run_agreed
@@ -39,7 +40,7 @@ from psg._ops import (
     target_of,
     torchs_names,
 )
-from psg._ordinary import is_ordinary
+from psg._ordinary import FUNCTIONS, is_ordinary
 from psg._outside import REQUIRING
 from psg._writes import Aliases, changes_nothing, written
 from psg.rules import _registry
@@ -85,10 +86,11 @@ class Router(Watch):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            if changes_nothing(func, args):
-                return None
-            kwargs = torchs_names(func, kwargs)
-            func = _registry.namesake(func, kwargs)
+            kwargs = torchs_names(func, kwargs) if kwargs else {}
+            if type(func) not in FUNCTIONS:  # an attribute of tensors, or an op of ATen's
+                if changes_nothing(func, args):
+                    return None
+                func = _registry.namesake(func, kwargs)
             if types and (handler := foreign_handler(types)) is not None:
                 raise Unsupported(handler)
             if func in HIGHER_ORDER:
@@ -105,7 +107,7 @@ class Router(Watch):
             if output is NotImplemented and (body := _registry.body_of(func)) is not None:
                 with self:
                     return body(*args, **kwargs)
-            if func is _functions.custom_function_call:
+            if func is custom_function_call:
                 self.has_functions = True
                 if _functions.is_unbatched(tensors, output, self.level):
                     raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
@@ -124,10 +126,13 @@ class Router(Watch):
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
-        self.look(func, tensors, (), self.level)
-        if target is None and is_ordinary(func, tensors, kwargs) and self._is_on_data(tensors):
+        here = _functorch.current_level() == self.level  # not inside a transform of the function's own
+        if here and target is None and is_ordinary(func, tensors, kwargs) and self.by_handle.keys().isdisjoint(map(id, tensors)):
+            if any([tensor.requires_grad for tensor in tensors]):  # one from outside: a wrapper of this vmap does not
+                self.look(func, tensors, (), self.level)
             self._expect_own_hooks()
             return func(*args, **kwargs)
+        self.look(func, tensors, (), self.level)
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs, target)
@@ -136,7 +141,6 @@ class Router(Watch):
         if func in PREDICATES:
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
-        here = _functorch.current_level() == self.level  # not inside a transform of the function's own
         if here:
             if func in _AUTOGRAD:
                 return self._run_autograd(func, args, kwargs, tensors)
@@ -153,13 +157,6 @@ class Router(Watch):
             return output
         lifted = self.lifted_among(tensors)
         return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
-
-    def _is_on_data(self, tensors: list[Tensor]) -> bool:
-        """Whether no lifted value is among the tensors of a call, which is not inside a transform of the function's own."""
-        for tensor in tensors:
-            if id(tensor) in self.by_handle:
-                return False
-        return _functorch.current_level() == self.level
 
     def _expect_own_hooks(self) -> None:
         if _autograd.saved_tensor_hooks() != self.hooks:
@@ -462,7 +459,7 @@ class Router(Watch):
             output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        if func is not _functions.custom_function_call:
+        if func is not custom_function_call:
             return func(*args, **kwargs)
         if _functions.holds_containers(args):
             return NotImplemented  # they are copies here

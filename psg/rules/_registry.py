@@ -124,6 +124,8 @@ _misderived: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
+TREATED: set[Any] = set()
+"""The ops that have a rule, a decomposition or a leak."""
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
 
@@ -191,6 +193,7 @@ def rule(
         made = Rule.of(run, tuple(params), frozen)
         for op in ops:
             _rules.update(dict.fromkeys(_aliases(op), made))
+            TREATED.update(_aliases(op))
         return run
 
     return register
@@ -264,6 +267,7 @@ def decomposition(*ops: Any, differentiated: bool = False, misderived: bool = Fa
         if misderived:
             _misderived.update(ops)
         (_differentiated_decompositions if differentiated else _decompositions).update(dict.fromkeys(ops, function))
+        TREATED.update(ops)
         return function
 
     return register
@@ -341,16 +345,12 @@ class Leak(NamedTuple):
 def leak(*ops: Any, reason: str, when: Callable[..., bool] = lambda *args, **kwargs: True, rungs: tuple[str, ...] = ("capture",)) -> None:
     """Register ops that a pass must not run: if fn calls one, psg goes down the ladder. See `Leak`."""
     _leaks.update(dict.fromkeys(ops, Leak(reason, when, rungs)))
+    TREATED.update(ops)
 
 
 def find_rule(op: Any) -> Rule | None:
     """The rule of an op, if there is one."""
     return _rules.get(op)
-
-
-def is_registered(op: Any) -> bool:
-    """Whether a rule, a decomposition or a leak is registered for an op."""
-    return op in _rules or op in _decompositions or op in _differentiated_decompositions or op in _leaks
 
 
 def find_transpose(op: Any) -> Transpose | None:
