@@ -8,7 +8,7 @@ from torch import Tensor
 from psg import _functorch, _trees
 from psg._errors import PsgError
 from psg._lifted import Watch
-from psg._ops import CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of
+from psg._ops import CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
 
 
 class Diverged(PsgError):
@@ -49,6 +49,7 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
 
 def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
     """The Python value that a tensor has for every sample, as in a loop over them; raises Diverged if the samples do not agree."""
+    watch.expect_agreed(args[0])
     with _functorch.below():
         values = _functorch.physical(args[0], watch.level, watch.n).detach()
         if values[0].numel() != 1:
@@ -61,6 +62,33 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
         if len(distinct) > 1:
             raise Diverged(name_of(func), labels)
         return func(values[0], *args[1:], **kwargs)
+
+
+def asks_for_a_number(error: RuntimeError) -> bool:
+    """Whether vmap has raised this error because torch has read a tensor as a number."""
+    return "calling .item() on a Tensor" in str(error)
+
+
+def with_numbers(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a call with numbers for the integer tensors [] that torch reads: sizes, bounds of slices.
+
+    Raises:
+        Diverged: Such a number is not the same for all samples.
+    """
+
+    def number(leaf: Any) -> Any:
+        if isinstance(leaf, slice):
+            return slice(number(leaf.start), number(leaf.stop), number(leaf.step))
+        if not isinstance(leaf, Tensor) or leaf.ndim or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
+            return leaf
+        if not _functorch.is_batched(leaf, watch.level):
+            return leaf
+        return python_value(watch, Tensor.__index__, (leaf,), {})
+
+    kept = 1 if func in vars(Tensor).values() or hasattr(func, "__objclass__") else 0  # a method's own tensor
+    args, kwargs = (*args[:kept], *substitute(args[kept:], number)), substitute(kwargs, number)
+    with watch:
+        return func(*args, **kwargs)
 
 
 def _is_own_mask(watch: Watch, leaf: Any) -> bool:
@@ -92,6 +120,7 @@ def _locate(watch: Watch, func: Any, tensor: Tensor, as_tuple: bool = False) -> 
 
 def _places(watch: Watch, func: Any, mask: Tensor) -> list[Tensor]:
     """Index tensors, one for each dimension, that select what each sample's mask selects; the mask itself if all samples share it."""
+    watch.expect_agreed(mask)
     with _functorch.below():
         values = _functorch.physical(mask, watch.level, watch.n)
         flat = values.reshape(watch.n, mask.numel())

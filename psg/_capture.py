@@ -76,7 +76,7 @@ def capture(call: Call, function: Function) -> Captured:
                 for i, (tensor, dim) in enumerate(zip(call.tensors, call.tensor_dims, strict=True))
             ]
             before = [tensor._version for tensor in call.tensors]
-            captured, differentiates = _one_pass(call, function, given, habits)
+            captured, differentiates = _one_pass(call, function, given, habits, state)
             if before != [tensor._version for tensor in call.tensors]:
                 raise StateError(
                     "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
@@ -102,8 +102,8 @@ def _refuse(script: Any) -> None:
     raise Unsupported(f"fn calls {script.name}, which is TorchScript: use it before torch.jit has compiled it")
 
 
-def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits) -> tuple[Captured, bool]:
-    """Run one pass on these tensors; returns its result, and whether the function called autograd."""
+def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits, state: _random.State) -> tuple[Captured, bool]:
+    """Run one pass on these tensors, from this state of the generators; returns its result, and whether the function called autograd."""
     dims, n = list(call.tensor_dims), call.n
     data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in call.tensor_params]
     inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *call.keyword_tensors]
@@ -116,7 +116,8 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
     for position, value in zip(call.tensor_params, lifted, strict=True):
         tensors[position], dims[position] = value.leaf, 0
 
-    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look)
+    apart = call.randomness == "different" and n > 1
+    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look, state if apart else None)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in call.tensor_params])
@@ -153,6 +154,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
-    # If fn returns a parameter itself, clone it: the result must not share the caller's memory.
-    outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in mode.owned else output.detach() for output in outputs)
+    # If fn returns a parameter or an input itself, clone it: the result must not share the caller's memory.
+    held = mode.owned | mode.given
+    outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in held else output.detach() for output in outputs)
     return Captured(outputs, factors, [value.uses for value in lifted], backward.freed), mode.differentiates

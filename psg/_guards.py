@@ -12,7 +12,7 @@ from psg._call import Call
 from psg._errors import PsgError, Stale, StateError
 from psg._higher_order import refuse_others
 from psg._marks import Marks
-from psg._ops import DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of, torchs_names
+from psg._ops import ACCUMULATING, DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of, torchs_names
 from psg._trees import tensors_in
 from psg._writes import Aliases, changes_nothing, written
 from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
@@ -83,6 +83,7 @@ class VmapGuard(TorchFunctionMode):
 
     def _run(self, func: Any, leaves: Sequence[Any], target: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs, target)
+        _refuse_constants(func, args, kwargs, self.level)
         # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
         reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
@@ -105,8 +106,27 @@ class VmapGuard(TorchFunctionMode):
         return output
 
 
+def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:
+    """Refuse `torch.autograd.grad` for a tensor that is a constant to psg's own grad, at this level: autograd would take it as unused.
+
+    Raises:
+        PsgError: It is one.
+    """
+    if func is not torch.autograd.grad:
+        return
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    for tensor in (inputs,) if isinstance(inputs, Tensor) else inputs:
+        if not isinstance(tensor, Tensor) or _functorch.level_of(tensor) < 0 and _functorch.is_wrapped(tensor):
+            continue  # a transform of fn's own that has ended, as in jacrev, leaves its wrappers on what it differentiates for
+        if _functorch.level_of(tensor) < level:
+            raise PsgError(
+                "fn calls torch.autograd.grad for a tensor that it closes over, or for one of a transform around psg, which psg's own "
+                "torch.func.grad takes as a constant: only method='loop', outside of transforms, gives that gradient"
+            )
+
+
 class Repaired(TorchFunctionMode):
-    """Under plain autograd: works around ops that torch gets wrong.
+    """Under plain autograd, or for one sample inside a transform: works around ops that torch gets wrong there.
 
     Args:
         differentiated: Whether the gradients are differentiated in turn. Then ops whose higher derivatives torch gets wrong are decomposed,
@@ -120,6 +140,7 @@ class Repaired(TorchFunctionMode):
     def __init__(self, differentiated: bool = False) -> None:
         super().__init__()
         self.differentiated = differentiated
+        self.is_inside = _functorch.transform_active()
         self.hooks = _autograd.saved_tensor_hooks()
         self.is_misderived = False
         self._ran_undecomposed = False
@@ -130,7 +151,8 @@ class Repaired(TorchFunctionMode):
             with self:
                 return form(*args, **kwargs)
         refuse_others(func, args)
-        if is_misderived(func):
+        misderived = is_misderived(func)
+        if self.is_inside or misderived:
             decompose = find_decomposition(func, differentiated=True)
             higher = self.differentiated or _functorch.transform_active()
             if decompose is not None and higher and _autograd.saved_tensor_hooks() == self.hooks:
@@ -138,7 +160,7 @@ class Repaired(TorchFunctionMode):
                     output = decompose(*args, **kwargs)
                 if output is not NotImplemented:
                     return output
-            self._ran_undecomposed = True
+            self._ran_undecomposed |= misderived
         if func in DIFFERENTIATING and kwargs.get("create_graph"):
             self.is_misderived |= self._ran_undecomposed and not self.differentiated
         return _kernels.run(func, args, kwargs)
@@ -160,6 +182,7 @@ class LoopGuard(Repaired):
     def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
         super().__init__(differentiated)
         self.outside = call.outside
+        self.level = _functorch.current_level()
         self.own = frozenset(map(id, own))
         self.used_ids: set[int] = set()
         self.recorded_ids: set[int] = set()
@@ -174,21 +197,36 @@ class LoopGuard(Repaired):
         self.outside.look(func, leaves, self.own)
         args, kwargs = self.outside.replace((args, kwargs))
         refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
+        if self.level >= 0:
+            _refuse_constants(func, args, kwargs, self.level)
         output = super().__torch_function__(func, types, args, kwargs)
         self.outside.made(output, kwargs)
         return output
 
 
 class RerunGuard(Repaired):
-    """Watches ops that a backward pass runs again, as a checkpointed layer's does: they must use the parameters of the forward pass."""
+    """Watches ops that a backward pass runs again, as a checkpointed layer's does: they must use the parameters of the forward pass.
 
-    def __init__(self, call: Call, forward: LoopGuard, called: _pass.Pass) -> None:
+    Args:
+        call: The call.
+        forward: The guard of the forward pass.
+        called: The modules that fn has called.
+        history: Whether the gradients get a history: they have none that `backward()` has added up.
+    """
+
+    def __init__(self, call: Call, forward: LoopGuard, called: _pass.Pass, history: bool) -> None:
         super().__init__(forward.differentiated)
-        self.call, self.used_ids, self.called = call, forward.used_ids, called
+        self.call, self.used_ids, self.called, self.history = call, forward.used_ids, called, history
         self.shapes = {call.leaves[position].shape for position in call.params}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.history and func in ACCUMULATING:
+            raise PsgError(
+                f"{self.call.name}: the backward pass of an autograd.Function (of a reversible or reentrantly checkpointed layer) calls "
+                "backward(), whose gradients have no derivatives, and an input requires grad. Pass detached parameters, as psg.stateless "
+                "returns them, or call psg under torch.no_grad()."
+            )
         for leaf in leaves_of(args, kwargs):
             if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.used_ids and leaf.shape in self.shapes:
                 raise StateError(

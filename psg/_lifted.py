@@ -199,6 +199,9 @@ class Watch(TorchFunctionMode):
         """The storage addresses of the inputs that the function must not write into."""
         return {_functorch.memory_of(tensor) for tensor in self._inputs if tensor.numel()}
 
+    def expect_agreed(self, tensor: Tensor) -> None:
+        """Refuse a Python value of a tensor that is not the same for all samples by its nature."""
+
     def lifted_among(self, leaves: Sequence[Any]) -> list[Lifted]:
         """The lifted values among the arguments of a call."""
         return [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]

@@ -18,25 +18,31 @@ class Marks:
 
     Args:
         levels: The levels of the pass' own transforms.
+
+    Attributes:
+        drawn: The mark of tensors that depend on random numbers, of which every sample draws its own.
     """
 
     def __init__(self, *levels: int) -> None:
         self._levels = levels
-        self._mark = object()
+        self._mark, self.drawn = object(), object()
         self._unmarked: dict[StorageWeakRef, list[ref[Tensor]]] = {}  # outputs noted, by their storage
 
-    def claim(self, output: Any, target: Any = None) -> None:
-        """Mark an output made from the samples or the parameters of this pass, and the target that it is written into, with its views."""
+    def claim(self, output: Any, target: Any = None, mark: object | None = None) -> None:
+        """Mark an output made from the samples or the parameters of this pass, and the target that it is written into, with its views.
+
+        The mark is what `owns` has returned for the arguments; by default it says nothing of random numbers.
+        """
         if target is not None:
             output = (*output, target) if isinstance(output, (tuple, list)) else (output, target)
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels:
-                tensor.__dict__["_psg_pass"] = self._mark
+                vars(tensor)["_psg_pass"] = mark or self._mark
         if target is not None and self._unmarked:
             for own in target if isinstance(target, (tuple, list)) else (target,):
                 if isinstance(own, Tensor) and own.layout == torch.strided:
                     viewed = [view() for view in self._unmarked.pop(_functorch.storage_of(own), ())]
-                    self.claim([view for view in viewed if view is not None])
+                    self.claim([view for view in viewed if view is not None], mark=mark)
 
     def note(self, output: Any) -> None:
         """Note an output made from neither, which may be filled from them through a view of it."""
@@ -56,21 +62,31 @@ class Marks:
             isinstance(leaf, Tensor) and leaf.__dict__.get("_psg_pass") is self._mark and not _functorch.is_wrapped(leaf) for leaf in leaves
         )
 
-    def owns(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of these is marked by this pass. Raises Stale if one was made by another pass at this level."""
-        marked = False
+    def owns(self, leaves: Sequence[Any]) -> object | None:
+        """The mark of this pass on one of these, `drawn` before the other; None if there is none.
+
+        Raises:
+            Stale: One was made by another pass at this level.
+        """
+        found = None
         for leaf in leaves:
             mark = leaf.__dict__.get("_psg_pass") if isinstance(leaf, Tensor) else None
             if mark is self._mark:
-                marked = True
+                found = found or mark
+            elif mark is self.drawn:
+                found = mark
             elif mark is not None:
                 level = _functorch.level_of(leaf)  # below 0: without a wrapper, or with one of a grad that has ended
                 if level in self._levels or level < 0 and not _is_of_running_pass(mark):
                     raise Stale("a tensor of an earlier pass")
-        return marked
+        return found
+
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether this tensor depends on random numbers, of which every sample draws its own."""
+        return tensor.__dict__.get("_psg_pass") is self.drawn
 
 
 def _is_of_running_pass(mark: object) -> bool:
     """Whether a mark is that of a pass around this one, whose fn has called psg."""
     passes = (getattr(mode, "own", None) for mode in _get_current_function_mode_stack())
-    return any(isinstance(own, Marks) and own._mark is mark for own in passes)
+    return any(isinstance(own, Marks) and mark in (own._mark, own.drawn) for own in passes)

@@ -212,6 +212,27 @@ def derives(func: Any) -> bool:
     return name_of(func) in _DERIVING and is_torchs(func)
 
 
+@cache
+def may_draw(func: Any) -> bool:
+    """Whether an op may draw random numbers; an op that is not torch's own may do anything."""
+    name = name_of(func).partition(".")[0]
+    if not is_torchs(func) or name in _DRAWING:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    return isinstance(packet, OpOverloadPacket) and any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, own).tags for own in packet.overloads()
+    )
+
+
+# Those written in Python, which have no tags.
+_DRAWING = frozenset(
+    """
+    dropout1d dropout2d dropout3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices gumbel_softmax
+    multi_head_attention_forward lobpcg pca_lowrank svd_lowrank custom_function_call
+    """.split()
+)
+
+
 def target_of(func: Any, args: Any, kwargs: Any) -> Any:
     """The tensor, or list of tensors, that the call writes into; or None."""
     find = _target_finder(func)
@@ -225,12 +246,23 @@ def _target_finder(func: Any) -> Callable[[Any, Any, Any], Any] | None:
         return _mutated
     if _writes(func):
         return _first
+    if name_of(func).partition(".")[0] in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
+        return _observed
     position = _inplace_position(func)
     return None if position is None else partial(_first_if_inplace, position)
 
 
 def _first(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
+
+
+def _observed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an observer of ranges for quantisation writes, while it is on; the versions of these tensors stay as they are."""
+    given = {**dict(zip(("x", "observer_on", "fake_quant_on", *_RANGES), args, strict=False)), **kwargs}
+    return [given[name] for name in _RANGES] if given["observer_on"].item() else None
+
+
+_RANGES = ("running_min", "running_max", "scale", "zero_point")
 
 
 def _first_if_inplace(position: int, func: Any, args: Any, kwargs: Any) -> Any:

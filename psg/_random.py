@@ -19,7 +19,12 @@ def get_state(tensors: Iterable[Tensor]) -> State:
     """The generator states of the CPU and of the devices of these tensors."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta}
     devices = {device for device in devices if hasattr(_of(device), "get_rng_state")}
-    return {_CPU: torch.get_rng_state(), **{device: _of(device).get_rng_state(*_which(device)) for device in devices}}
+    return {device: _state_of(device) for device in (_CPU, *devices)}
+
+
+def now(state: State) -> State:
+    """The states in which the same generators are now."""
+    return {device: _state_of(device) for device in state}
 
 
 def set_state(state: State | None) -> None:
@@ -57,6 +62,10 @@ def same_python_state(state: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 
 def _equal(value: Any, other: Any) -> bool:
     return value.tobytes() == other.tobytes() if hasattr(value, "tobytes") else value == other
+
+
+def _state_of(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device == _CPU else _of(device).get_rng_state(*_which(device))
 
 
 def _of(device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
 from psg import _ambient, _autograd, _functions, _functorch, _random, _trees
-from psg._agreed import run_agreed
+from psg._agreed import asks_for_a_number, run_agreed, with_numbers
 from psg._errors import Unsupported
 from psg._habits import Habits, Retry
 from psg._higher_order import HIGHER_ORDER
@@ -31,6 +31,7 @@ from psg._ops import (
     derives,
     foreign_handler,
     is_torchs,
+    may_draw,
     name_of,
     operands_of,
     place_name,
@@ -59,8 +60,10 @@ class Router(Watch):
         laid_out: Sequence[Tensor],
         habits: Habits,
         look: Callable[..., None],
+        state: _random.State | None,
     ) -> None:
         super().__init__(n, params, inputs)
+        self.state = state  # of the random generators, if every sample draws numbers of its own
         self.aliases = Aliases(laid_out, habits.follows)
         self.look = look
         self.habits = habits
@@ -97,7 +100,9 @@ class Router(Watch):
                 with self:
                     return HIGHER_ORDER[func](*args, **kwargs)
             tensors, others = operands_of(args, kwargs)
-            marked = self.own.owns(tensors) and func not in LIKENESSES
+            mark = self.own.owns(tensors)
+            if func in LIKENESSES:
+                mark = None
             if others and any(isinstance(other, torch.Generator) for other in others):
                 raise Unsupported(OWN_GENERATOR)
             target = target_of(func, args, kwargs)
@@ -113,8 +118,10 @@ class Router(Watch):
                     raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
             if id(output) not in self.by_handle:
                 output = self.aliases.note(func, args, kwargs, tensors, output)
-            if marked:
-                self.own.claim(output, target)
+            if self.state is not None and may_draw(func) and not _random.same_state(self.state, now := _random.now(self.state)):
+                mark, self.state = self.own.drawn, now
+            if mark is not None:
+                self.own.claim(output, target, mark)
                 if target is None and self.constants and self.own.has_marked(tensors):
                     self.own.mark(output)
             else:
@@ -131,7 +138,7 @@ class Router(Watch):
             if any([tensor.requires_grad for tensor in tensors]):  # one from outside: a wrapper of this vmap does not
                 self.look(func, tensors, (), self.level)
             self._expect_own_hooks()
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         self.look(func, tensors, (), self.level)
         if target is not None:
             self._protect(name_of(func), target)
@@ -157,6 +164,20 @@ class Router(Watch):
             return output
         lifted = self.lifted_among(tensors)
         return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
+
+    def expect_agreed(self, tensor: Tensor) -> None:
+        """Refuse a Python value that depends on random numbers.
+
+        If the pass went on where all samples happen to agree, or again where some do, with new numbers for them, then samples would agree
+        more often than they should.
+
+        Raises:
+            Unsupported: It does.
+        """
+        if self.own.is_drawn(tensor):
+            raise Unsupported(
+                'fn takes a Python value from random numbers, of which every sample draws its own; with randomness="same" all draw the same'
+            )
 
     def _expect_own_hooks(self) -> None:
         if _autograd.saved_tensor_hooks() != self.hooks:
@@ -351,7 +372,15 @@ class Router(Watch):
             wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]
             if wrapped and not any(map(self._is_elsewhere, wrapped)):
                 return self._one_by_one(func, args, kwargs, wrapped)
-        return func(*args, **kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not asks_for_a_number(error):
+                raise
+        return with_numbers(self, func, args, kwargs)
 
     def _one_by_one(self, func: Any, args: Any, kwargs: Any, wrapped: list[Tensor]) -> Any:
         """Run an op sample by sample. vmap would too, but selects each sample by an op whose backward writes zeros for the whole batch."""

@@ -303,7 +303,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
             values = outputs.of(leaves)
         if guard.is_misderived:
             raise _Misderived
-        loss, again = values[0], RerunGuard(call, guard, called)
+        loss, again = values[0], RerunGuard(call, guard, called, history)
         with called.again():
             if not history:
                 gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids))

@@ -61,8 +61,8 @@ def stateless(
             dimension. At a call: the target is missing; there is no criterion and the output is and has no loss; `params` is not a mapping;
             or a name in it is not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode or has no running statistics; the module changes one of its
-            buffers; the module uses a parameter from an unregistered place, such as a list; or the criterion uses a parameter of the
-            module to which it holds a reference of its own.
+            buffers, or a parameter that is not differentiated; the module uses a parameter from an unregistered place, such as a list; or
+            the criterion uses a parameter of the module to which it holds a reference of its own.
 
     Warns:
         UserWarning: A parameter has a hook, which is not called. At a call: the module's parameters have moved to other memory, so the
@@ -204,21 +204,23 @@ def _call(
     rest = {name: constants.setdefault(id(parameter), parameter.detach()) for name, parameter in others.items()}
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
-    versions = {name: buffer._version for name, buffer in buffers.items()}
+    frozen = {name: parameter for name, parameter in own.items() if name not in params and name not in rest}
+    kept = frozen | rest | buffers
+    versions = {name: tensor._version for name, tensor in kept.items()}
     scripted = isinstance(module, torch.jit.ScriptModule)
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest, **buffers})
     guarded = {key: name for key, name in unregistered.items() if name in params}
-    refuse = _refuses_writes(children, buffers)
-    with held(), _writes.refusing(refuse) if buffers else contextlib.nullcontext():
+    refuse = _refuses_writes(children, kept)
+    with held(), _writes.refusing(refuse) if kept else contextlib.nullcontext():
         with _OwnParameterGuard(guarded, USED_ELSEWHERE) if guarded else contextlib.nullcontext():
             given = {id(parameter): name for name, parameter in own.items() if name in params}
             with owning(given):
                 output = run(given)
-        now = buffers if scripted else _held(buffer_slots)
+        now = kept if scripted else _held(slots) if kept else {}
     # Layers that run again in the backward pass (checkpoints) must find the same parameters, and take the lock, which the caller holds now.
     _pass.remember(module, params, partial(_locked, lock, held))
-    # A buffer that was assigned anew is another tensor; one that was written into has a new version.
-    changed = [name for name, buffer in buffers.items() if now.get(name) is not buffer or buffer._version != versions[name]]
+    # One that was assigned anew is another tensor; one that was written into has a new version.
+    changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or tensor._version != versions[name]]
     if changed:
         raise StateError(_changing(children, changed[0]))
     return output
@@ -246,13 +248,13 @@ def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dic
         )
 
 
-def _refuses_writes(children: dict[str, nn.Module], buffers: dict[str, Tensor]) -> Callable[[Any], None]:
-    """A function that raises if an op is about to write into a buffer: a write through `.data` leaves the version counter unchanged."""
+def _refuses_writes(children: dict[str, nn.Module], kept: dict[str, Tensor]) -> Callable[[Any], None]:
+    """A function that raises if an op is about to write into one of these: a write through `.data` leaves the version counter unchanged."""
     names: dict[int, str] = {}
 
     def refuse(target: Any) -> None:
         if not names:
-            names.update((_functorch.memory_of(buffer), name) for name, buffer in buffers.items() if buffer.numel())
+            names.update((_functorch.memory_of(tensor), name) for name, tensor in kept.items() if tensor.numel())
         for tensor in _writes.written(target):
             if (name := names.get(_functorch.memory_of(tensor))) is not None:
                 raise StateError(_changing(children, name))
@@ -261,14 +263,18 @@ def _refuses_writes(children: dict[str, nn.Module], buffers: dict[str, Tensor]) 
 
 
 def _changing(children: dict[str, nn.Module], name: str) -> str:
-    owner = name.rpartition(".")[0]
+    owner, _, key = name.rpartition(".")
+    is_buffer = key in dict(children[owner].named_buffers(recurse=False))
+    what = f"buffer {name!r}" if is_buffer else f"parameter {name!r}, which is not differentiated"
     way_out = "Put the module in eval mode, or take the update out of forward."
-    if not children[owner].training:
+    if any(hasattr(child, "disable_observer") for child in children.values()):
+        way_out = "Switch observers off: model.apply(torch.ao.quantization.disable_observer)."
+    elif not children[owner].training:
         way_out = "Take the update out of forward; if it fills a cache, run the module on the longest input once before."
     return (
-        f"stateless: the forward pass of {owner or 'the module'} ({_kind(children[owner])}) changes its buffer {name!r}: in a loop one "
+        f"stateless: the forward pass of {owner or 'the module'} ({_kind(children[owner])}) changes its {what}: in a loop one "
         f"sample's gradient could depend on the samples before it. {way_out} If every sample may start from the buffer as it is now, as "
-        "where forward resets a state, write fn with torch.func.functional_call(module, (params, copies of the buffers), inputs)."
+        "where forward resets a state, write fn with torch.func.functional_call(module, (params, copies of what it changes), inputs)."
     )
 
 

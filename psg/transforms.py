@@ -566,7 +566,10 @@ def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
 
 
 def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
-    return [factor.materialize() for factor in result.factors]
+    leaves = [factor.materialize() for factor in result.factors]
+    # Where fn uses only the sum of two parameters, they have one gradient: the caller may write into each.
+    first: dict[int, int] = {}
+    return [leaf if first.setdefault(id(leaf), i) == i else leaf.clone() for i, leaf in enumerate(leaves)]
 
 
 def _factors(call: Call, result: Result, start: int) -> list[Factor]:

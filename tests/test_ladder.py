@@ -708,6 +708,35 @@ def test_layers_that_run_again_in_the_backward_pass(way, device):
     assert_trees_close(dict(module.named_parameters()), own)
 
 
+def test_what_backward_adds_up_has_no_derivative(device):
+    """The loop with a history read the gradients that autograd returns, which are zeros for parameters of such layers."""
+    module = RunsAgain(RUN_AGAIN["reversible"]).to(device)
+    loss, _ = psg.stateless(module, lambda output, y: (output * y).sum().sin())
+    live, batch = dict(module.named_parameters()), (torch.randn(N, 3, device=device), torch.randn(N, 2, device=device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in (psg.factored_grad(loss), psg.per_sample_grad(lambda p, x, y: loss(p, x, y) * torch.rand([]))):
+            with pytest.raises(psg.PsgError, match=r"calls backward\(\).*Pass detached parameters"):
+                call(live, *batch)
+
+
+def test_a_derivative_for_what_is_a_constant_to_psg_s_own_transform(device):
+    """functorch says that a tensor which it takes as a constant is not used: the rung of vmap, and the loop in a transform, gave zero."""
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+
+    def fn(w, x):
+        loss = (scale * w * x).square()
+        (slope,) = torch.autograd.grad(loss, scale, create_graph=True, materialize_grads=True)
+        return loss + slope.square()
+
+    w, x = torch.ones((), device=device), torch.tensor([1.0, 2.0], device=device)
+    with pytest.warns(psg.FallbackWarning, match="takes as a constant"):
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    for method in ("vmap", "loop"):
+        with pytest.raises(psg.PsgError, match="takes as a constant"):
+            torch.func.vmap(psg.per_sample_grad(fn, method=method), in_dims=(0, None))(w.expand(2), x)
+
+
 class AgainForAll(torch.autograd.Function):
     """`Again`, with a generated rule for vmap."""
 

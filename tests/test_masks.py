@@ -151,3 +151,34 @@ def test_the_nonzero_entries_of_a_number(locate, entries, device):
     args = torch.ones((), device=device), torch.tensor(entries, device=device)
     (_, found), (_, expected) = psg.per_sample_grad(fn, has_aux=True)(*args), loop_grad(fn, has_aux=True)(*args)
     assert_trees_close(found, expected)
+
+
+def count(x):
+    return (x > 0).sum()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (w * x)[: count(x)].sum(),
+        lambda w, x: (w[:4] * torch.arange(count(x), device=x.device)).sum() * x.sum(),
+        lambda w, x: (x.new_zeros((count(x), 2)) + w[:2]).square().sum() * x.sum(),
+        lambda w, x: torch.cat([w, x]).view(count(x), -1).prod(0).sum(),
+        lambda w, x: (w * x).topk(count(x)).values.sum(),
+        lambda w, x: F.pad(w * x, (0, count(x)), value=1.0).sum().square(),
+        lambda w, x: torch.stack([part.sum() for part in (w * x).split([count(x), 2])]).prod(),
+        lambda w, x: (w * torch.roll(x, count(x) - 2)).sum(),
+    ],
+)
+def test_integer_tensors_that_torch_reads_as_numbers(fn, device):
+    w, x = torch.randn(6, device=device), torch.rand(3, 6, device=device)
+    x[:, 4:] *= -1
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.filterwarnings("error")
+def test_integer_tensors_that_differ_between_samples(device):
+    w, x = torch.randn(6, device=device), torch.rand(4, 6, device=device)
+    x[:2, 4:] *= -1
+    fn = lambda w, x: (w * x)[: count(x)].square().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))

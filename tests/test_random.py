@@ -40,6 +40,47 @@ def test_randomness_error_refuses_to_draw(method, device):
         psg.per_sample_grad(dropout_loss, method=method, randomness="error")(p, x)
 
 
+def layer_drop(p, x):
+    y = (p * x).sum()
+    return 0 * y if torch.rand([], device=x.device) < 0.5 else y
+
+
+def kept_tokens(p, x):
+    return (p * x)[torch.rand(2, device=x.device) < 0.5].sum()
+
+
+def drawn_width(p, x):
+    return (p * x)[: torch.randint(0, 3, (), device=x.device)].sum()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning", "ignore:psg.*uses none")
+@pytest.mark.parametrize("fn", [layer_drop, kept_tokens, drawn_width])
+def test_branches_on_random_numbers_are_taken_apart(fn, device):
+    """Where passes went on if all samples happened to agree, two samples agreed in six calls of seven instead of one of two."""
+    p, x = torch.ones(2, device=device), torch.ones(2, 2, device=device)
+    norms = torch.stack([psg.per_sample_norm(fn)(p, x) for _ in range(400)]).square()
+    first, second = norms.cpu().unbind(1)
+    assert first.unique().numel() == second.unique().numel() == norms.unique().numel()
+    counts = torch.stack([(norms == value).double().mean() for value in norms.unique()]).cpu()
+    agreed = (first == second).double().mean()
+    assert abs(agreed - counts.square().sum()) < 0.125  # five standard deviations of 400 independent pairs
+    with pytest.raises(psg.PsgError, match="Python value from random numbers.*same"):
+        psg.per_sample_norm(fn, method="capture")(p, x)
+    if fn is not kept_tokens:
+        psg.per_sample_norm(fn, method="capture", randomness="same")(p, x)
+
+
+def test_branches_on_data_beside_random_numbers_stay_on_the_first_rung(device):
+    def fn(p, x):
+        y = F.dropout(p * x, 0.5).sum()
+        return y if x[0] > 0 else 2 * y
+
+    p, x = torch.ones(64, device=device), torch.ones(4, 64, device=device)
+    x[1] = -1
+    grads = psg.per_sample_grad(fn, method="capture")(p, x)
+    assert set(grads[[0, 2, 3]].unique().tolist()) == {0.0, 2.0} and set(grads[1].unique().tolist()) == {0.0, -4.0}
+
+
 PARAMETER_NOISE = {
     "dropped weights": lambda w, x: F.linear(x, F.dropout(w, 0.5)),
     "noise like the weights": lambda w, x: F.linear(x, w + torch.randn_like(w)),

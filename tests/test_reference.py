@@ -236,3 +236,25 @@ def test_the_derivative_of_a_batch_function_that_vmap_cannot_run(args):
     found = backward_of(psg.per_sample_norm(losses, method="batch"))(params, x)
     expected = backward_of(looped_norms(lambda p, x: losses(p, x[None])[0]))(params, x)
     assert_trees_close(found, expected, per_sample=False)
+
+
+def test_the_loop_in_a_transform_repairs_what_vmap_gets_wrong(args):
+    """`.data` is a constant to the innermost transform alone; `lu_solve` is wrong under vmap. `.item()` sends fn to the loop."""
+    w, x = args[0]["w"][:3].clone(), args[1]
+
+    def data(w, x):
+        return (w * w.data * x).square().sum() * (2 if x.sum().item() > 0 else 3)
+
+    def solve(w, x):
+        matrix = w @ w.T + 3 * torch.eye(3, device=w.device)
+        right = x.expand(2, 3)[..., None]
+        return torch.linalg.lu_solve(*torch.linalg.lu_factor(matrix), right).square().sum() * (2 if x.sum().item() > 0 else 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        leaf = w.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(psg.per_sample_grad(data)(leaf, x).sum(), leaf)
+        assert_trees_close(torch.func.grad(lambda w: psg.per_sample_grad(data)(w, x).sum())(w), expected, per_sample=False)
+        scales = torch.tensor([0.5, 1.0], device=w.device)
+        norms = torch.func.vmap(lambda scale: psg.per_sample_norm(solve)(scale * w, x))(scales)
+        assert_trees_close(norms, torch.stack([psg.per_sample_norm(solve)(scale * w, x) for scale in scales]), per_sample=False)

@@ -72,6 +72,61 @@ def test_frozen_parameters_and_buffers_are_read_at_every_call(device):
     assert (before["2.weight"] - after["2.weight"]).abs().max() > 1e-3
 
 
+class Momentum(nn.Module):
+    """A teacher that follows its student in every forward pass, as in MoCo."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.student, self.teacher, self.update = nn.Linear(3, 4), nn.Linear(3, 4).requires_grad_(False), update
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.update(own, other)
+        return F.mse_loss(self.student(x), self.teacher(x))
+
+
+def assign_data(own, other):
+    own.data = 0.9 * own.data + 0.1 * other.detach()
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("update", [lambda own, other: own.mul_(0.9), lambda own, other: own.data.mul_(0.9), assign_data])
+def test_a_module_that_changes_a_frozen_parameter(update, method, device):
+    """The gradient of one sample would depend on the samples before it."""
+    module = Momentum(update).to(device)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    loss, params = psg.stateless(module)
+    with pytest.raises(psg.StateError, match=r"of teacher \(Linear\) changes its parameter 'teacher.weight', which is not differentiated"):
+        psg.per_sample_norm(loss, method=method)(params, torch.randn(N, 3, device=device))
+    with pytest.raises(psg.StateError, match="'student.weight'"):
+        psg.per_sample_norm(psg.stateless(Momentum(lambda own, other: other.mul_(2)).to(device))[0], method=method)(
+            {"student.bias": params["student.bias"]}, torch.randn(N, 3, device=device)
+        )
+    assert_trees_close(dict(module.state_dict()), before, per_sample=False)
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:There is a performance drop", "ignore:Please use quant_min")
+def test_training_that_is_aware_of_quantisation(method):
+    """The fused op of torch.ao writes its observer's buffers, and leaves their versions as they are."""
+    ao = pytest.importorskip("torch.ao.quantization")
+    module = nn.Sequential(ao.QuantStub(), nn.Linear(5, 3)).train()
+    module.qconfig = ao.get_default_qat_qconfig("fbgemm")
+    ao.prepare_qat(module, inplace=True)
+    x = torch.randn(N, 5, dtype=torch.float32)
+    module.float()(x)
+    module[0].activation_post_process = ao.FusedMovingAvgObsFakeQuantize()
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    with pytest.raises(psg.StateError, match=r"changes its buffer.*disable_observer"):
+        psg.per_sample_grad(loss, method=method)(params, x)
+    module.apply(ao.disable_observer)
+    if method in ("auto", "loop"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", psg.FallbackWarning)
+            assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), loop_grad(loss)(params, x))
+
+
 def test_buffers_made_under_inference_mode(device):
     """Inference tensors have no version counter to compare, and autograd cannot save them."""
 

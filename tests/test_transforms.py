@@ -256,3 +256,16 @@ def test_what_a_transform_has_made_is_no_function_of_one_sample(transform):
         transform(made)
     with pytest.raises(psg.InputError, match=r"psg\.clipped_grad: got"):
         psg.clipped_grad(made, 1.0)
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_results_share_no_memory(method, device):
+    params, x = {"a": torch.ones(2, device=device), "b": torch.ones(2, device=device)}, torch.ones(3, 2, device=device)
+
+    def fn(p, x):
+        return ((p["a"] + p["b"]) * x).square().sum(), x
+
+    grads, aux = psg.per_sample_grad(fn, has_aux=True, method=method)(params, x)
+    for leaf in (*grads.values(), aux):
+        leaf.mul_(2)
+    assert (x == 1).all() and all((leaf == 8).all() for leaf in grads.values())
