@@ -3,6 +3,7 @@
 With C the cotangent of y, for sample n with positions t: grad W[n] = sum_t C[n,t,:] x[n,t,:]^T and grad b[n] = sum_t C[n,t,:].
 """
 
+import math
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ def sum_images(cotangent: Tensor) -> Dense:
     return Dense(cotangent.reshape(*cotangent.shape[:3], cotangent.shape[3:].numel()).sum((1, 3)))
 
 
+_FEW = 1 << 13
+
+
 @rule(F.linear, frozen=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x W^T + b: ([n,*,i], [o,i], [o]) -> [n,*,o]."""
@@ -37,7 +41,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return NotImplemented
     shape = (*input.shape[:-1], weight.shape[0])
     converted = _ambient.is_autocast(input) or bias is not None and bias.dtype != input.dtype
-    if input.ndim > 2 and not converted and not input.is_contiguous() and input.mT.is_contiguous():
+    if input.ndim > 2 and not converted and math.prod(shape) <= _FEW and input.is_contiguous():
+        # Without a bias the native op returns no view of another tensor. A pass over few numbers takes less time than two more ops.
+        output = F.linear(input, weight)
+        output = output if bias is None else output.add_(bias)
+    elif input.ndim > 2 and not converted and not input.is_contiguous() and input.mT.is_contiguous():
         # The transpose of a contiguous tensor, such as an unfolded image: a flat product would copy it first.
         output = reshape(_matmul.affine_blocks(input.flatten(0, -3), weight, bias), shape)
     else:
