@@ -41,7 +41,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return NotImplemented
     shape = (*input.shape[:-1], weight.shape[0])
     converted = _ambient.is_autocast(input) or bias is not None and bias.dtype != input.dtype
-    if input.ndim > 2 and not converted and math.prod(shape) <= _FEW and input.is_contiguous():
+    if input.ndim > 2 and not converted and math.prod(shape) <= _FEW:
         # Without a bias the native op returns no view of another tensor. A pass over few numbers takes less time than two more ops.
         output = F.linear(input, weight)
         output = output if bias is None else output.add_(bias)
