@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _trees
-from psg._errors import PsgError
+from psg._errors import PsgError, Unsupported
 from psg._lifted import Watch
 from psg._ops import CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
 
@@ -22,6 +22,10 @@ class Diverged(PsgError):
         super().__init__(f"{op} gives different Python values for different samples")
         count = int(labels.max()) + 1
         self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
+
+
+class Drawn(Unsupported):
+    """The function turned random numbers, of which every sample draws its own, into a Python value."""
 
 
 def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], constants: bool) -> Any:

@@ -22,7 +22,7 @@ def run(call: Call, method: str, sizes: "Sizes", collect: Callable[[int, Result]
         return
     state, start, unused = call.shared_draws(), 0, True
     while start < call.n:
-        _random.set_state(state)
+        _random.rewind(state)
         chunk = call.chunk(start, sizes.next(call))
         result = _ladder.run(chunk, method)
         sizes.learn(call, chunk.n, result)

@@ -99,7 +99,7 @@ class VmapGuard(TorchFunctionMode):
                 output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        output = func(*args, **kwargs)
+        output = _kernels.run_without_gaps(func, args, kwargs)
         is_function = self.differentiated and func is _functions.custom_function_call
         if is_function and _functions.is_unbatched(tensors_in(leaves), output, self.level - 1):
             raise PsgError(f"{args[0].__name__}{_functions.UNBATCHED}")

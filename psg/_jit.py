@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from psg import _ambient, _functorch, _random, _trees, plans
+from psg import _ambient, _autograd, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, user_line
 from psg._modules import Called, Guard, collecting_calls
 from psg._ops import handles_ops
@@ -195,7 +195,7 @@ class Jitted:
             return self._fn(*args, **kwargs)
         # psg's transforms enable autograd themselves.
         modes = None if self._batching is not None else (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), modes, self._key())
+        signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), modes, _told(self._key()))
         entry = self._entry(signature, tensors)
         if entry is None:
             with _building:
@@ -218,7 +218,7 @@ class Jitted:
                         what = f"Calls of this signature run eagerly: {entry.info.signature}."
                         warnings.warn(f"psg.jit({self._name}): {entry.info.error}. {what}", FallbackWarning, stacklevel=3)
                         return result
-        if entry is None or entry.program is None or torch.is_grad_enabled() and entry.program.is_tracked:
+        if entry is None or entry.program is None or entry.program.is_unfit:
             return self._fn(*args, **kwargs)
         return entry.program(tensors)
 
@@ -253,7 +253,7 @@ class Jitted:
                 torch.rand(1, generator=generator, device=generator.device)
 
         try:
-            with collecting_calls() as called:
+            with collecting_calls() as called, _ambient.uncached():  # a parametrised weight that was cached would be a constant
 
                 def noted(*args: Any, **kwargs: Any) -> Any:
                     mode: Any = get_proxy_mode()
@@ -317,12 +317,12 @@ class _Program:
         self._expected = [_signature(tensor) for tensor in self._outside]
         self._offsets = [(place, tensors[place].storage_offset()) for place in trace.placed]
         with _ambient.off(), torch.no_grad():
-            self._run = compile(trace.graph, [tensor.detach() for tensor in (*tensors, *trace.captured)])
+            self._run = compile(trace.graph, [*map(torch.detach, tensors), *map(_plain, trace.captured)])
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         # Under the same settings as when it was compiled.
         with _ambient.off(), torch.no_grad():
-            outputs = self._run(*(tensor.detach() for tensor in (*tensors, *self._trace.captured)))
+            outputs = self._run(*map(torch.detach, tensors), *map(_plain, self._trace.captured))
         return _trees.unflatten(self._trace.spec, _trees.fill(self._trace.leaves, outputs))
 
     def is_outdated(self, tensors: Sequence[Tensor]) -> bool:
@@ -332,9 +332,16 @@ class _Program:
         )
 
     @property
-    def is_tracked(self) -> bool:
-        """Whether the function closes over a tensor that requires grad: the graph's results would have no history."""
-        return any(tensor.requires_grad for tensor in self._trace.recorded)
+    def is_unfit(self) -> bool:
+        """Whether the graph would differ, or its results lack a history, because a tensor that the function closes over requires grad."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._trace.recorded):
+            return True
+        return any(tensor.requires_grad != before for tensor, before in self._trace.flags)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor's memory as it is: compilers would miss that it is marked as negated or conjugated."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: Callable[[], Any]) -> None:
@@ -416,7 +423,7 @@ def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
         if node is tree:
             orders.clear()  # a tree with containers that are new to optree is flattened once more
         elif isinstance(node, dict):
-            orders.append(tuple(node))
+            orders.append(tuple(map(_told, node)))
         if others := _trees.attributes_of(node):
             orders.append(others)
         return False
@@ -436,7 +443,14 @@ def _signature(leaf: Any) -> Hashable:
         raise InputError(
             f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it by functools.partial first."
         ) from None
-    return _trees.key_of(leaf) or (type(leaf), leaf)
+    return _told(leaf)
+
+
+def _told(value: Any) -> Hashable:
+    """What tells one hashable value from another: numbers and strings by type too, in tuples and sets as well; a range by its bounds."""
+    if type(value) in (tuple, frozenset):
+        return type(value), type(value)(map(_told, value))
+    return _trees.key_of(value) or (type(value), repr(value) if type(value) is range else value)
 
 
 def _entries(tensor: Tensor) -> tuple[Any, ...]:
@@ -450,6 +464,8 @@ def _runs_eagerly(tensors: Sequence[Tensor]) -> bool:
         return True  # the result must be differentiable
     if torch.is_anomaly_enabled():
         return True  # which names the op of fn that made a NaN
+    if _autograd.saved_tensor_hooks() is not None and not _autograd.is_checkpointed():
+        return True  # the caller's hooks may change what the backward pass reads
     # An empty batch: nothing to compile; or a tensor whose class would see no op of a compiled graph.
     return any(tensor.numel() == 0 or handles_ops(type(tensor)) for tensor in tensors)
 
@@ -458,7 +474,8 @@ def _surroundings() -> Hashable:
     """The settings that a trace depends on, beside the arguments."""
     numerics = torch.get_default_dtype(), _ambient.default_device(), torch.get_float32_matmul_precision(), torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return _ambient.autocast(), are_disabled(), plans.settings_key(), numerics, strict
+    halves = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")  # fn may switch autocast on
+    return _ambient.autocast(), halves, are_disabled(), plans.settings_key(), numerics, strict
 
 
 def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:

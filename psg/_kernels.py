@@ -13,12 +13,9 @@ from torch import Tensor
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own."""
+    output = run_without_gaps(func, args, kwargs)
     if func not in _BATCH_NORMS:
-        return func(*args, **kwargs)
-    # All arguments but the input. Running statistics may be copies: updates of them were refused before (psg/rules/leaks.py).
-    args = (*args[:1], *map(_without_gaps, args[1:]))
-    kwargs = {name: value if name == "input" else _without_gaps(value) for name, value in kwargs.items()}
-    output = func(*args, **kwargs)
+        return output
     normalized = output[0] if isinstance(output, tuple) else output
     if normalized.is_cpu and normalized.requires_grad:
         shape, stride = normalized.shape, normalized.stride()
@@ -30,6 +27,15 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
         normalized.register_hook(laid_out)
     return output
+
+
+def run_without_gaps(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an op, a batch norm with weights and statistics without gaps; under transforms, where the workaround by a hook has no place."""
+    if func in _BATCH_NORMS:
+        # All arguments but the input. Running statistics may be copies: updates of them were refused before (psg/rules/leaks.py).
+        args = (*args[:1], *map(_without_gaps, args[1:]))
+        kwargs = {name: value if name == "input" else _without_gaps(value) for name, value in kwargs.items()}
+    return func(*args, **kwargs)
 
 
 def _without_gaps(value: Any) -> Any:

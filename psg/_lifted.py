@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _autograd, _functorch, _trees
 from psg._carries import Step, carry_of, part_of, terms_of
 from psg._errors import InputError
-from psg._ops import name_of
+from psg._ops import name_of, operands_of
 from psg.factors import Dense, Factor, Sum, merge
 
 
@@ -217,6 +217,7 @@ class Watch(TorchFunctionMode):
         """Lift an op's output; returns what the function gets, the derived values in it, and the tensors in it without a history."""
         several = isinstance(output, (tuple, list))
         parts = list(output) if several else [output]
+        given = set(map(id, operands_of(args, kwargs)[0]))  # an op may return a constant of the caller's as it is
         values: list[Lifted] = []
         constants: list[Tensor] = []
         for i, part in enumerate(parts):
@@ -224,7 +225,7 @@ class Watch(TorchFunctionMode):
                 step = Step(part_of(func, i if several else None), args, kwargs, part, name_of(func))
                 values.append(Lifted.derivation(step, parents, self.n))
                 parts[i] = self.hold(values[-1], wrap(values[-1], part))
-            elif isinstance(part, Tensor):
+            elif isinstance(part, Tensor) and id(part) not in given:
                 constants.append(part)
         self.values += values
         for value in parents:

@@ -50,10 +50,11 @@ class Marks:
             if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels and tensor.layout == torch.strided:
                 self._unmarked.setdefault(_functorch.storage_of(tensor), []).append(ref(tensor))
 
-    def mark(self, output: Any) -> None:
-        """Mark an output that no transform has wrapped, though it was computed from the parameters of this pass."""
+    def mark(self, output: Any, given: Sequence[Tensor] = ()) -> None:
+        """Mark an output that no transform has wrapped, though it was computed from the parameters of this pass; `given` are not marked."""
+        known = set(map(id, given))
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, Tensor) and not _functorch.is_wrapped(tensor):
+            if isinstance(tensor, Tensor) and id(tensor) not in known and not _functorch.is_wrapped(tensor):
                 vars(tensor)["_psg_pass"] = self._mark
 
     def has_marked(self, leaves: Sequence[Any]) -> bool:

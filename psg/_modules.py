@@ -85,6 +85,8 @@ def _may_vary(name: str, module: nn.Module) -> bool:
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
+_OVERRIDABLE = frozenset(dir(nn.Module)) - _INTERNAL
+"""The names of the class's own attributes, which an instance may give to others: `self.type`."""
 
 
 class Guard:
@@ -127,13 +129,14 @@ def _state_of(module: nn.Module) -> Hashable:
     held = object.__getattribute__(module, "__dict__")  # its class may handle attributes in a way of its own
     ids = [tuple(map(id, slots.values())) if (slots := held.get(name)) else () for name in _SLOTS]
     hooks = [tuple(own) if (own := held.get(name)) else () for name in _HOOKS]  # their keys are numbers that are given once
-    return type(module), held.get("training"), *ids, *hooks
+    own = [(name, _told(held[name])) for name in held if name in _OVERRIDABLE]
+    return type(module), held.get("training"), *ids, *hooks, *own
 
 
 def _held_by(module: nn.Module) -> list[Any]:
     """The objects whose ids are in the module's state."""
     held = object.__getattribute__(module, "__dict__")
-    return [own for name in _SLOTS for own in (held.get(name) or {}).values()]
+    return [*(own for name in _SLOTS for own in (held.get(name) or {}).values()), *(held[name] for name in held if name in _OVERRIDABLE)]
 
 
 def _hooked() -> Hashable:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from psg import _functorch
+from psg._errors import PsgError
+
 State = dict[torch.device, Tensor]
 
 _CPU = torch.device("cpu")
@@ -34,6 +37,17 @@ def set_state(state: State | None) -> None:
             torch.set_rng_state(value)
         else:
             _of(device).set_rng_state(value, *_which(device))
+
+
+def rewind(state: State | None) -> None:
+    """Put the generators back into a state, so that the next part of a call draws what the one before has drawn.
+
+    Raises:
+        PsgError: A trace records the call: a graph draws anew.
+    """
+    if state is not None and _functorch.is_recorded() and not same_state(state, now(state)):
+        raise PsgError('randomness="same" for a call that is run in parts draws their numbers more than once')
+    set_state(state)
 
 
 def same_state(state: State, other: State) -> bool:

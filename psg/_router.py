@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
 from psg import _ambient, _autograd, _functions, _functorch, _random, _trees
-from psg._agreed import asks_for_a_number, run_agreed, with_numbers
-from psg._errors import Unsupported
+from psg._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
+from psg._errors import PsgError, Unsupported
 from psg._habits import Habits, Retry
 from psg._higher_order import HIGHER_ORDER
 from psg._inside import Product
@@ -123,7 +123,7 @@ class Router(Watch):
             if mark is not None:
                 self.own.claim(output, target, mark)
                 if target is None and self.constants and self.own.has_marked(tensors):
-                    self.own.mark(output)
+                    self.own.mark(output, tensors)
             else:
                 self.own.note(output)
             return output
@@ -172,10 +172,10 @@ class Router(Watch):
         more often than they should.
 
         Raises:
-            Unsupported: It does.
+            Drawn: It does.
         """
         if self.own.is_drawn(tensor):
-            raise Unsupported(
+            raise Drawn(
                 'fn takes a Python value from random numbers, of which every sample draws its own; with randomness="same" all draw the same'
             )
 
@@ -401,22 +401,12 @@ class Router(Watch):
             raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
         state, attributes = _random.get_state(tensors), _functions.attributes_of(others)
 
-        def on_copies(*own: Any, **options: Any) -> Any:
-            """The call on copies: the function may write into its arguments without saying so, and they are the caller's."""
-            copies = {id(tensor): tensor.clone() for tensor in operands_of(own, options)[0]}
-            own, options = substitute((own, options), lambda leaf: copies.get(id(leaf), leaf))
-            before = [copy._version for copy in copies.values()]
-            output = func(*own, **options)
-            if before != [copy._version for copy in copies.values()]:
-                raise Unsupported(f"{what} writes into its arguments")
-            return output
-
         try:
             if wrapped:
-                output = self._one_by_one(on_copies, args, kwargs, wrapped)
+                output = self._one_by_one(lambda *own, **options: _call_on_copies(func, own, options), args, kwargs, wrapped)
             else:
                 with _functorch.below():
-                    output = on_copies(*args, **kwargs)
+                    output = _call_on_copies(func, args, kwargs)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
@@ -492,9 +482,12 @@ class Router(Watch):
             return func(*args, **kwargs)
         if _functions.holds_containers(args):
             return NotImplemented  # they are copies here
+        self._avoid_leak(func, args, kwargs)
         state = _random.get_state(operands_of(args, kwargs)[0])
         try:
-            output = func(*args, **kwargs)
+            output = _call_on_copies(func, args, kwargs)
+        except PsgError:
+            raise
         except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
             return NotImplemented
         if _random.same_state(state, _random.get_state(operands_of(args, kwargs)[0])):
@@ -554,6 +547,17 @@ class Router(Watch):
             if id(tensor) in self.by_handle:
                 self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
         return output
+
+
+def _call_on_copies(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an autograd.Function on copies: it may write into its arguments without saying so, and they are the caller's."""
+    copies = {id(tensor): tensor.clone() for tensor in operands_of(args, kwargs)[0]}
+    args, kwargs = substitute((args, kwargs), lambda leaf: copies.get(id(leaf), leaf))
+    before = [copy._version for copy in copies.values()]
+    output = func(*args, **kwargs)
+    if before != [copy._version for copy in copies.values()]:
+        raise Unsupported(f"{args[0].__name__}, an autograd.Function, writes into its arguments")
+    return output
 
 
 def _described(function: Any) -> str:

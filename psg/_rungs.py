@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _scripts, _trees
-from psg._agreed import Diverged
+from psg._agreed import Diverged, Drawn
 from psg._batch import NotFinite, capture_batch
 from psg._call import Call
 from psg._capture import capture
@@ -65,7 +65,10 @@ def empty(call: Call) -> Result:
         ]
         # Copies: a function that writes into its arguments must not write into the caller's.
         leaves = [_copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        _, aux = call.evaluate(leaves, copies=True)
+        with torch.enable_grad():  # fn may take derivatives itself
+            for position in call.params:
+                leaves[position].requires_grad_()
+            _, aux = call.evaluate(leaves, copies=True)
         aux = _trees.map_tensors(lambda tensor: tensor.detach().new_zeros(0, *tensor.shape), aux)
     return Result(torch.zeros(0, dtype=first.dtype.to_real(), device=first.device), aux, factors, "empty", [[] for _ in factors])
 
@@ -106,11 +109,13 @@ def _run_capture(call: Call) -> Result:
     state = call.shared_draws()
     try:
         return _capture_together(call)
-    except Diverged as error:
-        diverged = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
+    except (Diverged, Drawn) as error:
+        branch = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
     with contextlib.suppress(PsgError, RuntimeError):
         return _as_compiled(_capture_together, call, state)
-    return _capture_apart(call, diverged, state, [max(2, call.n // 2)])
+    if isinstance(branch, Drawn):
+        raise Unsupported(str(branch))  # not `branch`, which this frame and those of its callers hold
+    return _capture_apart(call, branch, state, [max(2, call.n // 2)])
 
 
 def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, left: list[int]) -> Result:
@@ -146,7 +151,7 @@ def _refuse_overrides(call: Call) -> None:
 
 
 def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.State | None) -> Result:
-    """Run a function whose samples have taken different branches once more, with `torch.compiler.is_compiling()` true.
+    """Run a function whose samples have, or might have, taken different branches once more, with `torch.compiler.is_compiling()` true.
 
     Many models read a mask to leave it out if it masks nothing, unless they are compiled: then they take one branch for all samples.
     """
@@ -264,7 +269,7 @@ def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs
     state = _random.get_state(call.tensors)
     for i in range(call.n):
         if call.randomness == "same":
-            _random.set_state(state)
+            _random.rewind(state)
         leaves = call.sample(i)
         before = outputs.tree
         rows.append(gradient(call, leaves, outputs))

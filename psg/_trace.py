@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psg import _ambient, _functorch, _random, _trees
 from psg._errors import PsgError, StateError
-from psg._ops import CONVERSIONS, METADATA, read_by
+from psg._ops import CONVERSIONS, REQUIRES_GRAD, leaves_of, read_by
 
 
 class Trace(NamedTuple):
@@ -30,7 +30,8 @@ class Trace(NamedTuple):
         graph: Maps the tensors of the arguments, followed by those captured, to those of the result.
         captured: The tensors that the function closes over.
         recorded: Those of them that autograd would record: all but a module's parameters that `stateless` has detached.
-        sized: Other tensors that the function closes over, of which it reads the shape or the dtype.
+        sized: Other tensors that the function closes over, of which it may read the shape or the dtype.
+        flags: The tensors of which it reads whether they require grad, with the answers.
         placed: The tensors among the arguments whose `storage_offset` it reads, by position.
         leaves: The leaves of the result; tensors stand for the graph's outputs.
         spec: The structure of the result.
@@ -40,6 +41,7 @@ class Trace(NamedTuple):
     captured: list[Tensor]
     recorded: list[Tensor]
     sized: list[Tensor]
+    flags: list[tuple[Tensor, bool]]
     placed: list[int]
     leaves: list[Any]
     spec: Any
@@ -75,11 +77,12 @@ def trace(
         Exception: The tracer refuses an op, or the function raises an error itself.
     """
     result: list[Any] = []
-    reads = _Reads(generators)
+    reads = _Reads(name, generators)
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling(), _ConstantsAsInputs(tensors, name), reads:
+        with _ambient.compiling(), _ConstantsAsInputs(tensors, name) as watching, reads:
+            reads.outside = watching.outside
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(_trees.tensors_in(result[0]))
 
@@ -115,7 +118,7 @@ def trace(
     graph.recompile()
     placed = [place for place, tensor in enumerate(tensors) if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
-    return Trace(graph, captured, recorded, sized, placed, *result)
+    return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *result)
 
 
 # What `Tensor.detach` is in a graph; an alias from torch 2.15 on.
@@ -136,6 +139,9 @@ class _ConstantsAsInputs(TorchDispatchMode):
     writes into inputs or closed-over tensors, since the trace, the comparison and the call would each write.
 
     What fn computes from numbers alone (a grid of times, a mask of positions) is known in the trace: its Python values are baked in.
+
+    Attributes:
+        outside: The arguments, and the tensors that fn closes over as far as they are known, by storage.
     """
 
     supports_higher_order_operators = True
@@ -144,7 +150,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
         super().__init__()
         self._name = name
         # By storage, which views share. The tensors are kept alive, so that no other storage gets the same key.
-        self._outside = {_storage(tensor): tensor for tensor in tensors}
+        self.outside = {_storage(tensor): tensor for tensor in tensors}
         self._known: set[StorageWeakRef] = set()  # of tensors that fn has computed from numbers alone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +158,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
         operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
         tags = func.tags if isinstance(func, OpOverload) else ()
         counts = torch.Tag.dynamic_output_shape in tags or func in _SIZED_BY_DATA
-        counts |= func in _SPARSE_PARTS and _storage(operands[0]) not in self._outside
+        counts |= func in _SPARSE_PARTS and _storage(operands[0]) not in self.outside
         known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in tags and all(map(self._knows, operands))
         if known and operands and (counts or func in _PYTHON_VALUED) and get_proxy_mode() is not None:
             with disable_proxy_modes_tracing():
@@ -181,14 +187,14 @@ class _ConstantsAsInputs(TorchDispatchMode):
             return literal if literal.shape == tensor.shape else literal.reshape(tensor.shape)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        mode = get_proxy_mode()
+        mode: Any = get_proxy_mode()
         if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
             tracer = mode.tracer
             for leaf in _trees.flatten((args, kwargs))[0]:
                 if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
-                    self._outside[_storage(leaf)] = leaf
+                    self.outside[_storage(leaf)] = leaf
                     track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
-        if any(_storage(tensor) in self._outside for tensor in _written(func, args, kwargs)):
+        if any(_storage(tensor) in self.outside for tensor in _written(func, args, kwargs)):
             raise StateError(
                 f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over ({func}), which "
                 "compiling would do more than once. Return the new value from the function and write it outside."
@@ -239,14 +245,19 @@ class _Reads(TorchFunctionMode):
     It also notes the generators that ops draw from, and takes the arguments of torch.distributions for valid.
 
     Attributes:
-        sized: Tensors unknown to the tracer of which the function has read the shape or the dtype, by id.
+        outside: The storages of the arguments and of the tensors that the function closes over, as far as they are known.
+        sized: Tensors unknown to the tracer that the function has given to ops, which may have read the shape or the dtype, by id.
+        flags: Those of which it has read whether they require grad, with the answers, by id.
         placed: The storages of tensors of which it has read where they begin.
     """
 
-    def __init__(self, generators: Generators) -> None:
+    def __init__(self, name: str, generators: Generators) -> None:
         super().__init__()
+        self._name = name
         self._generators = generators
+        self.outside: Container[int] = ()
         self.sized: dict[int, Tensor] = {}
+        self.flags: dict[int, tuple[Tensor, bool]] = {}
         self.placed: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -254,9 +265,15 @@ class _Reads(TorchFunctionMode):
         for leaf in (*args, *kwargs.values()):
             if isinstance(leaf, torch.Generator) and id(leaf) not in self._generators:
                 self._generators[id(leaf)] = leaf, leaf.get_state()
-        if func in _MEASURES and (mode := get_proxy_mode()) is not None and not _functorch.is_wrapped(args[0]):
-            if not has_proxy_slot(args[0], mode.tracer):
-                self.sized[id(args[0])] = args[0]
+        tracer = getattr(get_proxy_mode(), "tracer", None)
+        if tracer is not None:
+            for leaf in _trees.tensors_in(leaves_of(args, kwargs)):
+                if not _functorch.is_wrapped(leaf) and not has_proxy_slot(leaf, tracer):
+                    self.sized[id(leaf)] = leaf
+                    if func == REQUIRES_GRAD:
+                        self.flags[id(leaf)] = leaf, func(leaf)
+        if func in _ASSIGNING:
+            self._refuse_assignment(func, args[0])
         if func is Tensor.storage_offset:
             self.placed.add(_storage(_functorch.bare(args[0])))
         for tensor in read_by(func, args, kwargs):
@@ -268,17 +285,20 @@ class _Reads(TorchFunctionMode):
             raise PsgError("a constructor such as torch.FloatTensor reads a tensor unseen by the tracer; torch.stack makes one of tensors")
         return func(*args, **kwargs)
 
+    def _refuse_assignment(self, func: Any, tensor: Tensor) -> None:
+        """Refuse `.data =` and `.grad =`, which are no ops of a graph."""
+        if _storage(_functorch.bare(tensor)) in self.outside:
+            raise StateError(
+                f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over (it assigns the data or "
+                "the gradient), which a graph would not do. Return the new value from the function and assign it outside."
+            )
+        raise PsgError("it assigns the data or the gradient of a tensor, which is no op of a graph")
+
+
+_ASSIGNING = {vars(torch._C.TensorBase)[name].__set__ for name in ("data", "grad")}
 
 _VALIDATING = torch._VF._is_all_true
 """What torch.distributions validates its arguments by."""
-
-_MEASURES = METADATA | {
-    Tensor.is_contiguous,
-    Tensor.nelement,
-    Tensor.ndimension,
-    Tensor.element_size,
-    vars(torch._C.TensorBase)["nbytes"].__get__,
-}
 
 
 def _captured(graph: GraphModule) -> list[Tensor]:

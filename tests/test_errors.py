@@ -618,3 +618,14 @@ def test_a_derivative_inside_fn_of_several_numbers(method, x, device):
 
     with pytest.raises((RuntimeError, psg.PsgError), match="no scalar|only for scalar outputs"):
         psg.per_sample_grad(fn, method=method)(torch.ones(3, device=device), x)
+
+
+def test_an_empty_batch_of_a_function_that_takes_derivatives(device):
+    def fn(p, x):
+        x = x.detach().clone().requires_grad_()
+        (slope,) = torch.autograd.grad((x * p).tanh().sum(), x, create_graph=True)
+        (other,) = torch.autograd.grad((x * p).tanh().sum(), p, create_graph=True)
+        return slope.square().sum(), (slope, other)
+
+    _, (slope, other) = psg.per_sample_grad(fn, has_aux=True)(torch.randn(3, device=device), torch.randn(0, 3, device=device))
+    assert slope.shape == other.shape == (0, 3)

@@ -1625,3 +1625,171 @@ def test_the_list_of_traces_can_be_read_while_others_are_added(hasty_threads):
     done.set()
     reader.join()
     assert not failures and len(fast.cache_info()) == 39
+
+
+# --- what a trace depends on -----------------------------------------------------------------------------------
+
+
+def power(w, x):
+    return (w * x).sum() ** 2
+
+
+def both(fn, *args):
+    """A function and its trace."""
+    return fn, psg.jit(fn, backend="eager", **(args[0] if args else {}))
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.type = nn.Linear(4, 2), "mean"  # a module's own method has this name
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x.mean() if self.type == "mean" else x.amax()
+
+
+def test_an_attribute_that_is_named_like_a_method_of_modules(device):
+    module, x = Pooled().to(device), torch.randn(3, 4, device=device)
+    loss, params = psg.stateless(module, lambda output: output**2)
+    fn, fast = both(psg.per_sample_norm(loss))
+    for kind in ("mean", "max", "mean"):
+        module.type = kind
+        same(fast(params, x), fn(params, x))
+    assert len(fast.cache_info()) == 2
+
+
+def test_assigning_the_data_of_a_tensor_of_its_own(device):
+    norms = psg.per_sample_norm(power)
+
+    def assigned(w, x):
+        z = torch.zeros(4, device=device)
+        z.data = x[0] * 2
+        return norms(w * z, x)
+
+    fn, fast = both(assigned)
+    w, x = torch.ones(4, device=device), torch.randn(3, 4, device=device)
+    with pytest.warns(psg.FallbackWarning, match="assigns the data or the gradient"):
+        fast(torch.zeros_like(w), x)  # where the assignment makes no difference
+    same(fast(w, x), fn(w, x))
+
+
+@pytest.mark.parametrize("name", ["data", "grad"])
+def test_assigning_the_data_or_the_gradient_of_a_closed_over_tensor(name, device):
+    norms, held = psg.per_sample_norm(power), torch.zeros(3, device=device)
+
+    def step(w, x):
+        found = norms(w, x)
+        setattr(held, name, held + found)
+        return found
+
+    with pytest.raises(psg.StateError, match="writes into .* closes over .it assigns the data"):
+        psg.jit(step, backend="eager")(torch.ones(4, device=device), torch.ones(3, 4, device=device))
+    assert not held.any() and held.grad is None
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda held, x: torch.ones(1, device=x.device).expand_as(held).sum(),
+        lambda held, x: torch.broadcast_tensors(torch.ones(1, device=x.device), held)[0].sum(),
+        lambda held, x: torch.numel(held),
+    ],
+)
+def test_the_shape_of_a_closed_over_tensor_however_it_is_read(read, device):
+    held, w, x = torch.zeros(2, 1, device=device), torch.ones(4, device=device), torch.randn(3, 4, device=device)
+    fn, fast = both(psg.per_sample_norm(lambda w, x: power(w, x) * read(held, x)))
+    same(fast(w, x), fn(w, x))
+    held.resize_(5, 1)
+    same(fast(w, x), fn(w, x))
+
+
+def test_the_dtype_of_a_closed_over_tensor_however_it_is_read(device):
+    held, norms = nn.Linear(2, 2, device=device), psg.per_sample_norm(power)
+    fn, fast = both(lambda w, x: norms(w, x).to(held.weight))
+    w, x = torch.ones(4, device=device), torch.randn(3, 4, device=device)
+    for dtype in (torch.float64, torch.float32):
+        held.to(dtype)
+        assert fast(w, x).dtype == dtype
+
+
+def test_traced_while_parametrised_weights_are_cached(device):
+    class Double(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    frozen = nn.Linear(4, 4, device=device).requires_grad_(False)
+    nn.utils.parametrize.register_parametrization(frozen, "weight", Double())
+    fn, fast = both(psg.per_sample_norm(lambda w, x: frozen(w * x).square().sum()))
+    w, x = torch.ones(4, device=device), torch.randn(3, 4, device=device)
+    with nn.utils.parametrize.cached():
+        frozen(x)
+        fast(w, x)
+    frozen.parametrizations.weight.original.mul_(3)
+    same(fast(w, x), fn(w, x))
+
+
+def test_the_callers_hooks_on_saved_tensors(device):
+    fn, fast = both(psg.per_sample_grad(lambda w, x: (x @ w).tanh().square().sum()))
+    w, x = torch.randn(4, 4, device=device), torch.randn(3, 4, device=device)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: 2 * t if t.is_floating_point() else t, lambda t: t):
+            same(fast(w, x), fn(w, x))
+        same(fast(w, x), fn(w, x))
+
+
+def test_whether_a_closed_over_tensor_requires_grad(device):
+    held = nn.Linear(4, 4, device=device)
+    fn, fast = both(psg.per_sample_value_and_grad(lambda w, x: power(w, x) + sum(p.sum() for p in held.parameters() if p.requires_grad)))
+    w, x = torch.ones(4, device=device), torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        for wanted in (True, False, True):
+            held.weight.requires_grad_(wanted)
+            same(fast(w, x), fn(w, x))
+
+
+def test_keys_that_are_equal_and_differ(device):
+    w, x = torch.ones(4, device=device), torch.randn(3, 4, device=device)
+    setting = {"key": 1}
+
+    def fn(w, x):
+        return power(w, x) * (1.5 if isinstance(setting["key"], int) else 0.5)
+
+    fn.cache_key = lambda: setting["key"]
+    fn, fast = both(psg.per_sample_norm(fn))
+    for setting["key"] in (1, 1.0, 1):
+        same(fast(w, x), fn(w, x))
+    norms = psg.per_sample_norm(power)
+    fn, fast = both(lambda w, x, r: norms(w, x) * r.stop)
+    for numbers in (range(0, 3, 2), range(0, 4, 2)):
+        same(fast(w, x, numbers), fn(w, x, numbers))
+    fn, fast = both(lambda w, x, d: norms(w, x) * (2 if type(next(iter(d))) is bool else 1))
+    for key in (1, True):
+        same(fast(w, x, {key: x}), fn(w, x, {key: x}))
+
+
+def test_a_closed_over_tensor_that_is_marked_as_negated(device):
+    seen = []
+
+    def backend(graph, inputs):
+        def run(*tensors):
+            seen.extend(tensor.is_neg() or tensor.is_conj() for tensor in tensors)
+            return graph(*tensors)
+
+        return run
+
+    held = torch.randn(4, dtype=torch.complex128, device=device).conj().imag
+    assert held.is_neg()
+    fn = psg.per_sample_norm(lambda w, x: (w * x * held).exp().sum())
+    w, x = torch.ones(4, device=device), torch.randn(3, 4, device=device)
+    same(psg.jit(fn, backend=backend)(w, x), fn(w, x))
+    assert seen and not any(seen)
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 2}, {"method": "loop"}])
+def test_parts_of_a_call_that_draw_the_same(options, device):
+    fn = psg.per_sample_grad(lambda w, x: F.dropout(w * x, 0.5).sum(), randomness="same", **options)
+    fast = psg.jit(fn, backend="eager", check=False)
+    with pytest.warns(psg.FallbackWarning, match='randomness="same" for a call that is run in parts'):
+        out = fast(torch.ones(16, device=device), torch.ones(4, 16, device=device))
+    assert len(out.unique(dim=0)) == 1

@@ -1,5 +1,6 @@
 """Matrix products on CPUs for which MKL is not tuned: by oneDNN, and in blocks."""
 
+import sys
 from unittest import mock
 
 import pytest
@@ -30,6 +31,7 @@ def untuned(monkeypatch):
     monkeypatch.setattr(_matmul, "_LARGE_PRODUCT", 1)
     monkeypatch.setattr(_matmul, "_LARGE_SUM", 1)
     monkeypatch.setattr(_matmul, "_LARGE_NARROW", 1)
+    monkeypatch.setattr(sys.modules["psg.rules.linear"], "_FEW", 0)
     torch.set_num_threads(4)
     yield 4
     torch.set_num_threads(threads)

@@ -1,5 +1,6 @@
 """Ops of the user's own: torch.library ops, autograd functions, and rules for them."""
 
+import functools
 import weakref
 
 import pytest
@@ -869,3 +870,65 @@ def test_requires_grad_by_name(device):
 
     w, x = torch.rand(3, device=device, dtype=torch.float64), torch.rand(4, 3, device=device, dtype=torch.float64)
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), 4 * w * x)
+
+
+class Doubles(torch.autograd.Function):
+    """Writes into its argument, and says so."""
+
+    @staticmethod
+    def forward(ctx, a):
+        ctx.mark_dirty(a)
+        return a.mul_(2)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2 * cotangent
+
+
+class DoublesUnseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a.mul_(2).sum()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent.expand(3)
+
+
+def doubled(w, x):
+    value = w * 1
+    Doubles.apply(value)
+    return value.sin().sum() * x
+
+
+def doubled_unseen(w, x):
+    value = w * 1
+    before = value + 1
+    DoublesUnseen.apply(value)
+    return before.sum() * x + (value + 1).sin().sum() * x
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("fn", [doubled, doubled_unseen])
+def test_functions_that_write_into_a_value_computed_from_parameters(fn, device):
+    w, x = torch.randn(3, device=device), torch.randn(4, device=device)
+    kept = w.clone()
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    assert torch.equal(w, kept)
+
+
+CONSTANT_RETURNED = {
+    "broadcast": lambda k, p, x: (torch.broadcast_tensors(k, p)[0] * p).sum() * x.sum(),
+    "converted": lambda k, p, x: (k.type_as(p.detach()) * p).sum() * x.sum(),
+    "a distribution": lambda k, p, x: torch.distributions.Normal(p, k).log_prob(x).sum(),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT_RETURNED)
+def test_a_constant_that_an_op_returns_as_it_is_stays_a_constant(name, device):
+    """It was marked as made in the first call, and refused in the second."""
+    k, w, x = torch.rand(3, device=device), torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    fn = functools.partial(CONSTANT_RETURNED[name], k)
+    for _ in range(2):
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+    assert not vars(k)

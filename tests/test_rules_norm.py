@@ -239,3 +239,16 @@ def test_norms_under_their_other_names(norm, n, b, c, t, eps):
     params = {"w": w, "v": v}
     assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
     assert_trees_close(psg.per_sample_norm(fn)(params, x), psg.per_sample_norm(fn, method="loop")(params, x))
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_batch_norm_of_parameters_alone_with_gaps(method, device):
+    """torch's kernel is wrong for weights with gaps between their entries, also where vmap does not batch it."""
+
+    def fn(p, x):
+        stats = torch.zeros(2, device=x.device), torch.ones(2, device=x.device)
+        return F.batch_norm(p["b"], *stats, p["a"][::2], None, False, 0.1, 0.1).square().sum()
+
+    p, x = {"a": torch.randn(3, device=device), "b": torch.randn(3, 2, device=device)}, torch.randn(2, device=device)
+    expected = 2 * p["b"] / 1.1 * p["a"][::2].square()
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(p, x)["b"], expected.expand(2, 3, 2))
