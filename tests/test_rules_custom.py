@@ -872,45 +872,15 @@ def test_requires_grad_by_name(device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), 4 * w * x)
 
 
-class Doubles(torch.autograd.Function):
-    """Writes into its argument, and says so."""
-
-    @staticmethod
-    def forward(ctx, a):
-        ctx.mark_dirty(a)
-        return a.mul_(2)
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return 2 * cotangent
-
-
-class DoublesUnseen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a):
-        return a.mul_(2).sum()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent.expand(3)
-
-
-def doubled(w, x):
-    value = w * 1
-    Doubles.apply(value)
-    return value.sin().sum() * x
-
-
-def doubled_unseen(w, x):
-    value = w * 1
-    before = value + 1
-    DoublesUnseen.apply(value)
-    return before.sum() * x + (value + 1).sin().sum() * x
-
-
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
-@pytest.mark.parametrize("fn", [doubled, doubled_unseen])
-def test_functions_that_write_into_a_value_computed_from_parameters(fn, device):
+@pytest.mark.parametrize("function", [Dirty, Secret])
+def test_functions_that_write_into_a_value_computed_from_parameters(function, device):
+    def fn(w, x):
+        value = w * 1
+        before = value + 1
+        function.apply(value)
+        return before.sum() * x + (value + 1).sin().sum() * x
+
     w, x = torch.randn(3, device=device), torch.randn(4, device=device)
     kept = w.clone()
     assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
