@@ -299,10 +299,8 @@ class Paths:
         except (TypeError, ValueError):
             parameters = []
         named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        star = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
-        return [
-            named[i] if i < len(named) else f"args[{i}]" if star is None else f"{star}[{i - len(named)}]" for i in range(len(self._args))
-        ]
+        star = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
+        return [*named, *(f"{star}[{i}]" for i in range(len(self._args) - len(named)))][: len(self._args)]
 
     @cached_property
     def _paths(self) -> list[str]:

@@ -236,14 +236,14 @@ _DRAWING = frozenset(
 def target_of(func: Any, args: Any, kwargs: Any) -> Any:
     """The tensor, or list of tensors, that the call writes into; or None."""
     find = _target_finder(func)
-    return kwargs.get("out") if find is None else find(func, args, kwargs)
+    return kwargs.get("out") if find is None else find(args, kwargs)
 
 
 @cache
-def _target_finder(func: Any) -> Callable[[Any, Any, Any], Any] | None:
+def _target_finder(func: Any) -> Callable[[Any, Any], Any] | None:
     """The function that finds what a call of `func` writes into; None if that is at most its argument `out`."""
     if not is_torchs(func):
-        return _mutated
+        return partial(_mutated, func)
     if _writes(func):
         return _first
     if name_of(func).partition(".")[0] in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
@@ -252,11 +252,11 @@ def _target_finder(func: Any) -> Callable[[Any, Any, Any], Any] | None:
     return None if position is None else partial(_first_if_inplace, position)
 
 
-def _first(func: Any, args: Any, kwargs: Any) -> Any:
+def _first(args: Any, kwargs: Any) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def _observed(func: Any, args: Any, kwargs: Any) -> Any:
+def _observed(args: Any, kwargs: Any) -> Any:
     """What an observer of ranges for quantisation writes, while it is on; the versions of these tensors stay as they are."""
     given = {**dict(zip(("x", "observer_on", "fake_quant_on", *_RANGES), args, strict=False)), **kwargs}
     return [given[name] for name in _RANGES] if given["observer_on"].item() else None
@@ -265,7 +265,7 @@ def _observed(func: Any, args: Any, kwargs: Any) -> Any:
 _RANGES = ("running_min", "running_max", "scale", "zero_point")
 
 
-def _first_if_inplace(position: int, func: Any, args: Any, kwargs: Any) -> Any:
+def _first_if_inplace(position: int, args: Any, kwargs: Any) -> Any:
     if kwargs.get("inplace") or position < len(args) and args[position]:
         return args[0] if args else kwargs.get("input")
     return kwargs.get("out")

@@ -273,7 +273,7 @@ class _Reads(TorchFunctionMode):
                     if func == REQUIRES_GRAD:
                         self.flags[id(leaf)] = leaf, func(leaf)
         if func in _ASSIGNING:
-            self._refuse_assignment(func, args[0])
+            self._refuse_assignment(args[0])
         if func is Tensor.storage_offset:
             self.placed.add(_storage(_functorch.bare(args[0])))
         for tensor in read_by(func, args, kwargs):
@@ -285,7 +285,7 @@ class _Reads(TorchFunctionMode):
             raise PsgError("a constructor such as torch.FloatTensor reads a tensor unseen by the tracer; torch.stack makes one of tensors")
         return func(*args, **kwargs)
 
-    def _refuse_assignment(self, func: Any, tensor: Tensor) -> None:
+    def _refuse_assignment(self, tensor: Tensor) -> None:
         """Refuse `.data =` and `.grad =`, which are no ops of a graph."""
         if _storage(_functorch.bare(tensor)) in self.outside:
             raise StateError(

@@ -31,7 +31,7 @@ def sum_images(cotangent: Tensor) -> Dense:
     return Dense(cotangent.reshape(*cotangent.shape[:3], cotangent.shape[3:].numel()).sum((1, 3)))
 
 
-_FEW = 1 << 13
+_FEW = 1 << 13  # numbers in an output
 
 
 @rule(F.linear, frozen=True)
