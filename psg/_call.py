@@ -48,9 +48,9 @@ class Options:
             raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
-    """A function, and a batch to call it on, flattened.
+    """A function, and a batch to call it on, flattened; not changed once it is made.
 
     Attributes:
         name: The name of the transform, for messages.
@@ -67,6 +67,10 @@ class Call:
         n: The number of samples.
         settles: Whether factors may be settled during the backward pass; see `Backward`.
         outside: What to do with tensors with a history that fn closes over.
+        tensors: The leaves that are tensors.
+        tensor_dims: For each of `tensors` the dimension of the samples, or None.
+        tensor_params: The positions in `tensors` of those to differentiate, in the order of `params`.
+        keyword_tensors: The tensors among the keyword arguments.
     """
 
     name: str
@@ -83,23 +87,19 @@ class Call:
     n: int
     settles: bool
     outside: Outside = field(default_factory=Outside)
+    tensors: list[Tensor] = field(init=False)
+    tensor_dims: list[int | None] = field(init=False)
+    tensor_params: list[int] = field(init=False)
+    keyword_tensors: list[Tensor] = field(init=False)
 
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """The leaves that are tensors."""
-        return _trees.tensors_in(self.leaves)
-
-    @cached_property
-    def tensor_dims(self) -> list[int | None]:
-        """For each of `tensors` the dimension of the samples, or None."""
-        return [dim for leaf, dim in zip(self.leaves, self.dims, strict=True) if isinstance(leaf, Tensor)]
-
-    @cached_property
-    def tensor_params(self) -> list[int]:
-        """The positions in `tensors` of those to differentiate, in the order of `params`."""
-        positions = (i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
+    def __post_init__(self) -> None:
+        # Not cached properties: in Python 3.11 these take a lock.
+        positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         rank = {position: i for i, position in enumerate(positions)}
-        return [rank[position] for position in self.params]
+        self.tensors = [self.leaves[position] for position in positions]
+        self.tensor_dims = [self.dims[position] for position in positions]
+        self.tensor_params = [rank[position] for position in self.params]
+        self.keyword_tensors = _trees.tensors_in(_trees.flatten(list(self.kwargs.values()))[0]) if self.kwargs else []
 
     @property
     def needs_derivative(self) -> bool:
@@ -109,7 +109,7 @@ class Call:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.found))
 
     def watched_by(self, outside: Outside) -> "Call":
-        """The same call with another `outside`. Unlike `replace`, it keeps the properties that are cached."""
+        """The same call with another `outside`. Unlike `replace`, it computes nothing anew."""
         call = object.__new__(Call)
         vars(call).update(vars(self), outside=outside)
         return call
@@ -121,11 +121,6 @@ class Call:
     def gradient_tree(self, leaves: Sequence[Any]) -> Any:
         """The tree that is differentiated, or the tuple of such trees, with these leaves."""
         return _trees.unflatten(self.gradient_spec, leaves)
-
-    @cached_property
-    def keyword_tensors(self) -> list[Tensor]:
-        """The tensors among the keyword arguments."""
-        return _trees.tensors_in(_trees.flatten(list(self.kwargs.values()))[0]) if self.kwargs else []
 
     def evaluate(self, leaves: Sequence[Any], batch: bool = False, copies: bool = False) -> tuple[Tensor, Any]:
         """Call fn on one sample's leaves, or with `batch` on those of the whole batch -> (loss, aux).

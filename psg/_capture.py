@@ -65,7 +65,7 @@ def capture(call: Call, function: Function) -> Captured:
         StateError: The function has written into an argument unseen.
         RuntimeError: vmap cannot run an op, or the function raises one itself.
     """
-    habits = habits_of(call.fn)
+    known = habits = habits_of(call.fn)
     state = _random.get_state(call.tensors)
     while True:
         forget = _functorch.attempt()
@@ -81,7 +81,8 @@ def capture(call: Call, function: Function) -> Captured:
                 raise StateError(
                     "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
                 )
-            remember(call.fn, habits._replace(recorded=differentiates))
+            if habits is not known or habits.recorded != differentiates:
+                remember(call.fn, habits._replace(recorded=differentiates))
             return captured
         except Retry as retry:
             habits = habits._replace(**retry.change)
@@ -105,8 +106,8 @@ def _refuse(script: Any) -> None:
 def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits, state: _random.State) -> tuple[Captured, bool]:
     """Run one pass on these tensors, from this state of the generators; returns its result, and whether the function called autograd."""
     dims, n = list(call.tensor_dims), call.n
-    data = [pair for i, pair in enumerate(zip(tensors, dims, strict=True)) if i not in call.tensor_params]
-    inputs = [] if habits.copied else [*(tensor for tensor, _ in data), *call.keyword_tensors]
+    data = [tensor for i, tensor in enumerate(tensors) if i not in call.tensor_params]
+    inputs = [] if habits.copied else [*data, *call.keyword_tensors]
     laid_out = [
         tensor
         for tensor, dim in zip(tensors, dims, strict=True)
@@ -155,6 +156,6 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
     # If fn returns a parameter or an input itself, clone it: the result must not share the caller's memory.
-    held = mode.owned | mode.given
-    outputs = tuple(output.detach().clone() if _functorch.memory_of(output) in held else output.detach() for output in outputs)
+    held = [*call.tensors, *call.keyword_tensors]
+    outputs = tuple(output.detach().clone() if _functorch.shares_memory(output, held) else output.detach() for output in outputs)
     return Captured(outputs, factors, [value.uses for value in lifted], backward.freed), mode.differentiates

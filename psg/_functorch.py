@@ -7,7 +7,7 @@ Both run the same code at the same level, with ordinary autograd recording it; t
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -263,6 +263,11 @@ def memory_of(tensor: Tensor) -> int:
     """The address of the storage that holds the values, under all wrappers."""
     with torch._C.DisableTorchFunction():  # function modes watch fn, not this question
         return bare(tensor).untyped_storage().data_ptr()
+
+
+def shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    """Whether a tensor without wrappers is in the same memory as one of these."""
+    return any([torch._C._is_alias_of(tensor, other) for other in others])
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:

@@ -111,13 +111,13 @@ class Lifted:
         if not isinstance(factor, Factor):
             raise InputError(f"a rule is broken: its builder for {place} gives a {type(factor).__name__}; expected one of psg.factors.")
         try:
-            got, expected = (factor.n, tuple(factor.shape)), (n, tuple(self.leaf.shape[1:]))
+            got, expected = (factor.n, factor.shape), (n, self.leaf.shape[1:])
         except IndexError:
             raise InputError(f"a rule is broken: a tensor of its {type(factor).__name__} for {place} has too few dimensions.") from None
         if got != expected:
             raise InputError(
-                f"a rule is broken: its factor for {place} has {got[0]} samples of shape {got[1]}, "
-                f"the parameter has {expected[0]} samples of shape {expected[1]}"
+                f"a rule is broken: its factor for {place} has {got[0]} samples of shape {tuple(got[1])}, "
+                f"the parameter has {expected[0]} samples of shape {tuple(expected[1])}"
             )
         dtype = self.leaf.dtype
 

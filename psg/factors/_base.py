@@ -7,6 +7,7 @@ i in, o out; g group; k kernel.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import reduce
+from operator import is_
 from typing import Any, Self
 
 import optree.registry
@@ -153,13 +154,15 @@ class Factor(ABC):
 
     def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
         """The same kind, with `of_tensor` applied to the tensors that it holds and `of_factor` to the factors."""
+        fields = [getattr(self, name) for name in self.fields]
         made: list[Any] = []
-        for name in self.fields:
-            held = getattr(self, name)
+        for held in fields:
             if isinstance(held, tuple):
                 made.append(tuple([of_tensor(part) if isinstance(part, Tensor) else of_factor(part) for part in held]))
             else:
                 made.append(of_tensor(held) if isinstance(held, Tensor) else of_factor(held))
+        if all(map(is_, made, fields)):
+            return self
         return type(self)(*made, *[getattr(self, name) for name in self.constants])
 
     @abstractmethod

@@ -81,12 +81,18 @@ class Joint:
         if not self._small:
             return sums
         shapes = [self._factors[i].shape for i in self._small]
-        pieces = sums.pop().split([shape.numel() for shape in shapes])
-        # Multiplying by 1 copies all pieces into separate memory in one kernel.
-        copies = torch._foreach_mul(pieces, 1)  # pyright: ignore[reportPrivateImportUsage]
-        sums += [copy.reshape(shape) for copy, shape in zip(copies, shapes, strict=True)]
+        copies = _split(sums.pop(), [shape.numel() for shape in shapes])
+        sums += [copy if len(shape) == 1 else copy.reshape(shape) for copy, shape in zip(copies, shapes, strict=True)]
         found = dict(zip([*self._rest, *self._small], sums, strict=True))
         return [found[i] for i in range(len(self._factors))]
+
+
+def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """The pieces of these sizes, each in memory of its own."""
+    if values.is_cpu:
+        return torch.split_with_sizes_copy(values, sizes)
+    # On an accelerator a multiplication by 1 copies all of them in one kernel.
+    return torch._foreach_mul(values.split(sizes), 1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def norm_of(joints: Sequence[Joint]) -> Tensor:
@@ -152,11 +158,12 @@ def _worth_joining(factors: Sequence[Factor]) -> list[int]:
     held = [i for i, factor in enumerate(factors) if isinstance(factor, Dense) or _is_outer_product(factor)]
     if len(held) < _MIN_JOINED:
         return []
-    dtype, device = factors[held[0]].dtype, factors[held[0]].device
-    limit = (1 << (16 if device.type == "cpu" else 20)) // dtype.itemsize
+    lead = factors[held[0]]
+    n, dtype, device = lead.n, lead.dtype, lead.device
+    limit = (1 << (16 if device.type == "cpu" else 20)) // (n * dtype.itemsize or 1)
 
     def fits(factor: Factor) -> bool:
-        return factor.n * factor.shape.numel() <= limit and factor.dtype == dtype and factor.device == device
+        return factor.shape.numel() <= limit and factor.dtype == dtype and factor.device == device
 
     small = [i for i in held if fits(factors[i])]
     return small if len(small) >= _MIN_JOINED and not dtype.is_complex else []
