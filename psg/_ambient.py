@@ -45,6 +45,16 @@ def is_autocast(tensor: torch.Tensor) -> bool:
     return autocast_dtype(tensor) is not None
 
 
+def narrowed(*tensors: torch.Tensor | None) -> list[Any]:
+    """The arguments of an op that runs in autocast's dtype, where it is on."""
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = None if tensor.dtype == torch.float64 else autocast_dtype(tensor)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    return [tensor if tensor is None else narrow(tensor) for tensor in tensors]
+
+
 def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to run under the autocast settings that hold now, wherever it is called."""
     enabled = autocast()

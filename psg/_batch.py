@@ -29,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _autograd, _copies, _functorch, _kernels, _pass, _trees
+from psg._autocast import cast_of
 from psg._call import Call
 from psg._capture import Captured, Function
 from psg._errors import InputError, PsgError, StateError, user_line
@@ -233,6 +234,8 @@ class _BatchMode(Watch):
             with self:
                 return HIGHER_ORDER[func](*args, **kwargs)
         leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
+        if (cast := cast_of(func, args, kwargs)) is not None and not (cast.narrows and self.lifted_among(leaves)):
+            return cast.run(self, func, args, kwargs)
         try:
             if types and (handler := foreign_handler(types)) is not None:
                 raise InputError(f'method="batch": {handler}.')

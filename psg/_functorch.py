@@ -267,7 +267,7 @@ def memory_of(tensor: Tensor) -> int:
 
 def shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     """Whether a tensor without wrappers is in the same memory as one of these."""
-    return any([torch._C._is_alias_of(tensor, other) for other in others])
+    return any([torch._C._is_alias_of(tensor, other) for other in others])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _autograd, _functions, _functorch, _kernels, _pass
+from psg._autocast import cast_of
 from psg._call import Call
 from psg._errors import PsgError, Stale, StateError
 from psg._higher_order import refuse_others
@@ -57,6 +58,8 @@ class VmapGuard(TorchFunctionMode):
             if (form := python_form(func)) is not None:
                 with self:
                     return form(*args, **kwargs)
+            if (cast := cast_of(func, args, kwargs)) is not None:
+                return cast.run(self, func, args, kwargs)
             leaves = leaves_of(args, kwargs)
             marked = self.own.owns(leaves) and func not in LIKENESSES
             self.outside.look(func, leaves, (), self.level)
@@ -156,6 +159,8 @@ class Repaired(TorchFunctionMode):
             decompose = find_decomposition(func, differentiated=True)
             higher = self.differentiated or _functorch.transform_active()
             if decompose is not None and higher and _autograd.saved_tensor_hooks() == self.hooks:
+                if (cast := cast_of(func, args, kwargs)) is not None:
+                    return cast.run(self, func, args, kwargs)
                 with self:
                     output = decompose(*args, **kwargs)
                 if output is not NotImplemented:

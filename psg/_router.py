@@ -10,6 +10,7 @@ from torch._functorch.autograd_function import custom_function_call
 
 from psg import _ambient, _autograd, _functions, _functorch, _random, _trees
 from psg._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
+from psg._autocast import cast_of
 from psg._errors import PsgError, Unsupported
 from psg._habits import Habits, Retry
 from psg._higher_order import HIGHER_ORDER
@@ -99,6 +100,8 @@ class Router(Watch):
             if func in HIGHER_ORDER:
                 with self:
                     return HIGHER_ORDER[func](*args, **kwargs)
+            if (cast := cast_of(func, args, kwargs)) is not None and not (cast.narrows and self._may_rule(func, args, kwargs)):
+                return cast.run(self, func, args, kwargs)
             tensors, others = operands_of(args, kwargs)
             mark = self.own.owns(tensors)
             if func in LIKENESSES:
@@ -130,6 +133,11 @@ class Router(Watch):
         except Exception as error:
             self.failure = str(error)
             raise
+
+    def _may_rule(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call may run by a rule for lifted values; those of matrix products and convolutions cast by themselves."""
+        here = _functorch.current_level() == self.level
+        return here and not self.by_handle.keys().isdisjoint(map(id, operands_of(args, kwargs)[0]))
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
@@ -326,6 +334,8 @@ class Router(Watch):
         output = self._derive(func, lifted, args, kwargs)
         if output is not NotImplemented:
             return output
+        if (cast := cast_of(func, args, kwargs)) is not None:
+            return cast.run(self, func, args, kwargs)
         self._avoid_leak(func, args, kwargs)
         for value in lifted:
             value.uses.append(f"{name_of(func)}: lifted")

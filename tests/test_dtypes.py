@@ -191,3 +191,113 @@ def test_complex_numbers_made_of_real_ones(n, left, grow, role, double, seed, de
         return (value.imag.sin() + torch.imag(value * value) + value.abs()).sum() * (p.sum() + q.sum() if double else 1)
 
     assert_trees_close(psg.per_sample_grad(fn)((p, q), x, y), loop_grad(fn)((p, q), x, y))
+
+
+# Autocast, op by op: torch casts the arguments of the op that fn calls, whatever vmap and the rules then take it apart into
+
+W = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+CAST_AS_A_WHOLE = {
+    "mv": lambda w, x: torch.mv(w, x[0]),
+    "mv of data": lambda w, x: torch.mv(w * x.sum(), x[0]),
+    "addmv": lambda w, x: torch.addmv(w[:, 0], w, x[0]),
+    "dot": lambda w, x: torch.dot(w[0], x[0]),
+    "vdot": lambda w, x: torch.vdot(w[0], x[0]),
+    "inner of vectors": lambda w, x: torch.inner(w[0], x[0]),
+    "inner": lambda w, x: torch.inner(w, x),
+    "tensordot of all": lambda w, x: torch.tensordot(w[:3], x, 2),
+    "tensordot": lambda w, x: torch.tensordot(w, x.T, 1),
+    "linear": lambda w, x: F.linear(x, w, w[:, 0]),
+    "linear of a weight of each sample": lambda w, x: F.linear(w, x, x[:, 0]),
+    "addmm of data": lambda w, x: torch.addmm(x[:, :3], x * w[:3], x.T),
+    "conv1d": lambda w, x: F.conv1d(x, w[:, :3, None], w[:, 0]),
+    "conv1d of a frozen weight": lambda w, x: F.conv1d(x * w[:3], W[:, :3, None], W[:, 0]),
+    "conv_transpose2d": lambda w, x: F.conv_transpose2d(x[None, :, None], w[:3, :, None, None]),
+    "prelu": lambda w, x: F.prelu(x, w[0]),
+    "cat": lambda w, x: torch.cat([F.linear(x, w), w[:3, :4]]),
+    "attention": lambda w, x: F.scaled_dot_product_attention(w[None], x[None], x[None]),
+    "prod": lambda w, x: F.linear(x, w).tanh().prod(),
+    "cross_entropy": lambda w, x: F.cross_entropy(F.linear(x, w), x[:, :4].softmax(-1), label_smoothing=0.1, reduction="sum"),
+    "cross_entropy of classes": lambda w, x: F.cross_entropy(
+        20 * F.linear(x, w), x[:, :4].argmax(-1), weight=w[:, 0].abs().detach().to(F.linear(x, w).dtype), label_smoothing=0.1
+    ),
+    "nll_loss": lambda w, x: F.nll_loss(100 * F.linear(x, w), x[:, :4].argmax(-1), reduction="sum"),
+    "binary_cross_entropy_with_logits": lambda w, x: F.binary_cross_entropy_with_logits(
+        30 * F.linear(x, w), x[:, :4].sigmoid(), reduction="sum"
+    ),
+    "kl_div": lambda w, x: F.kl_div(F.linear(x, w), x[:, :4].softmax(-1), reduction="sum"),
+    "l1_loss": lambda w, x: F.l1_loss(100 * F.linear(x, w), x[:, :4], reduction="sum"),
+    "poisson_nll_loss": lambda w, x: F.poisson_nll_loss(F.linear(x, w).tanh(), x[:, :4].abs()),
+    "cosine_embedding_loss": lambda w, x: F.cosine_embedding_loss(F.linear(x, w), x[:, :4], x[:, 0].sign(), reduction="sum"),
+    "hinge_embedding_loss": lambda w, x: F.hinge_embedding_loss(F.linear(x, w), x[:, :4].sign()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CAST_AS_A_WHOLE)
+def test_autocast_takes_ops_as_a_whole(name, dtype):
+    """In dtypes and in numbers: losses summed in float16 overflow, and products that torch leaves in float32 lose two digits in 16 bits."""
+
+    def fn(w, x):
+        with torch.autocast("cpu", dtype):
+            output = CAST_AS_A_WHOLE[name](w, x)
+        return output.float().sum(), output
+
+    x = 3 * torch.randn(N, 3, 6, dtype=torch.float32)
+    grads, aux = psg.per_sample_grad(fn, has_aux=True, method="loop")(W, x)
+    rtol = 4 * torch.finfo(aux.dtype).eps if aux.dtype != torch.float32 else 1e-5
+    for method in ("capture", "vmap"):
+        found, output = psg.per_sample_grad(fn, has_aux=True, method=method)(W, x)
+        assert output.dtype == aux.dtype, method
+        torch.testing.assert_close(output, aux, rtol=rtol, atol=rtol * aux.abs().max().item())
+        # Gradients pass through autocast's dtype in any case.
+        error = (found - grads).norm() / grads.norm()
+        assert error < 8 * torch.finfo(dtype).eps, method
+
+
+def test_autocast_of_a_convolution_of_a_whole_batch():
+    def losses(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.conv1d(x, w, W[:, 0])
+        return y.sum((1, 2), dtype=torch.float32) if y.dtype == torch.bfloat16 else torch.full((len(x),), torch.nan) * y.sum()
+
+    w, x = W[:, :3, None], torch.randn(N, 3, 6, dtype=torch.float32)
+    expected = torch.stack([torch.func.grad(lambda w, x: losses(w, x[None])[0])(w, sample) for sample in x])
+    torch.testing.assert_close(psg.per_sample_grad(losses, method="batch")(w, x), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of deprecated ops
+def test_dtypes_of_all_ops_under_autocast():
+    """One sample input of every op that PyTorch's own tests know, as data and as a parameter."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    different = []
+    for op in op_db:
+        if torch.float32 not in op.supported_dtypes("cpu") or op.name in LEFT_AS_THEY_ARE or op.name.startswith("jiterator"):
+            continue
+        try:
+            sample = next(iter(op.sample_inputs("cpu", torch.float32)))
+        except StopIteration:
+            continue
+        if not isinstance(sample.input, torch.Tensor) or sample.input.layout != torch.strided or not sample.input.is_floating_point():
+            continue
+        for make in (lambda w, x: x + 0 * w.sum(), lambda w, x: w):
+            seen = []
+
+            def fn(w, x):
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = op.op(make(w, x), *sample.args, **sample.kwargs)  # noqa: B023
+                output = psg._trees.tensors_in(psg._trees.flatten(output)[0])[0]
+                seen.append(output.dtype)  # noqa: B023
+                return output.double().sum() + 0 * x.sum()
+
+            try:
+                psg.per_sample_grad(fn, method="capture")(sample.input, torch.stack([sample.input] * 2))
+                fn(sample.input, sample.input)
+            except (psg.PsgError, RuntimeError, ValueError, TypeError, IndexError):
+                continue
+            if seen[-2] != seen[-1]:
+                different.append((op.name, seen[-2:]))
+    assert not different
+
+
+LEFT_AS_THEY_ARE = {"nn.functional.linear_cross_entropy"}  # fused, it returns a loss in the dtype of its input; psg's is in float32

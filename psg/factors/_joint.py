@@ -90,7 +90,7 @@ class Joint:
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     """The pieces of these sizes, each in memory of its own."""
     if values.is_cpu:
-        return torch.split_with_sizes_copy(values, sizes)
+        return torch.split_with_sizes_copy(values, sizes)  # pyright: ignore[reportReturnType] (torch says None)
     # On an accelerator a multiplication by 1 copies all of them in one kernel.
     return torch._foreach_mul(values.split(sizes), 1)  # pyright: ignore[reportPrivateImportUsage]
 

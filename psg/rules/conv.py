@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg import _ambient
 from psg.factors import Conv, Geometry
 from psg.rules._registry import decomposition, reshape, rule, transpose
 from psg.rules.linear import sum_images
@@ -46,7 +47,7 @@ def _convolution(dims: int) -> Any:
             input = F.pad(input, extra) if any(extra) else input
         padding = _each(padding, dims)
 
-        images = _images(input, dims)
+        images, weight, bias = _ambient.narrowed(_images(input, dims), weight, bias)
         output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, False, [0] * dims, groups)
         geometry = Geometry(kernel, stride, padding, dilation, groups)
         return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
@@ -71,7 +72,7 @@ def _transposed(dims: int) -> Any:
         if weight.is_complex() or input.ndim not in (dims + 2, dims + 3):
             return NotImplemented
         stride, padding, dilation, output_padding = (_each(option, dims) for option in (stride, padding, dilation, output_padding))
-        images = _images(input, dims)
+        images, weight, bias = _ambient.narrowed(_images(input, dims), weight, bias)
         output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, True, output_padding, groups)
         geometry = Geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups)
         # An output padding of a stride or more leaves room for windows that no input position has: pad the input with zeros.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _ambient, _functorch
+from psg import _functorch
 from psg.rules._registry import decomposition, rule
 
 
@@ -83,13 +83,6 @@ def smoothed_and_weighted(
 
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
-
-
-def _in_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The arguments of a loss that torch computes in float32 under autocast, converted to float32 there."""
-    if not _ambient.is_autocast(tensors[0]):
-        return tensors
-    return tuple(tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor for tensor in tensors)
 
 
 # Losses of rows, whose native kernels vmap runs sample by sample
@@ -188,7 +181,6 @@ def soft_margin_loss(
     """log(1 + exp(-y x))."""
     if not _is_plain(size_average, reduce, reduction) or target.shape != input.shape or target.requires_grad:
         return NotImplemented
-    input, target = _in_float32(input, target)
     if not input.is_floating_point() or target.dtype != input.dtype:
         return NotImplemented
     return _reduced((-input * target).exp().log1p(), reduction)
@@ -220,7 +212,6 @@ def margin_ranking_loss(
     """max(0, -y (x_1 - x_2) + margin)."""
     if not _is_plain(size_average, reduce, reduction) or not input1.ndim == input2.ndim == target.ndim:
         return NotImplemented
-    input1, input2, target = _in_float32(input1, input2, target)
     return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
 
 
@@ -240,7 +231,6 @@ def triplet_margin_loss(
     """max(0, |a - b + eps|_p - |a - c + eps|_p + margin); with `swap` the lesser of |a - c + eps|_p and |b - c + eps|_p."""
     if not _is_plain(size_average, reduce, reduction) or not anchor.ndim == positive.ndim == negative.ndim or margin <= 0:
         return NotImplemented
-    anchor, positive, negative = _in_float32(anchor, positive, negative)
     near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))

@@ -256,8 +256,8 @@ def mv(input: Tensor, vec: Tensor, *, shared: Collection[str] = ()) -> Any:
 
 @rule(torch.dot, Tensor.dot, params=("input", "tensor"))
 def dot(input: Tensor, tensor: Tensor, *, shared: Collection[str] = ()) -> Any:
-    """([i], [i]) -> []. Autocast leaves this op alone, so it must not run as a matrix product."""
-    return _pair(("input", "tensor"), (input, tensor), "i,i->", shared, forward=lambda x, w: (x * w).sum(-1))
+    """([i], [i]) -> []."""
+    return _pair(("input", "tensor"), (input, tensor), "i,i->", shared)
 
 
 @rule(torch.inner, Tensor.inner, params=("input", "other"))
