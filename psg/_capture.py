@@ -98,7 +98,7 @@ def capture(call: Call, function: Function) -> Captured:
         _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
-def _refuse(script: Any) -> None:
+def _refuse(script: Any, arguments: list[Any]) -> None:
     # Once TorchScript has optimised it for training, its outputs have no history under vmap where only autograd records (2.13).
     raise Unsupported(f"fn calls {script.name}, which is TorchScript: use it before torch.jit has compiled it")
 

@@ -199,7 +199,7 @@ class LoopGuard(Repaired):
         self.used_ids |= ids
         if torch.is_grad_enabled():
             self.recorded_ids |= ids
-        self.outside.look(func, leaves, self.own)
+        self.outside.look(func, leaves, self.own, self.level)
         args, kwargs = self.outside.replace((args, kwargs))
         refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
         if self.level >= 0:

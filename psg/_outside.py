@@ -93,18 +93,19 @@ class Outside:
         Raises:
             StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
         """
-        self._met(func, leaves, own)
+        self.met(func, leaves, own, level)
 
     def made(self, output: Any, kwargs: Any) -> None:
         """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
 
-    def _met(self, func: Any, leaves: list[Any], own: Collection[int]) -> list[Tensor]:
-        """The tensors that autograd records at this op and no transform has wrapped."""
+    def met(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> list[Tensor]:
+        """The tensors that autograd records at this op and no transform has wrapped; the arguments and errors are those of `look`."""
         met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
-        if not (met and _records(func)):
+        inner = _bare(leaves, level) if _functorch.current_level() > level else []
+        if not ((met or inner) and _records(func)):
             return []
         if names := _owned.get():
-            for leaf in met:
+            for leaf in (*met, *inner):
                 refuse_own(func, leaf, leaves[0], names)
                 if leaf.grad_fn is not None and self._is_older(leaf, own) and not _takes_metadata(func, leaf, leaves[0]):
                     key = _autograd.find_leaf(leaf.grad_fn, names, self._allowed)
@@ -130,6 +131,12 @@ class Outside:
         return function(*args)
 
 
+def _bare(leaves: list[Any], level: int) -> list[Tensor]:
+    """The tensors that require grad and that transforms above this level, fn's own, have wrapped, without the wrappers."""
+    bare = [_functorch.innermost(leaf, level) for leaf in leaves if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)]
+    return [tensor for tensor in bare if not _functorch.is_wrapped(tensor) and tensor.requires_grad]
+
+
 class Recorded(Outside):
     """Records outside tensors. Results computed meanwhile have no history."""
 
@@ -141,7 +148,7 @@ class Recorded(Outside):
         """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
-        for leaf in self._met(func, leaves, own):
+        for leaf in self.met(func, leaves, own, level):
             if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
                 self.found.append(leaf)
         if _functorch.current_level() > level and _records(func):
@@ -153,11 +160,8 @@ class Recorded(Outside):
 
     def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
         """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or not _functorch.is_wrapped(leaf):
-                continue
-            bare = _functorch.innermost(leaf, level)
-            if not _functorch.is_wrapped(bare) and bare.requires_grad and self._is_older(bare, own) and not _autograd.is_own_leaf(bare):
+        for bare in _bare(leaves, level):
+            if self._is_older(bare, own) and not _autograd.is_own_leaf(bare):
                 if not any(bare is other for other in self.found):
                     warn_once(
                         ("wrapped", name_of(func)),

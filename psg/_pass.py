@@ -19,14 +19,21 @@ Held = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Pass:
-    """The tensors with which fn has called modules, for its backward pass."""
+    """The tensors with which fn has called modules, for its backward pass.
+
+    Attributes:
+        ambiguous: The ids of the tensors of owners that were called with several sets of them.
+        replaced: The names of the owners' own tensors, by id, in whose place they had these.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[dict[str, Tensor], Held]] = {}
-        self.ambiguous: set[int] = set()  # ids of the tensors of owners that were called with several sets of them
+        self.ambiguous: set[int] = set()
+        self.replaced: dict[int, str] = {}
 
-    def remember(self, owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
-        """Note that an owner (a module) was called with these tensors, and the context in which it holds them."""
+    def remember(self, owner: Any, tensors: dict[str, Tensor], held: Held, replaced: dict[int, str]) -> None:
+        """Note that an owner (a module) was called with these tensors, in whose place, and the context in which it holds them."""
+        self.replaced |= replaced
         known, _ = self._held.setdefault(id(owner), (tensors, held))
         if {name: id(tensor) for name, tensor in known.items()} != {name: id(tensor) for name, tensor in tensors.items()}:
             self.ambiguous.update(id(tensor) for tensor in (*known.values(), *tensors.values()))
@@ -54,10 +61,10 @@ def opened(new: Pass | None) -> Iterator[Pass | None]:
         _open.reset(token)
 
 
-def remember(owner: Any, tensors: dict[str, Tensor], held: Held) -> None:
+def remember(owner: Any, tensors: dict[str, Tensor], held: Held, replaced: dict[int, str]) -> None:
     """`Pass.remember` of the pass that is open, if one is."""
     if (now := _open.get()) is not None:
-        now.remember(owner, tensors, held)
+        now.remember(owner, tensors, held, replaced)
 
 
 def gradients(

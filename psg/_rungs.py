@@ -18,7 +18,8 @@ from psg._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
-from psg._ops import foreign_mode, handles_ops
+from psg._ops import foreign_mode, handles_ops, leaves_of
+from psg._outside import USED_ELSEWHERE
 from psg.factors import Dense, Factor, Sum, concat
 from psg.rules.leaks import unseen_op
 
@@ -214,7 +215,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with _scripts.watched(_expect_right), VmapGuard(call, tensors, bare, differentiated, follows) as guard:
+        with _scripts.watched(_expect_right(call)), VmapGuard(call, tensors, bare, differentiated, follows) as guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
@@ -233,12 +234,18 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
 
 
-def _expect_right(script: Any) -> None:
-    """Refuse TorchScript with an op that transforms may get wrong where psg does not see it."""
-    if (op := unseen_op(script)) is not None:
-        raise PsgError(
-            f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"
-        )
+def _expect_right(call: Call) -> Callable[[Any, list[Any]], None]:
+    """A function that refuses TorchScript with an op that transforms may get wrong where psg does not see it, or outside tensors."""
+    level = _functorch.current_level()
+
+    def look(script: Any, arguments: list[Any]) -> None:
+        call.outside.met(script, leaves_of(arguments, {}), (), level)
+        if (op := unseen_op(script)) is not None:
+            raise PsgError(
+                f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"
+            )
+
+    return look
 
 
 def _refuse_scripts(loss: Tensor) -> None:
@@ -311,7 +318,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
         loss, again = values[0], RerunGuard(call, guard, called, history)
         with called.again():
             if not history:
-                gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids))
+                gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids, called))
             else:
                 with again:
                     found = _autograd.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
@@ -319,14 +326,16 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
     return (*gradients, *(values if history else [value.detach() for value in values]))
 
 
-def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int]) -> None:
-    """Refuse a loss that was computed from another sample's copy of the parameters, and check the outside tensors in its graph."""
+def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int], called: _pass.Pass) -> None:
+    """Refuse a loss of another sample's copy of the parameters, or of a module's own, and check the outside tensors in its graph."""
     ids = set(map(id, own))
     for leaf in own:
         vars(leaf)["_psg_loop_leaf"] = True
     for node in nodes:
         if hasattr(node, "variable") and "_psg_loop_leaf" in vars(node.variable) and id(node.variable) not in ids:
             raise Stale("a value of the parameters of another sample")
+        if (name := called.replaced.get(id(getattr(node, "variable", None)))) is not None:
+            raise StateError(USED_ELSEWHERE.format(name))
     call.outside.expect(nodes, seen | ids)
 
 
@@ -337,7 +346,7 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
     def function(*own: Tensor) -> tuple[Tensor, Any]:
         for position, leaf in zip(call.params, own, strict=True):
             leaves[position] = leaf
-        with _scripts.watched(_expect_right), LoopGuard(call):
+        with _scripts.watched(_expect_right(call)), LoopGuard(call):
             values = outputs.of(leaves)
         if derived:
             _refuse_scripts(values[0])

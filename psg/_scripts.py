@@ -14,22 +14,24 @@ _CALLS = {kind: kind.__call__ for kind in _KINDS}
 
 
 class watched:
-    """A context in which `look` is given each function or method of torch.jit that Python calls, before it runs; inner contexts add theirs.
+    """A context in which `look` is given each function or method of torch.jit that Python calls, and its arguments, before it runs.
+
+    Inner contexts add theirs.
 
     Raises:
         PsgError: `look` or `refuse` has raised an error that did not leave the context: whoever caught it went on in another way.
     """
 
-    def __init__(self, look: Callable[[Any], None]) -> None:
+    def __init__(self, look: Callable[[Any, list[Any]], None]) -> None:
         self._look = look
         self.failures: list[str] = []  # the messages of errors raised in this context
 
-    def look(self, script: Any) -> None:
+    def look(self, script: Any, arguments: list[Any]) -> None:
         """Give a function or method to this context's `look`, and to those of the contexts around it."""
         if self._outer is not None:
-            self._outer.look(script)
+            self._outer.look(script, arguments)
         try:
-            self._look(script)
+            self._look(script, arguments)
         except PsgError as error:
             self.failures.append(str(error))
             raise
@@ -62,7 +64,7 @@ def refuse(message: str) -> NoReturn:
 
 def _call(called: Any, *args: Any, **kwargs: Any) -> Any:
     if (watch := _current.get()) is not None:
-        watch.look(called)
+        watch.look(called, [*args, *kwargs.values()])
     kind = next(kind for kind in _KINDS if isinstance(called, kind))
     return _CALLS[kind](called, *args, **kwargs)
 

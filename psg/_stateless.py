@@ -208,21 +208,22 @@ def _call(
     kept = frozen | rest | buffers
     versions = {name: tensor._version for name, tensor in kept.items()}
     scripted = isinstance(module, torch.jit.ScriptModule)
-    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest, **buffers})
+    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest}, buffers)
     guarded = {key: name for key, name in unregistered.items() if name in params}
-    refuse = _refuses_writes(children, kept)
-    with held(), _writes.refusing(refuse) if kept else contextlib.nullcontext():
+    given = {id(parameter): name for name, parameter in own.items() if name in params}
+    writes = _Writes(children, kept, params)
+    with held(), _writes.refusing(writes.refuse):
         with _OwnParameterGuard(guarded, USED_ELSEWHERE) if guarded else contextlib.nullcontext():
-            given = {id(parameter): name for name, parameter in own.items() if name in params}
             with owning(given):
                 output = run(given)
         now = kept if scripted else _held(slots) if kept else {}
     # Layers that run again in the backward pass (checkpoints) must find the same parameters, and take the lock, which the caller holds now.
-    _pass.remember(module, params, partial(_locked, lock, held))
+    _pass.remember(module, params, partial(_locked, lock, held), given)
     # One that was assigned anew is another tensor; one that was written into has a new version.
     changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or tensor._version != versions[name]]
     if changed:
         raise StateError(_changing(children, changed[0]))
+    writes.expect_no_flags()
     return output
 
 
@@ -248,18 +249,51 @@ def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dic
         )
 
 
-def _refuses_writes(children: dict[str, nn.Module], kept: dict[str, Tensor]) -> Callable[[Any], None]:
-    """A function that raises if an op is about to write into one of these: a write through `.data` leaves the version counter unchanged."""
-    names: dict[int, str] = {}
+class _Writes:
+    """The writes of one call into the module's tensors.
 
-    def refuse(target: Any) -> None:
-        if not names:
-            names.update((_functorch.memory_of(tensor), name) for name, tensor in kept.items() if tensor.numel())
+    Args:
+        children: The modules by name.
+        kept: The tensors that it must not write into.
+        params: Those that it is given, into which it may write, as clamps and masks do: every sample has its own.
+    """
+
+    def __init__(self, children: dict[str, nn.Module], kept: dict[str, Tensor], params: dict[str, Tensor]) -> None:
+        self._children = children
+        self._kept = kept
+        self._params = params
+        self._names: dict[int, str] = {}
+        self._written = ""
+        self._flags: dict[str, dict[str, bool]] = {}  # of each module, before the first write into a parameter
+
+    def refuse(self, target: Any) -> None:
+        """Raise if an op is about to write into a tensor that is kept: a write through `.data` leaves the version counter unchanged."""
+        if not self._names:
+            held = {**self._params, **self._kept}
+            self._names = {_functorch.memory_of(tensor): name for name, tensor in held.items() if tensor.numel()}
         for tensor in _writes.written(target):
-            if (name := names.get(_functorch.memory_of(tensor))) is not None:
-                raise StateError(_changing(children, name))
+            name = self._names.get(_functorch.memory_of(tensor))
+            if name in self._kept:
+                raise StateError(_changing(self._children, name))
+            if name is not None and not self._written:
+                self._written = name
+                self._flags = {prefix: _flags_of(child) for prefix, child in self._children.items()}
 
-    return refuse
+    def expect_no_flags(self) -> None:
+        """Raise if the module has written into a parameter and changed a flag: the next sample, and the next call, would leave that out."""
+        for prefix, flags in self._flags.items():
+            child = self._children[prefix]
+            if (changed := [name for name, flag in flags.items() if vars(child).get(name) is not flag]) != []:
+                vars(child).update(flags)
+                raise StateError(
+                    f"stateless: the forward pass writes into the parameter {self._written!r} and changes {changed[0]!r} of "
+                    f"{prefix or 'the module'} ({_kind(child)}), so that later calls do not write again. But each sample starts from the "
+                    "parameters that it is given. Run the module once, in this mode, before stateless sees it."
+                )
+
+
+def _flags_of(module: nn.Module) -> dict[str, bool]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, bool)}
 
 
 def _changing(children: dict[str, nn.Module], name: str) -> str:
@@ -301,14 +335,20 @@ def _held(slots: _Slots) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _holding(slots: _Slots, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which these slots hold other tensors, as under `torch.func.functional_call`."""
+def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
+    """A context in which these slots hold other tensors, as under `torch.func.functional_call`; `params` are nn.Parameters to isinstance."""
+    tensors = {**params, **buffers}
     own = {name: slots[name][0][slots[name][1]] for name in tensors}
+    marked = [vars(tensor) for tensor in params.values() if not isinstance(tensor, nn.Parameter)]
     try:
         _put(slots, tensors)
+        for attributes in marked:
+            attributes["_is_param"] = True
         yield
     finally:
         _put(slots, own)
+        for attributes in marked:
+            attributes.pop("_is_param", None)
 
 
 def _put(slots: _Slots, tensors: Mapping[str, Tensor | None]) -> None:
@@ -416,11 +456,12 @@ class _OwnParameterGuard(TorchFunctionMode):
         super().__init__()
         self._names = names
         self._message = message
+        self._level = _functorch.current_level()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in UNDIFFERENTIATED else ():
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                refuse_own(func, leaf, args[0] if args else None, self._names, self._message)
+            if isinstance(leaf, Tensor) and (bare := _functorch.innermost(leaf, self._level)).requires_grad:
+                refuse_own(func, bare, args[0] if args else None, self._names, self._message)
         return func(*args, **(kwargs or {}))
 
 

@@ -767,6 +767,140 @@ def test_a_parameter_held_by_an_object_is_refused_where_it_is_used(hold, method,
         psg.per_sample_grad(loss, method=method)(params, x, x)
 
 
+class OldStyle(torch.autograd.Function):
+    """x @ w, in the old style."""
+
+    @staticmethod
+    def forward(ctx, w, x):
+        ctx.save_for_backward(w, x)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        w, x = ctx.saved_tensors
+        return torch.outer(x.reshape(-1), cotangent.reshape(-1)), cotangent @ w.T
+
+
+_bound = OldStyle.apply
+
+
+@torch.jit.script
+def _scripted(w, x):
+    return x @ w
+
+
+HANDED = {
+    "vmap": lambda w, x: torch.func.vmap(lambda w, x: x @ w, (0, None))(w[None], x)[0],
+    "vmap of the whole": lambda w, x: torch.func.vmap(torch.dot, (0, None))(w, x[0]) + x[0],
+    "jacrev": lambda w, x: torch.func.jacrev(lambda w: (x @ w).square().sum())(w).sum(0),
+    "vjp": lambda w, x: torch.func.vjp(lambda w: x @ w, w)[1](x)[0],
+    "autograd.Function": _bound,
+    "torch.jit": _scripted,
+}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("how", HANDED)
+def test_a_parameter_held_elsewhere_is_refused_where_it_is_handed_on(how, method, recorded, device):
+    """To a transform, an autograd.Function or a scripted function: no op of fn's shows the parameter itself, and its gradient was zero."""
+    module = nn.Linear(3, 3, bias=False).to(device)
+    held = Holder(module.weight)
+    module.register_forward_hook(lambda module, _, output: HANDED[how](held.weight, output).sum(0))
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+    x = torch.randn(5, 3, device=device)
+    unable = how in ("autograd.Function", "torch.jit") and method in ("capture", "vmap")
+    error = (psg.StateError, psg.PsgError, RuntimeError) if unable else psg.StateError
+    with (
+        pytest.raises(error, match=None if unable else "the module uses its parameter 'weight' from a list"),
+        torch.set_grad_enabled(recorded),
+    ):
+        psg.per_sample_grad(loss, method=method)(params, x, x)
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_a_criterion_that_holds_a_parameter_is_refused_where_a_transform_takes_it(method, device):
+    module = nn.Linear(3, 3, bias=False).to(device)
+    held = module.weight
+    penalty = lambda w: torch.func.vmap(torch.Tensor.sum)(w).square().sum()  # noqa: E731
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum() + penalty(held))
+    x = torch.randn(5, 3, device=device)
+    with pytest.raises(psg.StateError, match="the criterion uses the module's parameter 'weight'"):
+        psg.per_sample_grad(loss, method=method)(params, x, x)
+
+
+def test_parameters_of_transforms_around_the_call_are_no_others(device):
+    """The module's own parameters are what fn is given, by a transform's wrapper."""
+    module = nn.Linear(3, 3, bias=False).to(device)
+    loss, _ = psg.stateless(module, lambda output, y: (output * y).sum() + sum(p.square().sum() for p in module.parameters()))
+    x = torch.randn(5, 3, device=device)
+
+    def total(weight):
+        return psg.per_sample_norm(loss, method="loop")({"weight": weight}, x, x).square().sum()
+
+    own = module.weight.detach().clone()
+    assert_trees_close(torch.func.grad(total)(module.weight).detach(), torch.func.grad(total)(own))
+
+
+class Rescaled(nn.Module):
+    """Divides a weight once, as transformers' RWKV does, and notes that in a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.is_rescaled = nn.Linear(3, 3), nn.Linear(3, 1), False
+
+    def forward(self, x):
+        if not self.is_rescaled:
+            with torch.no_grad():
+                self.b.weight.div_(2)
+            self.is_rescaled = True
+        return (self.b(self.a(x).tanh()) ** 2).sum()
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_a_module_that_rescales_a_parameter_once_is_refused(method, device):
+    """The second call had the flag, but not the weights: its gradients were wrong, and so was the module."""
+    module, x = Rescaled().to(device), torch.randn(4, 3, device=device)
+    loss, params = psg.stateless(module)
+    for _ in range(2):
+        with pytest.raises(psg.StateError, match="writes into the parameter 'b.weight' and changes 'is_rescaled' of the module"):
+            psg.per_sample_grad(loss, method=method)(params, x)
+        assert not module.is_rescaled
+    module(x)
+    loss, params = psg.stateless(module)
+    psg.check(loss)(params, x)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_a_module_that_masks_a_parameter_in_every_call_is_accepted(device):
+    mask = torch.ones(3, 3, device=device).tril()
+
+    class Masked(nn.Linear):
+        def forward(self, x):
+            self.weight.data.mul_(mask)
+            return super().forward(x)
+
+    loss, params = psg.stateless(Masked(3, 3).to(device), lambda output, y: (output * y).sum())
+    x = torch.randn(4, 3, device=device)
+    psg.check(loss)(params, x, x)
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_parameters_are_parameters_to_isinstance(method, device):
+    """peft's `transpose`, for example, detaches a parameter, and nothing else."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            weight = nn.Parameter(self.weight.T) if isinstance(self.weight, nn.Parameter) else self.weight.T
+            return super().forward(x) / weight.norm()
+
+    module, x = Scaled(3, 3).to(device), torch.randn(4, 3, device=device)
+    loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
+    rows = [torch.autograd.grad((module(row[None]) * row).sum(), module.weight)[0] for row in x]
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x, x)["weight"], torch.stack(rows))
+    assert not any(isinstance(param, nn.Parameter) for param in params.values())
+
+
 class Computed(nn.Module):
     """A module with a value that was computed in `__init__`, from its parameter or from another tensor that requires grad."""
 
