@@ -65,6 +65,15 @@ def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
+def received(value: Any) -> str:
+    """What arrived in the place of a function or a module, by its type: what it holds may fill pages."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, tuple) and value and callable(value[0]):
+        return "the pair that stateless returns: unpack it, loss, params = psg.stateless(...)"
+    return f"a {type(value).__name__}"
+
+
 def unwrapped(function: Any) -> Any:
     """What a callable calls in the end, under wrappers, partials and methods."""
     while True:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _autograd, _functorch, _random, _trees, plans
-from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, user_line
+from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, received, user_line
 from psg._modules import Called, Guard, collecting_calls
 from psg._ops import handles_ops
 from psg._trace import Generators, Trace, trace
@@ -125,7 +125,7 @@ def jit(
     Source: Frostig et al., "Compiling machine learning programs via high-level tracing", 2018 (JAX's jit).
     """
     if not callable(fn):
-        raise InputError(f"psg.jit: expected a function, got {fn!r}.")
+        raise InputError(f"psg.jit: expected a function, got {received(fn)}.")
     return Jitted(fn, backend, mode, buckets, check)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
-from psg._errors import InputError, StateError, is_integer, warn_once
+from psg._errors import InputError, StateError, is_integer, received, warn_once
 from psg._modules import CALLED, LOCKS
 from psg._ops import leaves_of
 from psg._outside import UNDIFFERENTIATED, USED_ELSEWHERE, owning, refuse_own
@@ -78,7 +78,7 @@ def stateless(
     Source: `torch.func.functional_call`.
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"stateless: expected a module, got {module!r}. If it is a class, make an instance of it first.")
+        raise InputError(f"stateless: expected a module, got {received(module)}. If it is a class, make an instance of it first.")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
     wrappers = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & _WRAPPERS]
@@ -108,7 +108,7 @@ def stateless(
             stacklevel=2,
         )
     if criterion is not None and (not callable(criterion) or isinstance(criterion, type)):
-        raise InputError(f"stateless: expected a criterion(output, target), got {criterion!r}. If it is a class, make an instance of it.")
+        raise InputError(f"stateless: expected a criterion(output, target), got {received(criterion)}. If it is a class, make an instance of it.")
     if isinstance(criterion, nn.Module):
         _refuse_trainable(criterion, module)
     takes_target = criterion is not None and _takes_two(criterion)

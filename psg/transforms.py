@@ -59,7 +59,7 @@ from torch import Tensor
 from psg import _ambient, _chunks, _differentiable, _trees, clipping
 from psg._call import Call, Method, Options, Randomness, prepare
 from psg._clipped_sums import ClippedSums, Group, clipped_sums, groups_of, sensitivity
-from psg._errors import InputError
+from psg._errors import InputError, received
 from psg._rungs import Result
 from psg.factors import Factor
 from psg.factors._joint import Joint
@@ -523,7 +523,7 @@ def expect_one_sample(name: str, fn: Any) -> None:
         InputError: `fn` is no function, or a transform has made it.
     """
     if not callable(fn) or isinstance(fn, type):
-        raise InputError(f"{name}: expected a function of one sample, fn(params, *sample), got {fn!r}.")
+        raise InputError(f"{name}: expected a function of one sample, fn(params, *sample), got {received(fn)}.")
     made = batching_of(fn)
     if made is not None:
         raise InputError(
