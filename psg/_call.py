@@ -141,6 +141,7 @@ class Call:
             output, aux = output
         if not isinstance(output, Tensor):
             hint = " To return more than the loss, pass has_aux=True." if isinstance(output, tuple) else ""
+            hint = " A number has no derivative: leave out .item() or float()." if isinstance(output, (int, float)) else hint
             raise InputError(f"{self.name}: expected fn to return a scalar tensor for one sample, got {_describe(output)}.{hint}")
         if batch and output.shape != (self.n,):
             raise InputError(
@@ -254,7 +255,8 @@ def prepare(
         for position, (leaf, dim) in enumerate(zip(own, own_dims, strict=True), start):
             dims.append(None if dim is None else _check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
 
-    n = _batch_size(name, leaves, dims, paths)
+    differentiated = [position for number in numbers for position in params[number]]
+    n = _batch_size(name, leaves, spec, dims, differentiated, paths)
     if options.method != "batch" and n > 1:
         _warn_of_batched_keywords(name, fn, kwargs, n)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -268,7 +270,7 @@ def prepare(
         leaves=list(map(_ambient.usable, leaves)),
         spec=spec,
         dims=dims,
-        params=[position for number in numbers for position in params[number]],
+        params=differentiated,
         paths=paths,
         kwargs=kwargs,
         gradient_spec=specs[numbers[0]] if single else _trees.spec_of_tuple([specs[number] for number in numbers]),
@@ -407,18 +409,31 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
     return dim % leaf.ndim
 
 
-def _batch_size(name: str, leaves: list[Any], dims: list[int | None], paths: Paths) -> int:
+def sharing(spec: Any, dims: list[int | None], params: list[int]) -> str:
+    """For messages: the way out if arguments behind the first are differentiated and shared, perhaps unintended; else nothing."""
+    first = spec.children()[0].num_leaves
+    if all(position < first or dims[position] is not None for position in params):
+        return ""
+    return (
+        " By default the argnums arguments are shared and all others batched: for gradients with respect to inputs pass in_dims too, as in "
+        "argnums=1, in_dims=(None, 0, 0)."
+    )
+
+
+def _batch_size(name: str, leaves: list[Any], spec: Any, dims: list[int | None], params: list[int], paths: Paths) -> int:
     sizes = {position: leaf.shape[dim] for position, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)) if dim is not None}
     if not sizes:
         raise InputError(
             f"{name}: no argument has a dimension for the samples; expected at least one. See in_dims. Only tensors have one: turn lists "
-            "into tensors. Arguments passed by keyword are the same for all samples."
+            "into tensors. Arguments passed by keyword are the same for all samples: pass a mapping itself, by position, as in "
+            f"fn(params, batch).{sharing(spec, dims, params)}"
         )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{paths[position]} has {size}" for position, size in sizes.items())
         raise InputError(
-            f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it); "
-            "turn a list of samples into one tensor by padding and stacking them."
+            f"{name}: the arguments disagree on the number of samples: {listed}. Share one of them with in_dims (None for it), or "
+            "pass it by keyword, outside of a mapping; turn a list of samples into one tensor by padding and stacking them."
+            f"{sharing(spec, dims, params)}"
         )
     return next(iter(sizes.values()))
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from psg import _ambient, _functorch, _pass, _random
-from psg._call import Call
+from psg._call import Call, sharing
 from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, unwrapped, warn_once
 from psg._rungs import RUNGS, Result
 from psg.rules._registry import are_disabled
@@ -55,6 +55,8 @@ def run(call: Call, method: str) -> Result:
             elif not rungs or isinstance(error, (InputError, StateError)):
                 if type(error) in (RuntimeError, TypeError, ValueError, IndexError):  # perhaps torch's, of a shape that fn did not expect
                     error.add_note(_hint(call, method))
+                if isinstance(getattr(call.fn, "__self__", call.fn), nn.Module):  # a module or its method: given params, it raises anything
+                    error.add_note(f"psg.{call.name} calls fn(params, *sample); psg.stateless(module, criterion) makes that of a module.")
                 raise
             elif isinstance(error, torch.OutOfMemoryError):
                 # The rungs below hold more at a time, or take n times as long.
@@ -72,8 +74,6 @@ def run(call: Call, method: str) -> Result:
 
 def _hint(call: Call, method: str) -> str:
     """What fn is called with, for an error of its own."""
-    if isinstance(call.fn, nn.Module):
-        return f"psg.{call.name} calls fn(params, *sample); psg.stateless(module, criterion) makes that of a module."
     if method == "batch":
         return f'psg.{call.name}, method="batch": fn gets the whole batch, as a module does by psg.stateless(..., batch_dim=None).'
     samples = [
@@ -81,7 +81,8 @@ def _hint(call: Call, method: str) -> str:
         for i, (leaf, dim) in enumerate(zip(call.leaves, call.dims, strict=True))
         if dim is not None
     ]
-    return f"psg.{call.name} gives fn one sample at a time, without the batch dimension: {', '.join(samples)}."
+    way_out = sharing(call.spec, call.dims, call.params)
+    return f"psg.{call.name} gives fn one sample at a time, without the batch dimension: {', '.join(samples)}.{way_out}"
 
 
 def warn_of_unused(call: Call) -> None:

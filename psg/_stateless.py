@@ -108,7 +108,9 @@ def stateless(
             stacklevel=2,
         )
     if criterion is not None and (not callable(criterion) or isinstance(criterion, type)):
-        raise InputError(f"stateless: expected a criterion(output, target), got {received(criterion)}. If it is a class, make an instance of it.")
+        raise InputError(
+            f"stateless: expected a criterion(output, target), got {received(criterion)}. If it is a class, make an instance of it."
+        )
     if isinstance(criterion, nn.Module):
         _refuse_trainable(criterion, module)
     takes_target = criterion is not None and _takes_two(criterion)

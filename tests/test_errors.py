@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_a_frozen_weight_costs_no_factor(device):
         (lambda p, x: (loss(p, x), x), r"expected fn to return a scalar tensor for one sample, got tuple of length 2.*has_aux=True"),
         (lambda p, x: {"loss": loss(p, x)}, r"got dict"),
         (lambda p, x: None, r"got NoneType"),
-        (lambda p, x: 1.0, r"got float"),
+        (lambda p, x: 1.0, r"got float\..* leave out \.item\(\)"),
         (
             lambda p, x: loss(p, x).to(torch.complex128),
             r"real floating-point scalar, got dtype torch\.complex128\. Take its \.real; .*\.imag",
@@ -187,6 +188,28 @@ def test_batch_sizes_that_disagree_inside_a_tree(params, x, device):
     batch = {"x": x, "more": [torch.zeros(N + 2, device=device)]}
     with pytest.raises(psg.InputError, match=rf"batch\['more'\]\[0\] has {N + 2}.*batch\['x'\] has {N}"):
         psg.per_sample_grad(lambda p, batch: loss(p, batch["x"]))(params, batch)
+
+
+def test_a_row_that_all_samples_share_in_a_mapping(params, x, device):
+    batch = {"x": x, "positions": torch.arange(3, device=device)[None]}
+    with pytest.raises(psg.InputError, match=r"batch\['positions'\] has 1, .*or pass it by keyword, outside of a mapping"):
+        psg.per_sample_grad(lambda p, batch: loss(p, batch["x"]))(params, batch)
+
+
+def test_inputs_that_are_differentiated_are_shared_by_default(params, x, device):
+    hint = "argnums arguments are shared and all others batched.*argnums=1, in_dims="
+    classify = lambda p, x, y: F.cross_entropy(F.linear(x, p["w"]), y)  # noqa: E731
+    y = torch.zeros(N, dtype=torch.int64, device=device)
+    with pytest.raises(psg.InputError, match=f"disagree on the number of samples: .*{hint}"):
+        psg.per_sample_grad(classify, argnums=1)(params, x, y)
+    with pytest.raises(psg.InputError, match=f"no argument has a dimension for the samples.*{hint}"):
+        psg.per_sample_grad(loss, argnums=(0, 1))(params, x)
+    with pytest.raises(ValueError) as caught:  # torch's
+        psg.per_sample_grad(classify, argnums=(0, 1))(params, x, y)
+    assert re.search(hint, caught.value.__notes__[0])
+    with pytest.raises(psg.InputError, match="disagree on the number of samples") as caught:
+        psg.per_sample_grad(loss)(params, x, x[1:])
+    assert "argnums" not in str(caught.value)
 
 
 @each_transform
@@ -419,7 +442,7 @@ def test_a_keyword_tensor_with_as_many_rows_as_samples(params, x, device):
         psg.per_sample_norm(fn)(params, x, mask=mask)
     psg.per_sample_norm(fn)(params, x[:2], mask=mask)
     psg.per_sample_norm(fn)(params, x, mask)
-    with pytest.raises(psg.InputError, match="no argument has a dimension for the samples.*keyword"):
+    with pytest.raises(psg.InputError, match=r"no argument has a dimension for the samples.*keyword.* fn\(params, batch\)\."):
         psg.per_sample_norm(lambda p, x: loss(p, x))(params, x=x)
 
 
@@ -494,9 +517,22 @@ def test_what_is_no_function_is_not_printed(make):
         make(pair[1])
 
 
-def test_a_module_in_the_place_of_a_function(x, device):
+@pytest.mark.parametrize("fn_of", [lambda model: model, lambda model: model.forward], ids=["module", "method"])
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.check])
+def test_a_module_in_the_place_of_a_function(transform, fn_of, x, device):
     model = torch.nn.Linear(3, 4, device=device)
     with pytest.raises(TypeError, match="positional arguments") as caught:
+        transform(fn_of(model))(dict(model.named_parameters()), x)
+    assert "psg.stateless(module, criterion)" in caught.value.__notes__[-1]
+
+
+def test_a_module_that_raises_no_error_of_torch_s(x, device):
+    class Cast(torch.nn.Linear):
+        def forward(self, x, y):
+            return super().forward(x.to(y.dtype))
+
+    model = Cast(3, 4, device=device)
+    with pytest.raises(AttributeError, match="'dict' object") as caught:
         psg.per_sample_grad(model)(dict(model.named_parameters()), x)
     assert "psg.stateless(module, criterion)" in caught.value.__notes__[-1]
 
