@@ -257,6 +257,12 @@ def prepare(
 
     differentiated = [position for number in numbers for position in params[number]]
     n = _batch_size(name, leaves, spec, dims, differentiated, paths)
+    empty = next((position for position in differentiated if leaves[position].is_meta), None)
+    if empty is not None and not all(leaf.is_meta for leaf, dim in zip(leaves, dims, strict=True) if dim is not None):
+        raise InputError(  # torch's kernels would read uninitialised memory
+            f"{name}: {paths[empty]} is on the meta device, where tensors have no values, and the batch is not. Load the values first; for "
+            "a module module.to_empty(device=...) and load_state_dict, then call psg.stateless."
+        )
     if options.method != "batch" and n > 1:
         _warn_of_batched_keywords(name, fn, kwargs, n)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):

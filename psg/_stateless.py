@@ -56,10 +56,10 @@ def stateless(
         cannot be pickled; `params` can.
 
     Raises:
-        InputError: `module` is not a module, or is wrapped (DataParallel, FSDP, Opacus); no parameter requires grad; a lazy parameter has
-            no shape yet; `criterion` is not a function, or a module with parameters of its own that require grad; or `batch_dim` is not a
-            dimension. At a call: the target is missing; there is no criterion and the output is and has no loss; `params` is not a mapping;
-            or a name in it is not, or no longer, the first name of a parameter.
+        InputError: `module` is not a module, or is a wrapper (DataParallel, DistributedDataParallel, FSDP, Opacus' GradSampleModule); no
+            parameter requires grad; a lazy parameter has no shape yet; `criterion` is not a function, or a module with parameters of its
+            own that require grad; or `batch_dim` is not a dimension. At a call: the target is missing; there is no criterion and the output
+            is and has no loss; `params` is not a mapping; or a name in it is not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode or has no running statistics; the module changes one of its
             buffers, or a parameter that is not differentiated; the module uses a parameter from an unregistered place, such as a list; or
             the criterion uses a parameter of the module to which it holds a reference of its own.
@@ -81,12 +81,10 @@ def stateless(
         raise InputError(f"stateless: expected a module, got {received(module)}. If it is a class, make an instance of it first.")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
-    wrappers = [child for child in module.modules() if {kind.__name__ for kind in type(child).__mro__} & _WRAPPERS]
-    if wrappers:
-        raise InputError(
-            f"stateless({_kind(wrappers[0])}): it copies, shards or hooks the parameters of the module that it wraps. Give that module "
-            "itself, before it is wrapped."
-        )
+    for child in module.modules():
+        for kind in type(child).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                raise InputError(f"stateless({_kind(child)}): {_WRAPPERS[kind.__name__]}.")
     if batch_dim is not None and not is_integer(batch_dim, least=0):
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     lock = LOCKS.setdefault(module, threading.RLock())
@@ -143,11 +141,13 @@ def stateless(
                 return _call(module, params, run, lock, unregistered, memory)
         except TypeError as error:
             if takes_target and not inputs and not shared:
+                unpack = " Unpack the batch: loss(params, *batch)." if isinstance(sample[0], (list, tuple)) else ""
                 raise InputError(
                     "stateless: the call has one argument after params, which is the criterion's target, so the module gets no input. Pass "
-                    "loss(params, *inputs, target)."
+                    f"loss(params, *inputs, target).{unpack}"
                 ) from error
-            last = ", the last of them for criterion(output, target)" if takes_target else ""
+            # A criterion(output, target, weight) fails here too.
+            last = ", the last of them for criterion(output, target): pass several targets or weights in a tuple" if takes_target else ""
             named = f", and by keyword, for the module, {', '.join(shared)}" if shared else ""
             error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}{named}.")
             raise
@@ -156,8 +156,18 @@ def stateless(
     return loss, params
 
 
-_WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "FSDPModule", "GradSampleModule"}
-"""Class names of wrapper modules, which copy, shard or hook parameters: no pure function does the same."""
+_SHARDED = "its parameters are sharded over processes, which psg does not support"
+_WRAPPERS = {
+    "DataParallel": "it copies the parameters of the module that it wraps. Give that module itself: wrapper.module",
+    "DistributedDataParallel": (
+        "its forward pass broadcasts buffers, so processes that run it a different number of times would wait for ever. Give the module "
+        "that it wraps, ddp.module, and add up the results: psg.distributed.all_reduce"
+    ),
+    "FullyShardedDataParallel": _SHARDED,
+    "FSDPModule": _SHARDED,
+    "GradSampleModule": "it hooks the parameters of the module that it wraps. Give that module itself, before it is wrapped",
+}
+"""Class names of modules that copy, shard or hook parameters, or synchronise processes: no pure function does the same."""
 
 
 def _refuse_trainable(criterion: nn.Module, module: nn.Module) -> None:
@@ -497,7 +507,9 @@ def _add_batch_dim(argument: Any, dim: int | None) -> Any:
 
 
 def _loss_of(output: Any) -> Tensor:
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", output)
+    if loss is None and output is not None:
+        raise InputError("stateless: the module's output has .loss = None: did the batch contain labels? Or pass a criterion.")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
         raise InputError(f"stateless: without a criterion the module's output must be the loss or have it as .loss; got {got}.")

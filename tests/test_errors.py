@@ -246,6 +246,16 @@ def test_an_integer_parameter(name, params, x, device):
         TRANSFORMS[name](loss)(params, x)
 
 
+@each_transform
+def test_a_parameter_on_the_meta_device(name, params, x):
+    """torch's linear layers without a bias read uninitialised memory for it."""
+    params["w"] = params["w"].to("meta")
+    transformed = TRANSFORMS[name](lambda p, x: score(F.linear(x, p["w"])))
+    with pytest.raises(psg.InputError, match=rf"^{name}.*: p\['w'\] is on the meta device, where tensors have no values.*to_empty"):
+        transformed(params, x)
+    transformed({"w": params["w"]}, x.to("meta"))  # shapes alone
+
+
 def test_a_parameter_tree_without_leaves(x):
     with pytest.raises(psg.InputError, match="has no leaves"):
         psg.per_sample_grad(lambda p, x: x.sum())({}, x)
@@ -588,10 +598,19 @@ def test_a_module_s_arguments_are_counted(x, device):
     assert "2 arguments after params, the last of them for criterion" in caught.value.__notes__[0]
 
 
+def test_a_criterion_of_three_arguments(x, device):
+    loss, params = psg.stateless(torch.nn.Linear(3, 4, device=device), lambda output, y, weight: weight * F.mse_loss(output, y))
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        psg.per_sample_norm(loss)(params, x, x, torch.ones(N, device=device))
+    assert "pass several targets or weights in a tuple" in caught.value.__notes__[0]
+
+
 def test_a_target_without_an_input(x, device):
     loss, params = psg.stateless(torch.nn.Linear(3, 4, device=device), F.mse_loss)
-    with pytest.raises(psg.InputError, match=r"one argument after params, which is the criterion's target.*\*inputs, target"):
+    with pytest.raises(psg.InputError, match=r"one argument after params, which is the criterion's target.*\*inputs, target\)\.$"):
         psg.per_sample_norm(loss)(params, x)
+    with pytest.raises(psg.InputError, match=r"target\)\. Unpack the batch: loss\(params, \*batch\)\."):
+        psg.per_sample_norm(loss)(params, [x, x])
 
 
 def test_what_takes_too_much_memory_is_not_tried_again(params, x):

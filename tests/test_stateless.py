@@ -1,6 +1,7 @@
 """From modules to functions: names, frozen and tied parameters, several inputs, keywords, target trees, scripted modules."""
 
 import threading
+import types
 import warnings
 from collections import OrderedDict, namedtuple
 from functools import partial
@@ -1093,11 +1094,31 @@ def test_hooks_of_parameters_are_not_called(register):
     assert psg.per_sample_grad(loss)(params, torch.randn(4, 3))["bias"].eq(1).all()
 
 
-@pytest.mark.parametrize("name", ["FSDPModule", "GradSampleModule", "FullyShardedDataParallel"])
-def test_wrapped_modules_are_refused(name):
+@pytest.mark.parametrize(
+    "name, way_out",
+    [
+        ("DataParallel", r"wrapper\.module"),
+        ("DistributedDataParallel", r"wait for ever.*ddp\.module"),
+        ("FSDPModule", r"sharded over processes, which psg does not support"),
+        ("FullyShardedDataParallel", r"sharded over processes, which psg does not support"),
+        ("GradSampleModule", r"before it is wrapped"),
+    ],
+)
+def test_wrapped_modules_are_refused(name, way_out):
     wrapper = type(name, (nn.Sequential,), {})(nn.Linear(3, 2))
-    with pytest.raises(psg.InputError, match=r"Give that module itself, before it is wrapped"):
+    with pytest.raises(psg.InputError, match=rf"stateless\({name}\): .*{way_out}"):
         psg.stateless(wrapper, F.cross_entropy)
+
+
+def test_an_output_whose_loss_is_none(device):
+    class Labelled(nn.Linear):
+        def forward(self, x, labels=None):
+            loss = None if labels is None else F.cross_entropy(super().forward(x), labels)
+            return types.SimpleNamespace(loss=loss)
+
+    loss, params = psg.stateless(Labelled(3, 2, device=device))
+    with pytest.raises(psg.InputError, match=r"\.loss = None: did the batch contain labels\?"):
+        psg.per_sample_norm(loss)(params, {"x": torch.randn(4, 3, device=device)})
 
 
 def test_a_module_may_hold_collections_without_a_length():
