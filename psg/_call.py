@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from psg import _ambient, _copies, _functorch, _memory, _random, _trees
-from psg._errors import InputError, code_of, is_integer, warn_once
+from psg._errors import InputError, as_integer, code_of, warn_once
 from psg._outside import Outside
 
 Method = Literal["auto", "capture", "vmap", "loop", "batch"]
 Randomness = Literal["different", "same", "error"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
-    """The options of a transform; see `psg.transforms`.
+    """The options of a transform, with NumPy's integers as ints; see `psg.transforms`.
 
     Raises:
         InputError: A value is not one of those allowed.
@@ -38,14 +38,17 @@ class Options:
         chunk = self.chunk_size
         if isinstance(chunk, str):
             _memory.parse(chunk)
-        elif chunk is not None and not is_integer(chunk, least=1):
+        elif chunk is not None and (chunk := as_integer(chunk, least=1)) is None:
             raise InputError(
-                f"chunk_size={chunk!r}: expected an integer of at least 1, bytes as in '512 MiB', 'auto', or None for the whole batch "
-                "at once."
+                f"chunk_size={self.chunk_size!r}: expected an integer of at least 1, bytes as in '512 MiB', 'auto', or None for the whole "
+                "batch at once."
             )
-        numbers = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
-        if not numbers or not all(map(is_integer, numbers)):
+        given = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+        numbers = tuple(number for number in map(as_integer, given) if number is not None)
+        if not numbers or len(numbers) < len(given):
             raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
+        self.chunk_size, self.argnums = chunk, numbers if isinstance(self.argnums, tuple) else numbers[0]
+        self.in_dims = tuple(map(_dim, self.in_dims)) if isinstance(self.in_dims, (tuple, list)) else _dim(self.in_dims)
 
 
 @dataclass(eq=False)
@@ -313,6 +316,12 @@ class Paths:
         return self._paths[position]
 
 
+def _dim(in_dim: Any) -> Any:
+    """An entry of in_dims, an int if it is an integer."""
+    number = as_integer(in_dim)
+    return in_dim if number is None else number
+
+
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
@@ -395,7 +404,8 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
 
 
 def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, default: bool) -> int | None:
-    if not is_integer(dim):
+    number = as_integer(dim)
+    if number is None:
         raise InputError(f"{name}: in_dims for {paths[position]} is {dim!r}; expected an integer or None.")
     if not isinstance(leaf, Tensor):
         if hasattr(leaf, "shape") or isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):
@@ -409,10 +419,10 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
                 'Register its type with optree (namespace="psg"), or share it: give in_dims with None for it, or pass it by keyword.'
             )
         return None  # a number, a string, a flag: the same for every sample
-    if not -leaf.ndim <= dim < leaf.ndim:
+    if not -leaf.ndim <= number < leaf.ndim:
         hint = " If it is the same for every sample, say so with in_dims (None for it) or pass it by keyword." if default else ""
         raise InputError(f"{name}: {paths[position]} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}")
-    return dim % leaf.ndim
+    return number % leaf.ndim
 
 
 def sharing(spec: Any, dims: list[int | None], params: list[int]) -> str:

@@ -2,13 +2,16 @@
 
 import functools
 import inspect
+import operator
 import sys
 import traceback
 import warnings
 from collections.abc import Hashable
 from types import FrameType, FunctionType
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import ref
+
+import torch
 
 
 class PsgError(Exception):
@@ -60,9 +63,18 @@ def warn_once(key: Hashable, message: str, category: type[Warning] = FallbackWar
         warned.add(key)  # afterwards: under a filter "error" every call raises, not only the first
 
 
-def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Whether an argument is an integer, of at least `least` if that is given; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+def as_integer(value: Any, least: int | None = None) -> int | None:
+    """An argument as an int if it is an integer (NumPy's and tensors of one too), of at least `least` if that is given; else None.
+
+    Booleans are no integers.
+    """
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        return None
+    try:
+        found = operator.index(value)
+    except TypeError:
+        return None
+    return found if least is None or found >= least else None
 
 
 def received(value: Any) -> str:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _autograd, _functorch, _random, _trees, plans
-from psg._errors import FallbackWarning, InputError, PsgError, StateError, is_integer, received, user_line
+from psg._errors import FallbackWarning, InputError, PsgError, StateError, as_integer, received, user_line
 from psg._modules import Called, Guard, collecting_calls
 from psg._ops import handles_ops
 from psg._trace import Generators, Trace, trace
@@ -480,10 +480,10 @@ def _surroundings() -> Hashable:
 
 def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
     """From a number of samples to the size of its bucket."""
-    sizes = list(buckets) if isinstance(buckets, Sequence) else [buckets]
-    if not sizes or not all(is_integer(size, least=1) for size in sizes):
+    given = list(buckets) if isinstance(buckets, Sequence) else [buckets]
+    sizes = sorted(size for size in (as_integer(size, least=1) for size in given) if size is not None)
+    if not sizes or len(sizes) < len(given):
         raise InputError(f"psg.jit(buckets={buckets!r}): expected an integer of at least 1 or a sequence of them.")
-    sizes.sort()
     return lambda n: next((size for size in sizes if n <= size), -(-n // sizes[-1]) * sizes[-1])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
-from psg._errors import InputError, StateError, is_integer, received, warn_once
+from psg._errors import InputError, StateError, as_integer, received, warn_once
 from psg._modules import CALLED, LOCKS
 from psg._ops import leaves_of
 from psg._outside import UNDIFFERENTIATED, USED_ELSEWHERE, owning, refuse_own
@@ -85,7 +85,8 @@ def stateless(
         for kind in type(child).__mro__:
             if kind.__name__ in _WRAPPERS:
                 raise InputError(f"stateless({_kind(child)}): {_WRAPPERS[kind.__name__]}.")
-    if batch_dim is not None and not is_integer(batch_dim, least=0):
+    own_dim = as_integer(batch_dim, least=0)
+    if batch_dim is not None and own_dim is None:
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     lock = LOCKS.setdefault(module, threading.RLock())
     with lock:
@@ -124,7 +125,7 @@ def stateless(
             )
         if takes_target and not sample:
             raise InputError("stateless: expected loss(params, *inputs, target), got no target.")
-        batch = [_add_batch_dim(argument, batch_dim) for argument in sample]
+        batch = [_add_batch_dim(argument, own_dim) for argument in sample]
         inputs, target = (batch[:-1], batch[-1:]) if takes_target else (batch, [])
         positional = [argument for argument in inputs if not isinstance(argument, Mapping)]
         keyword = {key: value for argument in inputs if isinstance(argument, Mapping) for key, value in argument.items()}

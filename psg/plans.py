@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from psg import _functorch, _machine, _trees
-from psg._errors import InputError, is_integer
+from psg._errors import InputError, as_integer
 
 __all__ = ["Choice", "using"]
 
@@ -51,7 +51,6 @@ _settings: ContextVar[_Settings] = ContextVar("psg_plans", default=_DEFAULT)
 _measured: dict[Any, str] = {}
 
 
-@contextlib.contextmanager
 def using(
     *,
     norm: Choice | None = None,
@@ -59,7 +58,7 @@ def using(
     materialize: Choice | None = None,
     keep_bytes: int | None = None,
     measure: bool | None = None,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """A context that sets how norms and sums are computed. It changes time and memory, and results only by rounding.
 
     It applies to the thread that enters it. Contexts nest: an argument of None keeps the outer setting. Where a parameter does not have
@@ -73,6 +72,9 @@ def using(
         keep_bytes: The most bytes of materialised gradients that may be kept for one parameter; 512 MiB by default. Small ones that are
             reduced together do not count.
         measure: Whether to time all answers once for each shape, dtype, device and number of threads, and use the fastest from then on.
+
+    Returns:
+        The context manager, for `with`.
 
     Raises:
         InputError: An answer does not exist, or `keep_bytes` is negative or no integer.
@@ -89,12 +91,18 @@ def using(
     for question, answer in answers.items():
         if answer is not None and not callable(answer) and answer not in _ANSWERS[question]:
             raise InputError(f"psg.plans.using({question}={answer!r}): expected one of {_ANSWERS[question]}, or a function.")
-    if keep_bytes is not None and not is_integer(keep_bytes, least=0):
+    most = as_integer(keep_bytes, least=0)
+    if keep_bytes is not None and most is None:
         raise InputError(f"psg.plans.using(keep_bytes={keep_bytes!r}): expected a number of bytes that is at least 0.")
+    return _using({question: answer for question, answer in answers.items() if answer is not None}, most, measure)
+
+
+@contextlib.contextmanager
+def _using(choices: Mapping[str, Choice], keep_bytes: int | None, measure: bool | None) -> Iterator[None]:
     before = _settings.get()
     token = _settings.set(
         _Settings(
-            {**before.choices, **{question: answer for question, answer in answers.items() if answer is not None}},
+            {**before.choices, **choices},
             before.keep_bytes if keep_bytes is None else keep_bytes,
             before.measure if measure is None else measure,
         )

@@ -328,6 +328,29 @@ def test_options_that_do_not_fit_the_call(name, options, message, params, x):
         TRANSFORMS[name](loss, **options)(params, x)
 
 
+def test_integers_of_numpy_and_of_tensors(params, x, device):
+    numpy = pytest.importorskip("numpy")
+    for one in (numpy.int64(1), numpy.array(1, dtype=numpy.uint8), torch.tensor(1)):
+        expected = psg.factored_grad(loss)(params, x)
+        found = psg.factored_grad(loss, one - one, in_dims=(None, one - one), chunk_size=one)(params, x)
+        assert_trees_close(psg.tree.materialize(found), psg.tree.materialize(expected))
+        inputs = psg.per_sample_grad(loss, (one,), in_dims=(None, 0))(params, x)
+        assert inputs[0].shape == x.shape
+        assert torch.equal(psg.tree.project(expected, 8 * one, seed=3 * one), psg.tree.project(expected, 8, seed=3))
+        assert psg.tree.norm(psg.tree.segment_sum(expected, torch.zeros(N, dtype=torch.int64, device=device), 2 * one)).shape == (2,)
+        assert psg.jit(psg.per_sample_norm(loss), backend="eager", buckets=4 * one)(params, x).shape == (N,)
+        with psg.plans.using(keep_bytes=one):
+            psg.clipped_grad(loss, 1.0, in_dims=one - one)(tree_map(lambda p: p[None].expand(N, *p.shape), params), x)
+        recurrent, own = psg.stateless(torch.nn.RNN(3, 4, device=device), lambda output: output[0].sum(), batch_dim=one)
+        assert psg.per_sample_norm(recurrent)(own, x[:, None]).shape == (N,)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(2.0), torch.tensor([2, 3]), "2"])
+def test_what_is_no_integer(value, params, x):
+    with pytest.raises(psg.InputError, match="dim=.*: expected an integer"):
+        psg.tree.project(psg.per_sample_grad(loss)(params, x), value)
+
+
 # --- state, samples that mix ----------------------------------------------------------------------------------
 
 

@@ -244,8 +244,8 @@ def test_a_trace_is_not_measured(problem, monkeypatch):
     ],
 )
 def test_errors(settings, message):
-    with pytest.raises(psg.InputError, match=message), plans.using(**settings):
-        pass
+    with pytest.raises(psg.InputError, match=message):
+        plans.using(**settings)  # before it is entered
 
 
 @pytest.mark.parametrize("size, uses, way", [(2, 2, "with their inner products"), (8, 2, "added up"), (4, 6, "added up")])

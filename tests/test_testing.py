@@ -259,6 +259,23 @@ def test_shapes(data):
     assert 1 <= len(shape) <= 2 and all(1 <= side <= 3 for side in shape)
 
 
+@pytest.mark.parametrize("tolerance", [{"rtol": -1}, {"rtol": float("nan")}, {"atol": -1e-9}])
+def test_check_wants_tolerances(tolerance):
+    with pytest.raises(psg.InputError, match=r"psg\.check\([ra]tol=.*\): expected a number that is at least 0"):
+        psg.check(loss, **tolerance)
+
+
+def test_check_takes_integers_of_numpy(args):
+    numpy = pytest.importorskip("numpy")
+    psg.check(loss, numpy.int64(0), in_dims=(None, numpy.int64(0)), chunk_size=numpy.int32(2))(*args)
+
+
+@pytest.mark.parametrize("field", [4, [(1, 8, 8)], "x", ((2, "a"), 5)])
+def test_batches_wants_shapes(field):
+    with pytest.raises(psg.InputError, match=r"psg\.testing\.batches\(.*expected for each argument the shape of one sample"):
+        testing.batches(field)
+
+
 @given(batch=testing.batches((3, 4), (), ((2,), 5), max_samples=3, dtype=torch.float32))
 def test_batches_share_one_n(batch):
     x, y, ids = batch

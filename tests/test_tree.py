@@ -237,6 +237,11 @@ def test_a_number_of_segments_that_is_none_is_an_error(count):
         psg.tree.segment_sum(torch.ones(3, 2), torch.zeros(3, dtype=torch.int64), count)
 
 
+def test_a_number_of_segments_as_a_tensor(device):
+    users, tree = torch.tensor([0, 2, 2], device=device), torch.ones(3, 2, device=device)
+    assert torch.equal(psg.tree.segment_sum(tree, users, users.max() + 1), psg.tree.segment_sum(tree, users, 3))
+
+
 def test_rows_by_integers_of_32_bits(device):
     index, cotangent = torch.randint(40_000, (3, 4), device=device), torch.randn(3, 4, 5, device=device)
     short, long = Rows(index.int(), cotangent, 40_000), Rows(index, cotangent, 40_000)
@@ -264,6 +269,9 @@ def test_unflatten_of_a_vector_with_numbers_among_the_leaves(device):
 def test_unflatten_needs_tensors(device):
     with pytest.raises(psg.InputError, match=r"like\['a'\] is a float; expected a tensor"):
         psg.tree.unflatten(torch.zeros(3, device=device), {"a": 1.0, "b": torch.zeros(2, device=device)})
+    gradients = {"w": psg.factors.Outer(torch.ones(4, 1, 3, device=device), torch.ones(4, 1, 2, device=device))}
+    with pytest.raises(psg.InputError, match=r"like\['w'\] is a Outer; .* like is a tree like the parameters"):
+        psg.tree.unflatten(torch.zeros(4, 6, device=device), gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])

@@ -61,7 +61,8 @@ def check(
         A function of `(*args, **shared)` that returns `Checked`, and raises `Mismatch` where anything differs.
 
     Raises:
-        InputError: `fn` was made by a transform. At a call: results differ, but so do two runs of the loop.
+        InputError: `fn` was made by a transform, or an option has a value that is not allowed. At a call: results
+            differ, but so do two runs of the loop.
 
     Example:
         >>> result = check(lambda w, x: (w * x).sin().sum())(torch.ones(3), torch.rand(5, 3))
@@ -69,7 +70,12 @@ def check(
         (5, 1)
     """
     transforms.expect_one_sample("psg.check", fn)
-    route: dict[str, Any] = {"chunk_size": chunk_size, "method": method}
+    options = Options(argnums, in_dims, has_aux, "different", chunk_size, method)
+    argnums, in_dims = options.argnums, options.in_dims
+    for name, tolerance in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
+        if not tolerance >= 0:
+            raise InputError(f"psg.check({name}={tolerance!r}): expected a number that is at least 0.")
+    route: dict[str, Any] = {"chunk_size": options.chunk_size, "method": method}
 
     def checked(*args: Tree, **shared: Any) -> Checked:
         scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from psg._errors import InputError
+
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
@@ -80,6 +82,9 @@ def batches(
     Returns:
         A strategy of tuples of [n, *shape] tensors, one a field, with one n for all.
 
+    Raises:
+        InputError: a field is neither a shape nor such a pair.
+
     Example:
         >>> from hypothesis import given
         >>> @given(batch=batches((1, 8, 8), ((), 10)))
@@ -90,14 +95,19 @@ def batches(
     """
     from hypothesis import strategies as st
 
-    def one(n: int, field: Any) -> SearchStrategy[Tensor]:
-        if len(field) == 2 and isinstance(field[0], Sequence):
-            shape, high = field
-            return tensors((n, *shape), high=high)
-        return tensors((n, *field), dtype)
+    def split(field: Any) -> tuple[Sequence[int], int | None]:
+        shape, high = field if isinstance(field, Sequence) and len(field) == 2 and isinstance(field[0], Sequence) else (field, None)
+        if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+            raise InputError(
+                f"psg.testing.batches({field!r}): expected for each argument the shape of one sample, as in batches((1, 28, 28), ()), or "
+                "(shape, high) for integers below high."
+            )
+        return shape, high
+
+    parts = [split(field) for field in fields]
 
     def of(n: int) -> SearchStrategy[tuple[Tensor, ...]]:
-        return st.tuples(*(one(n, field) for field in fields))
+        return st.tuples(*(tensors((n, *shape), dtype if high is None else None, high) for shape, high in parts))
 
     return st.integers(0, max_samples).flatmap(of)
 

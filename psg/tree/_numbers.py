@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg import _trees
 from psg._ambient import unaffected
-from psg._errors import InputError, is_integer
+from psg._errors import InputError, as_integer
 from psg.factors import Dense, Factor, is_factor
 from psg.factors._joint import Joint, joined_pairs, total_sketch
 from psg.factors._sketch import Sketch
@@ -190,11 +190,13 @@ def project(tree: Any, dim: int, *, seed: int = 0) -> Tensor:
     Attributing Model Behavior at Scale", 2023 (what projected gradients are for).
     """
     factors, _ = factors_of(tree, "project")
-    for name, value, least in (("dim", dim, 1), ("seed", seed, None)):
-        if not is_integer(value, least):
-            raise InputError(f"psg.tree.project: {name}={value!r}: expected an integer{'' if least is None else ' that is at least 1'}.")
+    size, start = as_integer(dim, least=1), as_integer(seed)
+    if size is None:
+        raise InputError(f"psg.tree.project: dim={dim!r}: expected an integer that is at least 1.")
+    if start is None:
+        raise InputError(f"psg.tree.project: seed={seed!r}: expected an integer.")
     places = _trees.keys(tree, is_factor)
-    return total_sketch(factors, [Sketch(dim, random.Random(f"{seed} {place}")) for place in places])
+    return total_sketch(factors, [Sketch(size, random.Random(f"{start} {place}")) for place in places])
 
 
 def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg import _functorch, _trees
 from psg._ambient import unaffected
-from psg._errors import InputError, is_integer
+from psg._errors import InputError, as_integer
 from psg.factors import Dense, Factor, is_factor
 from psg.factors import concat as concat_factors
 from psg.factors._arithmetic import wide
@@ -86,11 +86,14 @@ def unflatten(flat: Tensor, like: Any) -> Any:
         >>> unflatten(torch.tensor([[1.0, 2.0, 3.0]]), {"a": torch.zeros(2), "b": torch.zeros(())})
         {'a': tensor([[1., 2.]]), 'b': tensor([3.])}
     """
-    leaves, spec = _trees.flatten(like)
+    leaves, spec = _trees.flatten(like, is_factor)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            place = _trees.paths(like, "like")[i]
-            raise InputError(f"psg.tree.unflatten: {place} is a {type(leaf).__name__}; expected a tensor, whose shape the entries get.")
+            place = place_of(like, "like", i)
+            raise InputError(
+                f"psg.tree.unflatten: {place} is a {type(leaf).__name__}; expected a tensor, whose shape the entries get: like is a tree "
+                "like the parameters."
+            )
     sizes = [leaf.numel() for leaf in leaves]
     total = sum(sizes)
     if not isinstance(flat, Tensor) or flat.ndim == 0:
@@ -221,17 +224,18 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
     if not integers or segment_ids.dtype == torch.bool or segment_ids.shape != (n,):
         got = f"{segment_ids.dtype} {tuple(segment_ids.shape)}" if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
         raise InputError(f"psg.tree.segment_sum: expected segment_ids as integers [{n}], one for each sample, got {got}.")
-    if not is_integer(num_segments, least=0):
+    count = as_integer(num_segments, least=0)
+    if count is None:
         raise InputError(f"psg.tree.segment_sum: num_segments={num_segments!r}: expected an integer of at least 0.")
     ids = segment_ids.to(factors[0].device, torch.int64)
     valid: Tensor | None = None
-    if _functorch.is_traced() and num_segments:
+    if _functorch.is_traced() and count:
         # Compiled code might take -1 for the last segment.
-        valid, ids = ((0 <= ids) & (ids < num_segments)).all(), ids.clamp(0, num_segments - 1)
-    elif n and not (0 <= int(ids.min()) and int(ids.max()) < num_segments):
-        raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {num_segments} segments.")
+        valid, ids = ((0 <= ids) & (ids < count)).all(), ids.clamp(0, count - 1)
+    elif n and not (0 <= int(ids.min()) and int(ids.max()) < count):
+        raise InputError(f"psg.tree.segment_sum: segment_ids are from {int(ids.min())} to {int(ids.max())}, with {count} segments.")
 
-    division = Division(ids, num_segments)
+    division = Division(ids, count)
 
     def sums(factor: Factor) -> Factor:
         found = factor._segment_sum(division)
