@@ -39,10 +39,11 @@ def stateless(
             that call functions of one module take turns; meanwhile no thread may use the module itself, or functions of another module
             that shares submodules with it.
         criterion: criterion(output, target) -> loss, a scalar, as `F.cross_entropy` gives by default. Output and target have a batch
-            dimension of size 1. With `has_aux=True` of the transforms it returns (loss, aux), and aux keeps this batch dimension. A
-            criterion with one positional argument gets the output alone, and there is no target. None if the module's output is the loss,
-            or has it as `.loss`. Pass several targets, or a weight for each sample, in a tuple. While the criterion runs, the module holds
-            the parameters given to the loss, so a penalty on the module's parameters is differentiated too.
+            dimension of size 1, so a mean is one within the sample: class weights cancel for one label, unless `reduction="sum"`. With
+            `has_aux=True` of the transforms it returns (loss, aux), and aux keeps this batch dimension. A criterion with one positional
+            argument gets the output alone, and there is no target. None if the module's output is the loss, or has it as `.loss`. Pass
+            several targets, or a weight for each sample, in a tuple. While the criterion runs, the module holds the parameters given to the
+            loss, so a penalty on the module's parameters is differentiated too.
         batch_dim: Where to add the batch dimension: 1 turns sequences [t, *] into [t, 1, *]. None adds none: for modules written for one
             sample; for samples that are batches themselves (all samples of a user, augmentations of an image); and for `method="batch"`,
             which passes the whole batch and needs a criterion with one loss for each sample (`reduction="none"`).

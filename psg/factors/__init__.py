@@ -1,4 +1,20 @@
-"""Factors: per-sample gradients in factored form. Every kind of factor has the same few operations."""
+"""Factors: per-sample gradients in factored form. Every kind of factor has the same few operations.
+
+For n samples and a parameter [*shape]; what positions t have is added up. A rule needs the first four; psg makes the others of them.
+
+    kind                              tensors                                    for
+    Dense(values)                     [n, *shape]                                what is small: biases, scales, normalisation layers
+    Outer(left, right)                [n, t, a], [n, t, b]                       a matrix [a, b] that is multiplied with data
+    Rows(index, cotangent, num_rows)  integers [n, t], [n, t, d]                 a table [num_rows, d] of which data choose rows
+    Conv(cotangent, input, geometry)  [n, images, o, *out], [n, images, i, *in]  a convolution's weight
+    Expanded(values, shape)           [n, *shape], with sizes of 1               one number for a whole row, or for all entries
+    Scaled(factor, entries)           a factor, [n, *shape]                      a weight that is multiplied entry by entry, by a mask say
+    Views(factors, regions, shape)    a factor for each Region                   parts of a parameter: slices, layers of a stack
+    Sum(terms, like, shape)           factors, [n, 0]                            a parameter that is used several times: see `merge`
+    Segments(factor, sizes)           a factor, integers [m]                     sums over samples: see `psg.tree.segment_sum`
+
+Subclasses of `Factor` other than these are not supported: where no kind fits, return Dense.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
