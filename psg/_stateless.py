@@ -350,7 +350,7 @@ def _held(slots: _Slots) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which these slots hold other tensors, as under `torch.func.functional_call`; `params` are nn.Parameters to isinstance."""
+    """A context in which these slots hold other tensors, as under `torch.func.functional_call`; `params` are parameters to isinstance."""
     tensors = {**params, **buffers}
     own = {name: slots[name][0][slots[name][1]] for name in tensors}
     marked = [vars(tensor) for tensor in params.values() if not isinstance(tensor, nn.Parameter)]
