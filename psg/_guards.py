@@ -13,7 +13,18 @@ from psg._call import Call
 from psg._errors import PsgError, Stale, StateError
 from psg._higher_order import refuse_others
 from psg._marks import Marks
-from psg._ops import ACCUMULATING, DIFFERENTIATING, LIKENESSES, METADATA, leaves_of, name_of, target_of, torchs_names
+from psg._ops import (
+    ACCUMULATING,
+    DIFFERENTIATING,
+    LIKENESSES,
+    METADATA,
+    foreign_handler,
+    foreign_mode,
+    leaves_of,
+    name_of,
+    target_of,
+    torchs_names,
+)
 from psg._trees import tensors_in
 from psg._writes import Aliases, changes_nothing, written
 from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
@@ -56,6 +67,7 @@ class VmapGuard(TorchFunctionMode):
             return None
         try:
             if (form := python_form(func)) is not None:
+                _refuse_watchers(func, leaves_of(args, kwargs))
                 with self:
                     return form(*args, **kwargs)
             if (cast := cast_of(func, args, kwargs)) is not None:
@@ -101,12 +113,23 @@ class VmapGuard(TorchFunctionMode):
             with self:
                 output = decompose(*args, **kwargs)
             if output is not NotImplemented:
+                _refuse_watchers(func, leaves)
                 return output
         output = _kernels.run_without_gaps(func, args, kwargs)
         is_function = self.differentiated and func is _functions.custom_function_call
         if is_function and _functions.is_unbatched(tensors_in(leaves), output, self.level - 1):
             raise PsgError(f"{args[0].__name__}{_functions.UNBATCHED}")
         return output
+
+
+def _refuse_watchers(func: Any, leaves: Sequence[Any]) -> None:
+    """Refuse to write an op out where a mode of the caller's, or a class of tensors, has seen other ops than the one that fn calls.
+
+    Raises:
+        PsgError: There is one.
+    """
+    if (why := foreign_mode() or foreign_handler(map(type, tensors_in(leaves)))) is not None:
+        raise PsgError(f"{name_of(func)} has to be written out as other ops under vmap, and {why}")
 
 
 def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:

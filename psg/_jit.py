@@ -278,7 +278,7 @@ class Jitted:
                 # Equal results do not tell: the numbers may have been multiplied by zeros.
                 if not all(map(torch.equal, states(), drawn)):
                     raise PsgError("it seeds or makes a random generator, which a graph would not do")
-                _expect_equal(actual, expected, lambda: eager(tensors), lambda: eager(_nudged(tensors)))
+                _expect_equal(actual, expected, lambda: eager(tensors), lambda: eager(_nudged(tensors, found.graph)))
         except (InputError, StateError):
             raise
         except Mismatch as mismatch:
@@ -392,13 +392,13 @@ def _compare(actual: Any, expected: Any, name: str) -> None:
         assert_trees_close(actual, expected, name=name, per_sample=False)
 
 
-def _nudged(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, each entry randomly changed by a few roundings of its dtype, or of autocast's where that is coarser."""
+def _nudged(tensors: Sequence[Tensor], graph: GraphModule) -> list[Tensor]:
+    """The tensors, each entry randomly changed by a few roundings of its dtype, or of the coarsest to which the graph casts."""
+    named = {value for node in graph.graph.nodes for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)}
+    coarsest = max((torch.finfo(dtype).eps for dtype in named if dtype.is_floating_point), default=0.0)
 
     def nudge(tensor: Tensor) -> Tensor:
-        coarse = None if tensor.dtype == torch.float64 else _ambient.autocast_dtype(tensor)  # autocast leaves float64 alone
-        eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarse) if dtype is not None)
-        return tensor + 4 * eps * tensor * torch.randn_like(tensor)
+        return tensor + 4 * max(torch.finfo(tensor.dtype).eps, coarsest) * tensor * torch.randn_like(tensor)
 
     return [nudge(tensor) if tensor.dtype.is_floating_point else tensor for tensor in tensors]
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
 from cases.derived import COMPUTED_ONCE, Scaled
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -279,6 +280,39 @@ def test_classes_that_change_ops_are_followed(made, device):
     assert_trees_close(found, loop_grad(fn)(w, x))
     with pytest.raises(psg.InputError, match="fn uses a DoubledTensor"):
         psg.per_sample_grad(lambda w, x: F.linear(hidden(x), w).tanh().sum(1), method="batch")(w, x)
+
+
+class DoublingTanh(TorchFunctionMode):
+    """Doubles what fn computes by tanh, but not the gates of a recurrent layer, which is one op to it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        return output * 2 if func in (F.linear, torch.tanh, torch.Tensor.tanh) else output
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.MultiheadAttention], ids=lambda kind: kind.__name__)
+def test_function_modes_of_the_caller_see_no_parts_of_an_op(layer, device):
+    """Under vmap psg writes these layers out, and the mode changed the parts: not even vmap(grad) is right there."""
+    module = (layer(4, 2) if layer is nn.MultiheadAttention else layer(4, 4)).to(device)
+    loss, params = psg.stateless(module, lambda output: output[0].square().sum(), batch_dim=None)
+    x = torch.randn(N, 5, 4, device=device)
+    inputs = (x, x, x) if layer is nn.MultiheadAttention else (x,)
+    with DoublingTanh():
+        expected = psg.per_sample_grad(loss, method="loop")(params, *inputs)
+        with pytest.warns(psg.FallbackWarning, match="has to be written out as other ops under vmap, and the call runs under DoublingTanh"):
+            assert_trees_close(psg.per_sample_grad(loss)(params, *inputs), expected)
+
+
+def test_classes_that_change_ops_see_no_parts_of_an_op(device):
+    module = nn.LSTM(4, 4).to(device)
+    frozen = torch.eye(4, device=device).as_subclass(DoubledTensor)
+
+    def fn(params, x):
+        return torch.func.functional_call(module, params, (F.linear(x, frozen),))[0].square().sum().as_subclass(torch.Tensor)
+
+    params, x = {name: param.detach() for name, param in module.named_parameters()}, torch.randn(N, 5, 4, device=device)
+    with pytest.warns(psg.FallbackWarning):
+        assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
 
 
 def test_a_default_device_context_changes_nothing(device):

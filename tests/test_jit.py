@@ -1,5 +1,6 @@
 """psg.jit: tracing, compiling, comparing; padding to buckets; what every call reads again, and what must not become a constant."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -966,6 +967,23 @@ def test_under_autocast(backend, device):
         actual, expected = fast(params, x, y), fn(params, x, y)
     assert {name: leaf.dtype for name, leaf in actual.items()} == {name: leaf.dtype for name, leaf in expected.items()}
     assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_in_float64_that_computes_in_float32_inside(wrong, device):
+    """As layers that normalise in float32 do: its rounding is not taken for an error of the compiler, but an error is."""
+
+    def reordered(graph, inputs):
+        return lambda *args: tuple(output * (1 + (1e-4 if wrong else 2e-8)) for output in graph(*args))
+
+    def fn(w, x):
+        scale = (x @ w).float().square().mean().rsqrt()
+        return ((x @ w) * scale).sin().sum()
+
+    w, x = torch.randn(4, 4, device=device), torch.randn(N, 3, 4, device=device)
+    fast = psg.jit(psg.per_sample_norm(fn), backend=reordered)
+    with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong") if wrong else contextlib.nullcontext():
+        fast(w, x)
 
 
 def test_log(device):

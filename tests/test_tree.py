@@ -286,6 +286,22 @@ def test_unflatten_of_what_is_no_tensor_of_rows(flat, got):
         psg.tree.unflatten(flat, {"a": torch.zeros(2)})
 
 
+def test_a_default_device_changes_nothing(device):
+    """Not even one where no tensor is: the tensors that psg makes itself are on the gradients' device, or on the CPU."""
+    tree = factored_tree(3, device)
+    weights = torch.rand(3, device=device)
+    compute = [
+        lambda: psg.tree.project(tree, 8),
+        lambda: psg.tree.project([Dense(torch.ones(3, 2, device=device))] * 6, 8),
+        lambda: psg.tree.take(tree, [2, 0])["head"][1].values,
+        lambda: psg.tree.sparse_weighted_sum(tree, weights)["table"][0].to_dense(),
+    ]
+    expected = [function() for function in compute]
+    with torch.device("meta"):
+        found = [function() for function in compute]
+    assert_trees_close(found, expected)
+
+
 def test_projections_keep_inner_products(device):
     # Over seeds, their mean is right within five standard errors, and their variance is below the stated bound.
     tree = factored_tree(4, device)

@@ -130,8 +130,8 @@ class Rows(Additive):
         return self._segments_formed(division) if _functorch.is_traced() else self._segments_factored(division)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
-        rows = self._scaled(weights).flatten(0, 1)
-        return torch.sparse_coo_tensor(self.index.reshape(1, -1), rows, self.shape, check_invariants=False).coalesce().to(self.dtype)
+        rows, index = self._scaled(weights).flatten(0, 1), self.index.reshape(1, -1)
+        return torch.sparse_coo_tensor(index, rows, self.shape, device=rows.device, check_invariants=False).coalesce().to(self.dtype)
 
     def _scaled(self, weights: Tensor) -> Tensor:
         """weights[n] cotangent[n], in the `wide` dtype: a scatter adds rows one by one and would round each time."""

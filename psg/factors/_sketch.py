@@ -107,13 +107,14 @@ def sketch_side_by_side(rows: Tensor, sketches: Sequence[Sketch], shapes: Sequen
         sketches: One for each parameter.
         shapes: The parameters' shapes.
     """
-    dim, counts = sketches[0].dim, torch.tensor([shape.numel() for shape in shapes])
+    dim, counts = sketches[0].dim, torch.tensor([shape.numel() for shape in shapes], device="cpu")
     owner = torch.repeat_interleave(counts, output_size=rows.shape[1])
-    place = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
-    columns = torch.tensor([shape[1:].numel() for shape in shapes])[owner]
+    place = torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
+    columns = torch.tensor([shape[1:].numel() for shape in shapes], device="cpu")[owner]
     index = torch.stack([place // columns, place % columns], dim=1)[:, :, None]  # a and b of every entry
     # [entry, side, bucket or sign, coefficient]
-    coefficients = torch.tensor([[[side._bucket, side._sign] for side in sketch._sides] for sketch in sketches])[owner]
+    hashes = [[[side._bucket, side._sign] for side in sketch._sides] for sketch in sketches]
+    coefficients = torch.tensor(hashes, device="cpu")[owner]
     value = _polynomial(coefficients.unbind(-1), index)
     bucket, sign = (value[:, :, 0] % dim).sum(1) % dim, (1 - 2 * (value[:, :, 1] % 2)).prod(1)
     signed = widen(rows) * sign.to(rows.device)

@@ -135,7 +135,9 @@ def _lengths(given: Any, n: int, b: int, single: bool) -> Tensor | None:
     """The lengths of the sequences as [n,b]; None if they do not fit."""
     if isinstance(given, Tensor):
         return given.reshape(n, b) if given.shape == (n, b) or single and given.shape == (n,) else None
-    return torch.tensor(given).expand(n, b) if isinstance(given, (list, tuple)) and len(given) == b else None  # the same for all samples
+    if not isinstance(given, (list, tuple)) or len(given) != b:
+        return None
+    return torch.tensor(given, device="cpu").expand(n, b)  # the same for all samples
 
 
 @rule(F.multi_margin_loss, params=())

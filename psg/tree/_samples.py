@@ -144,7 +144,7 @@ def take(tree: Any, index: Any) -> Any:
 def _indices(index: Any) -> Tensor | None:
     """Integers or a mask of one dimension as a tensor; None for anything else."""
     try:
-        found = torch.as_tensor(index)
+        found = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     if found.numel() == 0 and not isinstance(index, Tensor):
