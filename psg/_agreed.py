@@ -56,9 +56,10 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
     watch.expect_agreed(args[0])
     with _functorch.below():
         values = _functorch.physical(args[0], watch.level, watch.n).detach()
-        if values[0].numel() != 1:
-            return func(values[0], *args[1:], **kwargs)  # raises torch's own error
-        told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, 1)
+        count = values[0].numel()
+        if count == 0 or count > 1 and func is not Tensor.tolist:
+            return func(values[0], *args[1:], **kwargs)  # raises torch's own error, but for an empty list
+        told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, count)
         if _trees.is_inexact(told):
             # Compare bits: 0.0 and -0.0 are equal, but fn may treat them differently.
             told = told.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8)

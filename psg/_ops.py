@@ -46,7 +46,7 @@ DIFFERENTIATING = {torch.autograd.grad, Tensor.backward}
 ACCUMULATING = {torch.autograd.backward, Tensor.backward}
 """Calls that add gradients to the `.grad` of leaves."""
 
-CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item}
+CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 # These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (READS), of
 # where to split (_SPLITS), of the tensors in a list (_FROM_LISTS, _INDEXING), or of how many sequences each step of a pack has (_PACKED).

@@ -212,14 +212,25 @@ def test_what_fails_only_when_it_is_said_to_be_compiled_goes_apart(device):
 @pytest.mark.parametrize(
     "value",
     [lambda x: bool(x.sum() < 1e9), lambda x: int(x.abs().sum() * 0), lambda x: float(x[0] * 0), lambda x: (x > 1e9).sum().item(),
-     lambda x: [3, 4][(x > 1e9).any()], lambda x: 7.0 in x],
-    ids=["bool", "int", "float", "item", "index", "in"],
+     lambda x: [3, 4][(x > 1e9).any()], lambda x: 7.0 in x, lambda x: sum((x > 1e9).tolist()), lambda x: len(x[:0].tolist())],
+    ids=["bool", "int", "float", "item", "index", "in", "tolist", "tolist of nothing"],
 )  # fmt: skip
 def test_a_python_value_that_all_samples_share(value, args):
     def fn(w, x):
         return plain(w, x) * (1 + value(x))
 
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
+
+
+def test_lists_that_differ_between_samples_are_captured_apart(device):
+    """Lengths, as models read them: samples with the same ones run together."""
+
+    def fn(w, x, lengths):
+        return sum(F.linear(part, w).square().sum() * (i + 1) for i, part in enumerate(x.split(lengths.tolist())))
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(8, 6, 3, device=device)
+    lengths = torch.tensor([[1, 5], [2, 4], [1, 5], [2, 4], [1, 5], [1, 5], [2, 4], [2, 4]], device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x, lengths), loop_grad(fn)(w, x, lengths))
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")

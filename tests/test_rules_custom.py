@@ -195,7 +195,11 @@ def test_a_rule_that_is_broken_says_so(rule, message, gained, device):
         psg.per_sample_grad(lambda p, x: gained(x, p).sum())(torch.ones(2, device=device), torch.ones(4, 2, device=device))
 
 
-@pytest.mark.parametrize("op", [torch.nn.Linear, lambda x, gain: x])
+class Scaled(torch.autograd.Function):
+    """A Function of the user's own."""
+
+
+@pytest.mark.parametrize("op", [torch.nn.Linear, lambda x, gain: x, Scaled.apply, Scaled], ids=["module", "lambda", "apply", "Function"])
 def test_what_calls_nobody_sees_is_refused_at_once(op):
     with pytest.raises(psg.InputError, match=r"does not see calls of this.*@psg.rule\(op\)"):
         psg.rule(op)

@@ -179,7 +179,8 @@ def rule(
         if not _visible(op):
             raise InputError(
                 f"psg.rule({getattr(op, '__name__', op)!r}): torch's function mode does not see calls of this. Name a function of torch "
-                "(`F.linear`, not `nn.Linear`), or decorate your own with psg.primitive first. A rule is registered by `@psg.rule(op)`."
+                "(`F.linear`, not `nn.Linear`), or decorate your own with psg.primitive first (also one that calls an autograd.Function). "
+                "A rule is registered by `@psg.rule(op)`."
             )
 
     if isinstance(params, str):
@@ -212,7 +213,7 @@ def _aliases(op: Any) -> tuple[Any, ...]:
 def _visible(op: Any) -> bool:
     if isinstance(op, types.FunctionType):
         return (op.__module__ or "").split(".")[0] == "torch" or hasattr(op, "_psg_primitive")
-    return callable(op) and not isinstance(op, type)
+    return callable(op) and not isinstance(op, type) and not isinstance(getattr(op, "__self__", None), torch.autograd.function.FunctionMeta)
 
 
 def primitive(function: Callable[P, R]) -> Callable[P, R]:
