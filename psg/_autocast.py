@@ -52,7 +52,7 @@ def cast_of(func: Any, args: Any, kwargs: Any) -> Cast | None:
     kind = None if narrow is None else _kind_of(torch.dot if _is_dot(func, args, kwargs) else func, device)
     if kind is None:
         return None
-    if kind == "unchanged" or not {None}.issuperset(map(kwargs.get, ("out", "dtype"))):
+    if kind == "unchanged" or kwargs.get("out") is not None or kwargs.get("dtype") is not None:  # what these say goes
         return Cast(device, None, False)
     if kind == "widest":
         kind = "float32" if any(tensor.dtype == torch.float32 for tensor in tensors) else "narrow"
