@@ -45,14 +45,15 @@ def is_autocast(tensor: torch.Tensor) -> bool:
     return autocast_dtype(tensor) is not None
 
 
+def is_castable(leaf: Any, device: str) -> bool:
+    """Whether autocast for this type of device casts an argument of an op."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64 and leaf.device.type == device
+
+
 def narrowed(*tensors: torch.Tensor | None) -> list[Any]:
     """The arguments of an op that runs in autocast's dtype, where it is on."""
-
-    def narrow(tensor: torch.Tensor) -> torch.Tensor:
-        dtype = None if tensor.dtype == torch.float64 else autocast_dtype(tensor)
-        return tensor if dtype is None else tensor.to(dtype)
-
-    return [tensor if tensor is None else narrow(tensor) for tensor in tensors]
+    dtypes = [autocast_dtype(tensor) if tensor is not None and is_castable(tensor, tensor.device.type) else None for tensor in tensors]
+    return [tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
 
 def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +108,9 @@ def usable(leaf: Any) -> Any:
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.clone() if leaf.is_inference() else leaf.resolve_neg()
+    if leaf.is_inference():
+        return leaf.clone()
+    return leaf.resolve_neg() if leaf.is_neg() else leaf  # under a transform, resolve_neg wraps every tensor
 
 
 def has_function_modes() -> bool:

@@ -5,7 +5,8 @@ computes in float32, would be summed in 16 bits. So psg casts the arguments of a
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _ambient
 from psg._ops import is_torchs, name_of, operands_of, substitute
+
+Kind = Literal["narrow", "float32", "widest", "unchanged"]
+"""The dtype in which an op runs: autocast's own, float32, the widest of its arguments', or what the arguments have."""
 
 
 class Cast(NamedTuple):
@@ -25,8 +29,8 @@ class Cast(NamedTuple):
     """
 
     device: str
-    dtype: torch.dtype | None
-    narrows: bool
+    dtype: torch.dtype | None = None
+    narrows: bool = False
 
     def run(self, mode: TorchFunctionMode, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op under this mode, which sees the casts, and then the op without autocast."""
@@ -36,11 +40,7 @@ class Cast(NamedTuple):
             return func(*args, **kwargs)
 
     def _of_leaf(self, leaf: Any) -> Any:
-        return leaf.to(self.dtype) if _is_eligible(leaf, self.device) and leaf.dtype != self.dtype else leaf
-
-
-def _is_eligible(leaf: Any, device: str) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64 and leaf.device.type == device
+        return leaf.to(self.dtype) if _ambient.is_castable(leaf, self.device) else leaf
 
 
 def cast_of(func: Any, args: Any, kwargs: Any) -> Cast | None:
@@ -48,34 +48,45 @@ def cast_of(func: Any, args: Any, kwargs: Any) -> Cast | None:
     if not torch._C._is_any_autocast_enabled():
         return None
     tensors = operands_of(args, kwargs)[0]
-    narrow, device = next(((dtype, tensor.device.type) for tensor in tensors if (dtype := _ambient.autocast_dtype(tensor))), (None, ""))
-    kind = None if narrow is None else _kind_of(torch.dot if _is_dot(func, args, kwargs) else func, device)
+    first = next(filter(_ambient.is_autocast, tensors), None)
+    if first is None:
+        return None
+    device = first.device.type
+    kind = _kind_of(func, device)
+    if kind is None and _is_dot(func, tensors, args, kwargs):
+        kind = _kind_of(torch.dot, device)
     if kind is None:
         return None
-    if kind == "unchanged" or kwargs.get("out") is not None or kwargs.get("dtype") is not None:  # what these say goes
-        return Cast(device, None, False)
+    if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
+        return Cast(device)  # autocast leaves the dtype to the caller
     if kind == "widest":
         kind = "float32" if any(tensor.dtype == torch.float32 for tensor in tensors) else "narrow"
-    return Cast(device, narrow, True) if kind == "narrow" else Cast(device, torch.float32, False)
+    if kind == "narrow":
+        return Cast(device, _ambient.autocast_dtype(first), narrows=True)
+    return Cast(device, torch.float32 if kind == "float32" else None)
 
 
-def _is_dot(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this op is a matrix product in general, but here one of two vectors, for which autocast has another dtype."""
-    if func not in _PRODUCTS:
+def _is_dot(func: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
+    """Whether an op that is a matrix product in general is, for these arguments, one of two vectors."""
+    name = name_of(func).partition(".")[0]
+    if name == "inner":
+        return all(tensor.ndim == 1 for tensor in tensors)
+    if name != "tensordot":
         return False
-    args, kwargs = substitute((args, kwargs), lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf)
-    return func(*args, **kwargs).ndim == 0
-
-
-_PRODUCTS = {torch.inner, Tensor.inner, torch.tensordot}
+    dims = kwargs.get("dims", args[2] if len(args) > 2 else 2)
+    if not isinstance(dims, int):
+        dims = len(dims if isinstance(dims[0], int) else dims[0])  # ATen's op takes those of the two tensors apart
+    return all(tensor.ndim == dims for tensor in tensors)
 
 
 @functools.cache
-def _kind_of(func: Any, device: str) -> str | None:
-    """Its dtype under autocast: "narrow", "float32", "widest" (of the arguments), "unchanged"; None if left to its parts."""
+def _kind_of(func: Any, device: str) -> Kind | None:
+    """In which dtype autocast runs an op; None if it leaves that to the op's parts, and on devices other than CPU and CUDA."""
     name = _NAMES.get(name_of(func), name_of(func)).partition(".")[0]
-    if device not in _KEYS or not is_torchs(func) or name not in _ops(""):
+    if device not in _KEYS or not is_torchs(func) or name not in _ops(_ALL):
         return None
+    if (device, name) in _OTHERWISE:
+        return _OTHERWISE[device, name]
     if name in _ops(_KEYS[device]):
         return "narrow" if name in _NARROW else "widest" if name in _WIDEST else "float32"
     return None if name in _ops("CompositeImplicitAutograd") else "unchanged"
@@ -83,21 +94,27 @@ def _kind_of(func: Any, device: str) -> str | None:
 
 @functools.cache
 def _ops(key: str) -> frozenset[str]:
-    """The names of ATen's ops that have a kernel for this dispatch key; of all ops for an empty key."""
+    """The names of ATen's ops that have a kernel for this dispatch key."""
     ops = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return frozenset(name.partition(".")[0] for op in ops for space, _, name in [op.partition("::")] if space == "aten")
 
 
+_ALL = ""  # for which torch lists all ops
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _NAMES = {"cross_entropy": "cross_entropy_loss", "__matmul__": "matmul", "_max_pool3d": "max_pool3d"}
 """The names in ATen of functions that are called otherwise."""
 
-# From aten/src/ATen/autocast_mode.h, for both devices. All other ops that autocast knows run in float32.
+# From aten/src/ATen/autocast_mode.h. All other ops for which autocast has a kernel run in float32.
 _NARROW = frozenset(
     """
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
     mm bmm matmul addmm addbmm baddbmm _addmm_activation linear mv addmv addr einsum chain_matmul linalg_multi_dot linalg_vecdot prelu
-    scaled_dot_product_attention _native_multi_head_attention lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell
     """.split()
 )
 _WIDEST = frozenset("cat stack index_copy addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add".split())
+_OTHERWISE: dict[tuple[str, str], Kind | None] = {
+    ("cuda", "grid_sampler"): "widest",
+    ("cuda", "binary_cross_entropy"): None,
+}  # None: refused

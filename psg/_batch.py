@@ -55,6 +55,7 @@ from psg._ops import (
     target_of,
     torchs_names,
 )
+from psg._outside import REQUIRING
 from psg._owners import HALF, SINGLE, codes, groups, owners
 from psg._sampled import Sampled
 from psg._writes import changes_nothing, written
@@ -172,6 +173,7 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
     if mode.failure is not None:
         raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]
+    called.expect_replaced(_autograd.nodes_of(outputs[0].grad_fn))
     with called.again():
         try:
             mode.backward(outputs[0])
@@ -234,7 +236,7 @@ class _BatchMode(Watch):
             with self:
                 return HIGHER_ORDER[func](*args, **kwargs)
         leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
-        if (cast := cast_of(func, args, kwargs)) is not None and not (cast.narrows and self.lifted_among(leaves)):
+        if (cast := cast_of(func, args, kwargs)) is not None:
             return cast.run(self, func, args, kwargs)
         try:
             if types and (handler := foreign_handler(types)) is not None:
@@ -271,6 +273,8 @@ class _BatchMode(Watch):
         returned = [value.name for value in met if value.handle is not None and value.handle.grad_fn is not None]
         if returned:  # a handle, or a view of one, that the Function's forward has returned: a rule would skip its backward
             self._refuse(f"{returned[0]} as an autograd.Function returns it")
+        if func in REQUIRING and False in (*args[1:], *kwargs.values()):
+            self._refuse(f"requires_grad_(False) on {met[0].name}")
         if func in (Tensor.detach_, torch.detach_):  # the handle would go on as the same value
             self._refuse(f"detach_ on {met[0].name}")
         if body is not None:

@@ -37,6 +37,12 @@ class UnsupportedByVmap(Unsupported):
     """Neither this rung nor `vmap(grad)` can run this function; a loop can."""
 
 
+USED_ELSEWHERE = (
+    "stateless: the module uses its parameter {!r} from a list, function, object or other place that is not a registered parameter, where "
+    "psg cannot replace it. Use it by its registered name."
+)
+
+
 class Stale(Exception):
     """A function under vmap has used a tensor that was made under an earlier vmap, which has ended."""
 

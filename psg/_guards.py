@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _autograd, _functions, _functorch, _kernels, _pass
 from psg._autocast import cast_of
 from psg._call import Call
-from psg._errors import PsgError, Stale, StateError
+from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError
 from psg._higher_order import refuse_others
 from psg._marks import Marks
 from psg._ops import (
@@ -112,7 +112,7 @@ class VmapGuard(TorchFunctionMode):
         if decompose is not None:
             with self:
                 output = decompose(*args, **kwargs)
-            if output is not NotImplemented:
+            if output is not NotImplemented:  # else the op runs as a whole
                 _refuse_watchers(func, leaves)
                 return output
         output = _kernels.run_without_gaps(func, args, kwargs)
@@ -256,6 +256,9 @@ class RerunGuard(Repaired):
                 "returns them, or call psg under torch.no_grad()."
             )
         for leaf in leaves_of(args, kwargs):
+            own = leaf._base if isinstance(leaf, Tensor) and leaf._is_view() else leaf
+            if (name := self.called.replaced.get(id(own))) is not None and leaf.requires_grad:
+                raise StateError(USED_ELSEWHERE.format(name))
             if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.used_ids and leaf.shape in self.shapes:
                 raise StateError(
                     f"{self.call.name}: the backward pass runs a part of fn again, as checkpointed, reversible and adjoint layers do, with "

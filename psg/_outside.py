@@ -13,16 +13,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _autograd, _functorch
-from psg._errors import StateError, warn_once
+from psg._errors import USED_ELSEWHERE, StateError, warn_once
 from psg._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
 """Ops that can turn a tensor into an autograd leaf."""
-
-USED_ELSEWHERE = (
-    "stateless: the module uses its parameter {!r} from a list, function, object or other place that is not a registered parameter, where "
-    "psg cannot replace it. Use it by its registered name."
-)
 
 COMPUTED_BEFORE = (
     "stateless: the module uses a tensor that was computed from its parameter {!r} before the call (in __init__ or an earlier call), "

@@ -5,7 +5,7 @@ parameters that `stateless` has put into the module must be there until then. So
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from psg import _autograd
+from psg._errors import USED_ELSEWHERE, StateError
 
 Held = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -37,6 +38,12 @@ class Pass:
         known, _ = self._held.setdefault(id(owner), (tensors, held))
         if {name: id(tensor) for name, tensor in known.items()} != {name: id(tensor) for name, tensor in tensors.items()}:
             self.ambiguous.update(id(tensor) for tensor in (*known.values(), *tensors.values()))
+
+    def expect_replaced(self, nodes: Iterable[Any]) -> None:
+        """Raise StateError if one of these nodes of a loss' graph is that of an owner's own tensor, and not of the one in its place."""
+        for node in nodes:
+            if (name := self.replaced.get(id(getattr(node, "variable", None)))) is not None:
+                raise StateError(USED_ELSEWHERE.format(name))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

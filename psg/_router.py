@@ -135,7 +135,9 @@ class Router(Watch):
             raise
 
     def _may_rule(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a call may run by a rule for lifted values; those of matrix products and convolutions cast by themselves."""
+        """Whether a call may run by a rule for lifted values: rules for ops that autocast narrows cast the one value by themselves."""
+        if self.habits.recorded or not self.habits.ruled or _registry.find_rule(func) is None:
+            return False
         here = _functorch.current_level() == self.level
         return here and not self.by_handle.keys().isdisjoint(map(id, operands_of(args, kwargs)[0]))
 
@@ -331,11 +333,11 @@ class Router(Watch):
 
     def _run_lifted(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Run an op on lifted values that has no rule: once if on parameters alone, else under vmap as it is."""
+        if (cast := cast_of(func, args, kwargs)) is not None:
+            return cast.run(self, func, args, kwargs)
         output = self._derive(func, lifted, args, kwargs)
         if output is not NotImplemented:
             return output
-        if (cast := cast_of(func, args, kwargs)) is not None:
-            return cast.run(self, func, args, kwargs)
         self._avoid_leak(func, args, kwargs)
         for value in lifted:
             value.uses.append(f"{name_of(func)}: lifted")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _scripts, _trees
 from psg._agreed import Diverged, Drawn
@@ -19,7 +20,6 @@ from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
 from psg._ops import foreign_mode, handles_ops, leaves_of
-from psg._outside import USED_ELSEWHERE
 from psg.factors import Dense, Factor, Sum, concat
 from psg.rules.leaks import unseen_op
 
@@ -239,7 +239,7 @@ def _expect_right(call: Call) -> Callable[[Any, list[Any]], None]:
     level = _functorch.current_level()
 
     def look(script: Any, arguments: list[Any]) -> None:
-        call.outside.met(script, leaves_of(arguments, {}), (), level)
+        call.outside.met(script, [*leaves_of(arguments, {}), *_scripts.parameters_of(script)], (), level)
         if (op := unseen_op(script)) is not None:
             raise PsgError(
                 f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"
@@ -334,8 +334,9 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int], calle
     for node in nodes:
         if hasattr(node, "variable") and "_psg_loop_leaf" in vars(node.variable) and id(node.variable) not in ids:
             raise Stale("a value of the parameters of another sample")
-        if (name := called.replaced.get(id(getattr(node, "variable", None)))) is not None:
-            raise StateError(USED_ELSEWHERE.format(name))
+        if id(getattr(node, "variable", None)) in ids and get_gradient_edge(node.variable).node is not node:
+            raise PsgError("fn changes the dtype of a parameter in place, after which autograd takes it for another one: cast a copy")
+    called.expect_replaced(nodes)
     call.outside.expect(nodes, seen | ids)
 
 

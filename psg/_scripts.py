@@ -1,6 +1,6 @@
 """Calls of TorchScript, inside of which no function mode sees an op."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -46,6 +46,15 @@ class watched:
         _current.reset(self._token)
         if kind is None and self.failures:
             raise PsgError(f"the function handles an error: {self.failures[0]}")
+
+
+def parameters_of(script: Any) -> Iterator[torch.Tensor]:
+    """The parameters of the module that a method of torch.jit belongs to; none for a function."""
+    owners = [script.owner] if isinstance(script, torch._C.ScriptMethod) else []
+    while owners:
+        owner = owners.pop()
+        yield from dict(torch._C.ParameterDict(owner).items()).values()  # pyright: ignore[reportAttributeAccessIssue]
+        owners += dict(torch._C.ModuleDict(owner).items()).values()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _current: ContextVar[watched | None] = ContextVar("psg_scripts", default=None)

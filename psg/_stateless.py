@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
-from psg._errors import InputError, StateError, as_integer, received, warn_once
+from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._modules import CALLED, LOCKS
 from psg._ops import leaves_of
-from psg._outside import UNDIFFERENTIATED, USED_ELSEWHERE, owning, refuse_own
+from psg._outside import UNDIFFERENTIATED, owning, refuse_own
 
 
 def stateless(
@@ -226,19 +227,31 @@ def _call(
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest}, buffers)
     guarded = {key: name for key, name in unregistered.items() if name in params}
     given = {id(parameter): name for name, parameter in own.items() if name in params}
-    writes = _Writes(children, kept, params)
-    with held(), _writes.refusing(writes.refuse):
-        with _OwnParameterGuard(guarded, USED_ELSEWHERE) if guarded else contextlib.nullcontext():
-            with owning(given):
-                output = run(given)
-        now = kept if scripted else _held(slots) if kept else {}
+    writes, attributes = _Writes(children, kept, params), _Attributes(children)
+    try:
+        with held(), _writes.refusing(writes.refuse):
+            with _OwnParameterGuard(guarded, USED_ELSEWHERE) if guarded else contextlib.nullcontext():
+                with owning(given):
+                    output = run(given)
+            now = params | kept if scripted else _held(slots)
+    except BaseException:
+        attributes.restore()
+        raise
+    attributes.adopt({id(tensor): own[name] for name, tensor in params.items()})
     # Layers that run again in the backward pass (checkpoints) must find the same parameters, and take the lock, which the caller holds now.
     _pass.remember(module, params, partial(_locked, lock, held), given)
     # One that was assigned anew is another tensor; one that was written into has a new version.
     changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or tensor._version != versions[name]]
     if changed:
         raise StateError(_changing(children, changed[0]))
-    writes.expect_no_flags()
+    replaced = [name for name, tensor in params.items() if now.get(name) is not tensor]
+    if replaced:
+        raise StateError(
+            f"stateless: the forward pass puts another tensor in the place of the parameter {replaced[0]!r}, whose gradient would be lost. "
+            "Give what is computed from a parameter another name."
+        )
+    if writes.param:
+        attributes.expect_same(writes.param)
     return output
 
 
@@ -271,6 +284,9 @@ class _Writes:
         children: The modules by name.
         kept: The tensors that it must not write into.
         params: Those that it is given, into which it may write, as clamps and masks do: every sample has its own.
+
+    Attributes:
+        param: The name of one of these into which it has written, if any.
     """
 
     def __init__(self, children: dict[str, nn.Module], kept: dict[str, Tensor], params: dict[str, Tensor]) -> None:
@@ -278,8 +294,7 @@ class _Writes:
         self._kept = kept
         self._params = params
         self._names: dict[int, str] = {}
-        self._written = ""
-        self._flags: dict[str, dict[str, bool]] = {}  # of each module, before the first write into a parameter
+        self.param = ""
 
     def refuse(self, target: Any) -> None:
         """Raise if an op is about to write into a tensor that is kept: a write through `.data` leaves the version counter unchanged."""
@@ -290,25 +305,63 @@ class _Writes:
             name = self._names.get(_functorch.memory_of(tensor))
             if name in self._kept:
                 raise StateError(_changing(self._children, name))
-            if name is not None and not self._written:
-                self._written = name
-                self._flags = {prefix: _flags_of(child) for prefix, child in self._children.items()}
+            self.param = name or self.param
 
-    def expect_no_flags(self) -> None:
-        """Raise if the module has written into a parameter and changed a flag: the next sample, and the next call, would leave that out."""
-        for prefix, flags in self._flags.items():
+
+class _Attributes:
+    """What modules hold as Python sees it, before a call: their attributes, and the contents of those that are collections."""
+
+    def __init__(self, children: dict[str, nn.Module]) -> None:
+        self._children = children
+        self._held = {prefix: vars(child).copy() for prefix, child in children.items()}
+        values = (value for held in self._held.values() for value in held.values())
+        self._contents = [(value, value.copy()) for value in values if type(value) in _COLLECTIONS]
+
+    def restore(self) -> None:
+        """Put everything back: a pass that is given up must not leave the next one another mode, other hooks or other attributes."""
+        for prefix, held in self._held.items():
+            attributes = vars(self._children[prefix])
+            attributes.clear()
+            attributes.update(held)
+        for value, before in self._contents:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+
+    def adopt(self, given: dict[int, Tensor]) -> None:
+        """Put the module's own parameters, by the ids of the call's, under the further names that the call has registered."""
+        for child in self._children.values():
+            for key, tensor in child._parameters.items():
+                if id(tensor) in given:
+                    child._parameters[key] = given[id(tensor)]  # pyright: ignore[reportArgumentType]
+
+    def expect_same(self, written: str) -> None:
+        """Refuse a call that has written into this parameter and changed an attribute, perhaps so that later calls do not write again.
+
+        Tensors may change: they are what a call leaves for others to look at.
+
+        Raises:
+            StateError: Another attribute has changed.
+        """
+        for prefix, before in self._held.items():
             child = self._children[prefix]
-            if (changed := [name for name, flag in flags.items() if vars(child).get(name) is not flag]) != []:
-                vars(child).update(flags)
+            now = vars(child)
+            changed = [name for name in (*before, *now) if now.get(name, self) is not before.get(name, self)]
+            names = [name for name in changed if not isinstance(now.get(name), Tensor) and not _is_same(now.get(name), before.get(name))]
+            if names:
+                self.restore()
                 raise StateError(
-                    f"stateless: the forward pass writes into the parameter {self._written!r} and changes {changed[0]!r} of "
-                    f"{prefix or 'the module'} ({_kind(child)}), so that later calls do not write again. But each sample starts from the "
-                    "parameters that it is given. Run the module once, in this mode, before stateless sees it."
+                    f"stateless: the forward pass writes into the parameter {written!r} and changes {names[0]!r} of "
+                    f"{prefix or 'the module'} ({_kind(child)}). If later calls then do not write again: each sample starts from the "
+                    "parameters that it is given, so run the module once, in this mode, before stateless sees it. Else take the write, or "
+                    "the change, out of forward."
                 )
 
 
-def _flags_of(module: nn.Module) -> dict[str, bool]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, bool)}
+_COLLECTIONS = {dict, OrderedDict, list, set}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and type(one) in (bool, int, float, str) and one == other
 
 
 def _changing(children: dict[str, nn.Module], name: str) -> str:

@@ -444,12 +444,11 @@ def _over_batches(
             nonlocal first
             reduced.add(start, reduce(call, result, start))
             values.add(start, [result.values])
-            if not call.has_aux:
-                return
-            tree = _trees.flatten(result.aux)
-            first = first or tree
-            _trees.expect_same(first, tree, "aux", lead=1)
-            aux.add(start, _trees.tensors_in(tree[0]))
+            if call.has_aux:
+                tree = _trees.flatten(result.aux)
+                first = first or tree
+                _trees.expect_same(first, tree, "aux", lead=1)
+                aux.add(start, _trees.tensors_in(tree[0]))
 
         _chunks.run(call, method, sizes, collect)
         tree = None if first is None else _trees.unflatten(first[1], _trees.fill(first[0], aux.result()))

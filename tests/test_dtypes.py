@@ -254,6 +254,47 @@ def test_autocast_takes_ops_as_a_whole(name, dtype):
         assert error < 8 * torch.finfo(dtype).eps, method
 
 
+@pytest.mark.parametrize("method", ["capture", "vmap", "batch"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda w, x: F.linear(x, (w[:3, :3] @ w[:3, :3].T) @ w[:3]),
+        lambda w, x: F.prelu(x, w[0, :1]),
+        lambda w, x: torch.linalg.vecdot(x, w[0]),
+    ],
+    ids=["derived", "prelu", "vecdot"],
+)
+def test_autocast_of_values_computed_from_parameters_and_of_ops_without_a_rule(op, method):
+    """A product of parameters ran in another dtype when its gradient was pulled back; a rule or a decomposition that does not cast."""
+
+    def fn(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = op(w, x)
+        seen.append(output.dtype)
+        squares = output.float().square()
+        return squares.reshape(len(x), -1).sum(1) if method == "batch" else squares.sum()
+
+    seen: list[torch.dtype] = []
+    x = torch.randn(N, 6, dtype=torch.float32)
+    found = psg.per_sample_grad(fn, method=method)(W, x)
+    assert set(seen) == {torch.bfloat16}
+    single = (lambda w, x: fn(w, x[None])[0]) if method == "batch" else fn
+    expected = loop_grad(single)(W, x)
+    assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+def test_autocast_leaves_what_a_convolution_does_not_take():
+    """Complex and integer inputs lost their imaginary part, or were converted."""
+
+    def fn(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.conv1d(x, w).abs().sum()
+
+    for dtype in (torch.complex64, torch.int64):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            psg.per_sample_grad(fn, method="capture")(W[:, :3, None], torch.ones(N, 3, 6, dtype=dtype))
+
+
 def test_autocast_of_a_convolution_of_a_whole_batch():
     def losses(w, x):
         with torch.autocast("cpu", torch.bfloat16):

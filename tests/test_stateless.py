@@ -1,5 +1,6 @@
 """From modules to functions: names, frozen and tied parameters, several inputs, keywords, target trees, scripted modules."""
 
+import copy
 import threading
 import types
 import warnings
@@ -1173,17 +1174,17 @@ class _Keeping(nn.Module):
 
 
 def test_a_kept_value_may_be_cleared(device):
-    """The second pass met what the first had kept, at every call."""
+    """What a pass that is given up has kept is taken back; what a call has kept is met by the next."""
     module = _Keeping().to(device)
     loss, params = psg.stateless(module, lambda output: output.sum())
     x = torch.randn(3, 4, device=device)
-    with pytest.raises(psg.StateError, match="kept from an earlier call"):
-        psg.per_sample_grad(loss)(params, x)
     for _ in range(2):
         module.kept.clear()
         grads = psg.per_sample_grad(loss)(params, x)
         alive = (x @ params["linear.weight"].T + params["linear.bias"] + params["bias"] > 0).to(x.dtype)
         assert_trees_close(grads["bias"], alive)
+    with pytest.raises(psg.StateError, match="kept from an earlier call"):
+        psg.per_sample_grad(loss)(params, x)
 
 
 def test_a_wrapper_that_a_transform_has_left_in_a_module(device):
@@ -1327,3 +1328,191 @@ def test_a_refusal_inside_psg_that_fn_catches(device):
     found = psg.per_sample_grad(fn)(w, x)
     assert found.any()
     assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+# What forward leaves in the module
+
+
+class Layers(nn.Module):
+    """Two layers, and a list that holds the first one's weight once more, or what is made of it."""
+
+    def __init__(self, hold=lambda layer: None):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.held = [hold(self.a)]
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x))).sum()
+
+
+class Evaluating(Layers):
+    def forward(self, x):
+        was = self.training
+        self.eval()
+        with torch.no_grad():
+            steps = x
+            while steps.abs().sum() > 1:  # the samples take different numbers of steps
+                steps = steps / 2
+        self.train(was)
+        return super().forward(x) * (3 if self.training else 1) + steps.sum()
+
+
+class Retrying(Layers):
+    def forward(self, x):
+        was, self.training = self.training, False
+        (inner,) = torch.autograd.grad(self.a(x).square().sum(), self.a.weight, create_graph=True)
+        self.training = was
+        return super().forward(x) * (3 if self.training else 1) + inner.sum()
+
+
+class Hooking(Layers):
+    def forward(self, x):
+        handle = self.a.register_forward_hook(lambda module, _, output: output * 2)
+        hidden = torch.tanh(self.a(x))
+        hidden.register_hook(lambda cotangent: cotangent)
+        handle.remove()
+        return self.b(hidden).sum()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("kind", [Evaluating, Retrying, Hooking])
+def test_a_pass_that_is_given_up_leaves_the_module_as_it_was(kind, device):
+    """The next pass met another mode, or another hook."""
+    module = kind().to(device)
+    loss, params = psg.stateless(module)
+    x = torch.randn(5, 3, device=device)
+    plain = copy.deepcopy(module)
+    expected = [torch.autograd.grad(plain(row[None]), list(plain.parameters())) for row in x]
+    columns = dict(zip(params, map(torch.stack, zip(*expected, strict=True)), strict=True))
+    assert_trees_close(psg.per_sample_grad(loss)(params, x), columns)
+    assert module.training and not module.a._forward_hooks
+
+
+class Cast(Layers):
+    def forward(self, x):
+        self.a.to(torch.float32)
+        hidden = self.a(x.float()).to(x.dtype)
+        self.a.to(x.dtype)
+        return self.b(hidden).sum()
+
+
+class Rerunning(Layers):
+    def forward(self, x):
+        hidden = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(x @ self.held[0].T), x.clone().requires_grad_(), use_reentrant=True)
+        return self.b(hidden).sum()
+
+
+class Replacing(Layers):
+    def forward(self, x):
+        self.a.weight = nn.Parameter(self.a.weight.clamp(-1, 1))
+        return super().forward(x)
+
+
+class Scripted(Layers):
+    def forward(self, x):
+        return self.b(self.held[0](x)).sum()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning", "ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_norm, psg.factored_grad])
+@pytest.mark.parametrize(
+    ("kind", "hold", "error"),
+    [
+        (Cast, lambda layer: None, "changes the dtype of a parameter in place"),
+        (Rerunning, lambda layer: layer.weight, "the module uses its parameter 'a.weight' from a list"),
+        (Replacing, lambda layer: None, "puts another tensor in the place of the parameter 'a.weight'"),
+        (Scripted, torch.jit.script, "the module uses its parameter 'a.weight' from a list"),
+    ],
+    ids=["cast", "rerun", "replaced", "scripted"],
+)
+def test_what_would_lose_a_gradient_is_refused(kind, hold, error, transform, device):
+    """Each gave zeros, or an error of torch's, for the first layer."""
+    loss, params = psg.stateless(kind(hold).to(device))
+    with pytest.raises(psg.PsgError, match=error):
+        transform(loss)(params, torch.randn(4, 3, device=device))
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+def test_a_buffer_computed_from_a_parameter_is_refused(method, device):
+    module = Layers().to(device)
+    module.register_buffer("doubled", module.a.weight * 2)
+    loss, params = psg.stateless(module, lambda output, x: output + (x @ module.doubled).sum())
+    with pytest.raises(psg.StateError, match="computed from its parameter 'a.weight' before the call"):
+        psg.per_sample_grad(loss, method=method)(params, *torch.randn(2, 4, 3, device=device))
+
+
+class Busy(nn.Linear):
+    """Writes in every call; its flag is as before after each."""
+
+    busy = calls = 0
+
+    def forward(self, x):
+        self.busy = True
+        self.weight.data.clamp_(-0.3, 0.3)
+        self.busy = False
+        return super().forward(x)
+
+
+class Initialised(nn.Linear):
+    """Writes in the first call alone; sets its flag before it writes."""
+
+    done: bool | str | None = None
+
+    def forward(self, x):
+        if not self.done:
+            self.done = "done"
+            self.weight.data.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_marks_of_writes_into_parameters(method, device):
+    x = torch.randn(4, 3, device=device)
+    module = Busy(3, 3).to(device)
+    module.busy = False
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    clamped = {name: p.clamp(-0.3, 0.3) if name == "weight" else p for name, p in params.items()}
+    plain, _ = psg.stateless(nn.Linear(3, 3).to(device), lambda output: output.square().sum())
+    for _ in range(2):
+        assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), psg.per_sample_grad(plain)(clamped, x))
+    loss, params = psg.stateless(Initialised(3, 3).to(device), lambda output: output.square().sum())
+    for _ in range(2):
+        with pytest.raises(psg.StateError, match="writes into the parameter 'weight' and changes 'done'"):
+            psg.per_sample_grad(loss, method=method)(params, x)
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_a_parameter_that_forward_registers_once_more(method, device):
+    class Noting(nn.Linear):
+        def forward(self, x):
+            self.last = self.weight
+            return super().forward(x)
+
+    module = Noting(3, 3).to(device)
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    x = torch.randn(4, 3, device=device)
+    first = psg.per_sample_grad(loss, method=method)(params, x)
+    assert module.last is module.weight and list(dict(module.named_parameters())) == ["weight", "bias"]
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), first)
+
+
+@pytest.mark.parametrize("how", [_bound, _scripted], ids=["autograd.Function", "torch.jit"])
+def test_a_batch_whose_module_hands_on_a_parameter_held_elsewhere_is_refused(how, device):
+    module = nn.Linear(3, 3, bias=False).to(device)
+    held = Holder(module.weight)
+    losses, params = psg.stateless(module, lambda output: torch.stack([how(held.weight, row).sum() for row in output]), batch_dim=None)
+    with pytest.raises(psg.StateError, match="the module uses its parameter 'weight' from a list"):
+        psg.per_sample_grad(losses, method="batch")(params, torch.randn(4, 3, device=device))
+
+
+def test_a_batch_that_freezes_a_parameter_in_forward_is_refused(device):
+    module = nn.Linear(3, 3).to(device)
+
+    def losses(params, x):
+        params["weight"].requires_grad_(False)
+        return torch.func.functional_call(module, params, (x,)).square().sum(1)
+
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    with pytest.raises(psg.InputError, match=r"requires_grad_\(False\) on params\['weight'\]"):
+        psg.per_sample_grad(losses, method="batch")(params, torch.randn(4, 3, device=device))

@@ -153,7 +153,7 @@ class Factor(ABC):
         return [held for field in fields for held in (field if isinstance(field, tuple) else (field,))]
 
     def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
-        """The same kind, with `of_tensor` applied to the tensors that it holds and `of_factor` to the factors."""
+        """The same kind, with `of_tensor` applied to the tensors that it holds, `of_factor` to the factors; itself if none changes."""
         fields = [getattr(self, name) for name in self.fields]
         made: list[Any] = []
         for held in fields:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from psg._errors import InputError
+from psg._errors import InputError, as_integer
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -97,7 +97,7 @@ def batches(
 
     def split(field: Any) -> tuple[Sequence[int], int | None]:
         shape, high = field if isinstance(field, Sequence) and len(field) == 2 and isinstance(field[0], Sequence) else (field, None)
-        if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+        if not isinstance(shape, Sequence) or not all(as_integer(size) is not None for size in shape):
             raise InputError(
                 f"psg.testing.batches({field!r}): expected for each argument the shape of one sample, as in batches((1, 28, 28), ()), or "
                 "(shape, high) for integers below high."
