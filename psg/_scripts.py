@@ -54,7 +54,7 @@ def parameters_of(script: Any) -> Iterator[torch.Tensor]:
     while owners:
         owner = owners.pop()
         yield from dict(torch._C.ParameterDict(owner).items()).values()  # pyright: ignore[reportAttributeAccessIssue]
-        owners += dict(torch._C.ModuleDict(owner).items()).values()  # pyright: ignore[reportAttributeAccessIssue]
+        owners += dict(torch._C.ModuleDict(owner).items()).values()
 
 
 _current: ContextVar[watched | None] = ContextVar("psg_scripts", default=None)

@@ -314,8 +314,10 @@ class _Attributes:
     def __init__(self, children: dict[str, nn.Module]) -> None:
         self._children = children
         self._held = {prefix: vars(child).copy() for prefix, child in children.items()}
-        values = (value for held in self._held.values() for value in held.values())
-        self._contents = [(value, value.copy()) for value in values if type(value) in _COLLECTIONS]
+        # Most collections are hooks, and empty: no copy of these.
+        self._contents = {
+            id(value): value.copy() for held in self._held.values() for value in held.values() if type(value) in _COLLECTIONS and value
+        }
 
     def restore(self) -> None:
         """Put everything back: a pass that is given up must not leave the next one another mode, other hooks or other attributes."""
@@ -323,9 +325,11 @@ class _Attributes:
             attributes = vars(self._children[prefix])
             attributes.clear()
             attributes.update(held)
-        for value, before in self._contents:
-            value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
+            for value in held.values():
+                if type(value) in _COLLECTIONS:
+                    value.clear()
+                    add = value.extend if isinstance(value, list) else value.update
+                    add(self._contents.get(id(value), ()))
 
     def adopt(self, given: dict[int, Tensor]) -> None:
         """Put the module's own parameters, by the ids of the call's, under the further names that the call has registered."""
