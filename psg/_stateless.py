@@ -63,9 +63,9 @@ def stateless(
             own that require grad; or `batch_dim` is not a dimension. At a call: the target is missing; there is no criterion and the output
             is and has no loss; `params` is not a mapping; or a name in it is not, or no longer, the first name of a parameter.
         StateError: At a call: a batch normalisation is in training mode or has no running statistics; the module changes one of its
-            buffers, or a parameter that is not differentiated, or writes into a parameter and changes a flag; the module uses a parameter
-            from an unregistered place, such as a list; or the criterion uses a parameter of the module to which it holds a reference of
-            its own.
+            buffers, or a parameter that is not differentiated, or writes into a parameter and changes an attribute, or puts another tensor
+            in the place of a parameter; the module uses a parameter from an unregistered place, such as a list; or the criterion uses a
+            parameter of the module to which it holds a reference of its own.
 
     Warns:
         UserWarning: A parameter has a hook, which is not called. At a call: the module's parameters have moved to other memory, so the
