@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def gradients(losses: Tensor, targets: Sequence[Any], create_graph: bool = False) -> Sequence[Tensor | None]:
@@ -68,6 +68,12 @@ def nodes_of(node: Any) -> Iterator[Any]:
             seen.add(node)
             yield node
             nodes += [before for before, _ in node.next_functions]
+
+
+def node_of(tensor: Tensor) -> Any:
+    """The node at which a tensor's gradient arrives now, also for classes of tensors that handle ops themselves."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(tensor).node
 
 
 def sides_of_functions(output: Tensor) -> list[GradientEdge]:

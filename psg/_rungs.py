@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _scripts, _trees
 from psg._agreed import Diverged, Drawn
@@ -334,7 +333,7 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int], calle
     for node in nodes:
         if hasattr(node, "variable") and "_psg_loop_leaf" in vars(node.variable) and id(node.variable) not in ids:
             raise Stale("a value of the parameters of another sample")
-        if id(getattr(node, "variable", None)) in ids and get_gradient_edge(node.variable).node is not node:
+        if id(getattr(node, "variable", None)) in ids and _autograd.node_of(node.variable) is not node:
             raise PsgError("fn changes the dtype of a parameter in place, after which autograd takes it for another one: cast a copy")
     called.expect_replaced(nodes)
     call.outside.expect(nodes, seen | ids)

@@ -339,18 +339,15 @@ class _Attributes:
                     child._parameters[key] = given[id(tensor)]  # pyright: ignore[reportArgumentType]
 
     def expect_same(self, written: str) -> None:
-        """Refuse a call that has written into this parameter and changed an attribute, perhaps so that later calls do not write again.
-
-        Tensors may change: they are what a call leaves for others to look at.
+        """Refuse a call that has written into this parameter and changed a mark, perhaps so that later calls do not write again.
 
         Raises:
-            StateError: Another attribute has changed.
+            StateError: An attribute that is a flag, a number or a string, or was one, has changed.
         """
         for prefix, before in self._held.items():
             child = self._children[prefix]
             now = vars(child)
-            changed = [name for name in (*before, *now) if now.get(name, self) is not before.get(name, self)]
-            names = [name for name in changed if not isinstance(now.get(name), Tensor) and not _is_same(now.get(name), before.get(name))]
+            names = [name for name in (*before, *now) if _mark_of(now.get(name)) != _mark_of(before.get(name))]
             if names:
                 self.restore()
                 raise StateError(
@@ -364,8 +361,8 @@ class _Attributes:
 _COLLECTIONS = {dict, OrderedDict, list, set}
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and type(one) in (bool, int, float, str) and one == other
+def _mark_of(value: Any) -> Any:
+    return (type(value), value) if type(value) in (bool, int, float, str) else None
 
 
 def _changing(children: dict[str, nn.Module], name: str) -> str:
