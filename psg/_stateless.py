@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _ambient, _functorch, _pass, _trees, _writes
+from psg._effects import Attributes, Writes, changing, kind_of
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._modules import CALLED, LOCKS
 from psg._ops import leaves_of
@@ -87,7 +87,7 @@ def stateless(
     for child in module.modules():
         for kind in type(child).__mro__:
             if kind.__name__ in _WRAPPERS:
-                raise InputError(f"stateless({_kind(child)}): {_WRAPPERS[kind.__name__]}.")
+                raise InputError(f"stateless({kind_of(child)}): {_WRAPPERS[kind.__name__]}.")
     own_dim = as_integer(batch_dim, least=0)
     if batch_dim is not None and own_dim is None:
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
@@ -156,7 +156,7 @@ def stateless(
             error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}{named}.")
             raise
 
-    loss.__qualname__ = f"stateless({_kind(module)}).loss"
+    loss.__qualname__ = f"stateless({kind_of(module)}).loss"
     return loss, params
 
 
@@ -180,7 +180,7 @@ def _refuse_trainable(criterion: nn.Module, module: nn.Module) -> None:
     names = [name for name, parameter in criterion.named_parameters() if parameter.requires_grad and id(parameter) not in own]
     if names:
         raise InputError(
-            f"stateless: the criterion {_kind(criterion)} has parameters of its own that require grad ({', '.join(names[:3])}), which "
+            f"stateless: the criterion {kind_of(criterion)} has parameters of its own that require grad ({', '.join(names[:3])}), which "
             "would get no gradient. Put module and criterion into one module whose output is the loss, or freeze the criterion: "
             "criterion.requires_grad_(False)."
         )
@@ -227,7 +227,7 @@ def _call(
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest}, buffers)
     guarded = {key: name for key, name in unregistered.items() if name in params}
     given = {id(parameter): name for name, parameter in own.items() if name in params}
-    writes, attributes = _Writes(children, kept, params), _Attributes(children)
+    writes, attributes = Writes(children, kept, params), Attributes(children)
     try:
         with held(), _writes.refusing(writes.refuse):
             with _OwnParameterGuard(guarded, USED_ELSEWHERE) if guarded else contextlib.nullcontext():
@@ -243,7 +243,7 @@ def _call(
     # One that was assigned anew is another tensor; one that was written into has a new version.
     changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or tensor._version != versions[name]]
     if changed:
-        raise StateError(_changing(children, changed[0]))
+        raise StateError(changing(children, changed[0]))
     replaced = [name for name, tensor in params.items() if now.get(name) is not tensor]
     if replaced:
         raise StateError(
@@ -275,110 +275,6 @@ def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dic
             "params is now another tensor, which an optimizer of the module does not update. Call stateless again.",
             UserWarning,
         )
-
-
-class _Writes:
-    """The writes of one call into the module's tensors.
-
-    Args:
-        children: The modules by name.
-        kept: The tensors that it must not write into.
-        params: Those that it is given, into which it may write, as clamps and masks do: every sample has its own.
-
-    Attributes:
-        param: The name of one of these into which it has written, if any.
-    """
-
-    def __init__(self, children: dict[str, nn.Module], kept: dict[str, Tensor], params: dict[str, Tensor]) -> None:
-        self._children = children
-        self._kept = kept
-        self._params = params
-        self._names: dict[int, str] = {}
-        self.param = ""
-
-    def refuse(self, target: Any) -> None:
-        """Raise if an op is about to write into a tensor that is kept: a write through `.data` leaves the version counter unchanged."""
-        if not self._names:
-            held = {**self._params, **self._kept}
-            self._names = {_functorch.memory_of(tensor): name for name, tensor in held.items() if tensor.numel()}
-        for tensor in _writes.written(target):
-            name = self._names.get(_functorch.memory_of(tensor))
-            if name in self._kept:
-                raise StateError(_changing(self._children, name))
-            self.param = name or self.param
-
-
-class _Attributes:
-    """What modules hold as Python sees it, before a call: their attributes, and the contents of those that are collections."""
-
-    def __init__(self, children: dict[str, nn.Module]) -> None:
-        self._children = children
-        self._held = {prefix: vars(child).copy() for prefix, child in children.items()}
-        # Most collections are hooks, and empty: no copy of these.
-        self._contents = {
-            id(value): value.copy() for held in self._held.values() for value in held.values() if type(value) in _COLLECTIONS and value
-        }
-
-    def restore(self) -> None:
-        """Put everything back: a pass that is given up must not leave the next one another mode, other hooks or other attributes."""
-        for prefix, held in self._held.items():
-            attributes = vars(self._children[prefix])
-            attributes.clear()
-            attributes.update(held)
-            for value in held.values():
-                if type(value) in _COLLECTIONS:
-                    value.clear()
-                    add = value.extend if isinstance(value, list) else value.update
-                    add(self._contents.get(id(value), ()))
-
-    def adopt(self, given: dict[int, Tensor]) -> None:
-        """Put the module's own parameters, by the ids of the call's, under the further names that the call has registered."""
-        for child in self._children.values():
-            for key, tensor in child._parameters.items():
-                if id(tensor) in given:
-                    child._parameters[key] = given[id(tensor)]  # pyright: ignore[reportArgumentType]
-
-    def expect_same(self, written: str) -> None:
-        """Refuse a call that has written into this parameter and changed a mark, perhaps so that later calls do not write again.
-
-        Raises:
-            StateError: An attribute that is a flag, a number or a string, or was one, has changed.
-        """
-        for prefix, before in self._held.items():
-            child = self._children[prefix]
-            now = vars(child)
-            names = [name for name in (*before, *now) if _mark_of(now.get(name)) != _mark_of(before.get(name))]
-            if names:
-                self.restore()
-                raise StateError(
-                    f"stateless: the forward pass writes into the parameter {written!r} and changes {names[0]!r} of "
-                    f"{prefix or 'the module'} ({_kind(child)}). If later calls then do not write again: each sample starts from the "
-                    "parameters that it is given, so run the module once, in this mode, before stateless sees it. Else take the write, or "
-                    "the change, out of forward."
-                )
-
-
-_COLLECTIONS = {dict, OrderedDict, list, set}
-
-
-def _mark_of(value: Any) -> Any:
-    return (type(value), value) if type(value) in (bool, int, float, str) else None
-
-
-def _changing(children: dict[str, nn.Module], name: str) -> str:
-    owner, _, key = name.rpartition(".")
-    is_buffer = key in dict(children[owner].named_buffers(recurse=False))
-    what = f"buffer {name!r}" if is_buffer else f"parameter {name!r}, which is not differentiated"
-    way_out = "Put the module in eval mode, or take the update out of forward."
-    if any(hasattr(child, "disable_observer") for child in children.values()):
-        way_out = "Switch observers off: model.apply(torch.ao.quantization.disable_observer)."
-    elif not children[owner].training:
-        way_out = "Take the update out of forward; if it fills a cache, run the module on the longest input once before."
-    return (
-        f"stateless: the forward pass of {owner or 'the module'} ({_kind(children[owner])}) changes its {what}: in a loop one "
-        f"sample's gradient could depend on the samples before it. {way_out} If every sample may start from the buffer as it is now, as "
-        "where forward resets a state, write fn with torch.func.functional_call(module, (params, copies of what it changes), inputs)."
-    )
 
 
 @contextlib.contextmanager
@@ -468,7 +364,7 @@ def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
         if other == name:
             return f"stateless: params has {name!r}, which is tied to {first[id(parameter)]!r}. Pass it under the latter name alone."
     return (
-        f"stateless: params has {name!r}, which is no parameter of {_kind(module)}. Pass what stateless gave, or a part of it; if the "
+        f"stateless: params has {name!r}, which is no parameter of {kind_of(module)}. Pass what stateless gave, or a part of it; if the "
         "module has changed since, by a parametrization say, call stateless again."
     )
 
@@ -538,19 +434,14 @@ def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:
     for name, child in children.items():
         if _mixes_samples(child) and (child.training or getattr(child, "running_mean", child) is None):
             raise StateError(
-                f"stateless: {name or 'the module'} ({_kind(child)}) is in training mode, or keeps no running statistics, and so mixes "
+                f"stateless: {name or 'the module'} ({kind_of(child)}) is in training mode, or keeps no running statistics, and so mixes "
                 "the samples of a batch: no sample has a gradient of its own. Put it in eval mode, with running statistics, or use "
                 "GroupNorm, LayerNorm or InstanceNorm."
             )
 
 
-def _kind(module: nn.Module) -> str:
-    # A scripted module keeps the name of the class that it was scripted from.
-    return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
-
-
 def _mixes_samples(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or _kind(module).startswith("BatchNorm")
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or kind_of(module).startswith("BatchNorm")
 
 
 def _add_batch_dim(argument: Any, dim: int | None) -> Any:
