@@ -103,7 +103,7 @@ def changing(children: dict[str, nn.Module], name: str) -> str:
     owner, _, key = name.rpartition(".")
     is_buffer = key in dict(children[owner].named_buffers(recurse=False))
     what = f"buffer {name!r}" if is_buffer else f"parameter {name!r}, which is not differentiated"
-    way_out = "Put the module in eval mode, or take the update out of forward."
+    way_out = "Put it in eval mode, or take the update out of forward."
     if any(hasattr(child, "disable_observer") for child in children.values()):
         way_out = "Switch observers off: model.apply(torch.ao.quantization.disable_observer)."
     elif not children[owner].training:

@@ -62,10 +62,10 @@ def stateless(
             parameter requires grad; a lazy parameter has no shape yet; `criterion` is not a function, or a module with parameters of its
             own that require grad; or `batch_dim` is not a dimension. At a call: the target is missing; there is no criterion and the output
             is and has no loss; `params` is not a mapping; or a name in it is not, or no longer, the first name of a parameter.
-        StateError: At a call: a batch normalisation is in training mode or has no running statistics; the module changes one of its
-            buffers, or a parameter that is not differentiated, or writes into a parameter and changes an attribute, or puts another tensor
-            in the place of a parameter; the module uses a parameter from an unregistered place, such as a list; or the criterion uses a
-            parameter of the module to which it holds a reference of its own.
+        StateError: At a call: a batch normalisation is in training mode or has no running statistics; the module, or a criterion that is
+            a module, changes one of its buffers, or a parameter that is not differentiated, or writes into a parameter and changes an
+            attribute, or puts another tensor in the place of a parameter; the module uses a parameter from an unregistered place, such as a
+            list; or the criterion uses a parameter of the module to which it holds a reference of its own.
 
     Warns:
         UserWarning: A parameter has a hook, which is not called. At a call: the module's parameters have moved to other memory, so the
@@ -142,7 +142,7 @@ def stateless(
 
         try:
             with lock, _ambient.uncached():
-                return _call(module, params, run, lock, unregistered, memory)
+                return _call(module, criterion, params, run, lock, unregistered, memory)
         except TypeError as error:
             if takes_target and not inputs and not shared:
                 unpack = " Unpack the batch: loss(params, *batch)." if isinstance(sample[0], (list, tuple)) else ""
@@ -198,6 +198,7 @@ def _takes_two(criterion: Callable[..., Any]) -> bool:
 
 def _call(
     module: nn.Module,
+    criterion: Any,
     params: dict[str, Tensor],
     run: Callable[[dict[int, str]], Any],
     lock: Any,
@@ -207,6 +208,8 @@ def _call(
     """Put `params` into the module, call `run` with the names of the module's own parameters by id; raise if that changes a buffer."""
     # Read at every call: since the last, submodules may have been replaced and parameters tied.
     children = dict(module.named_modules())
+    if isinstance(criterion, nn.Module):
+        children |= criterion.named_modules(set(children.values()), "the criterion")
     _refuse_batch_norms(children)
     slots, buffer_slots = _slots(children, "_parameters"), _slots(children, "_buffers")
     own = _held(slots)

@@ -1030,6 +1030,77 @@ def test_a_criterion_that_has_kept_the_module_s_parameters_is_refused(device):
     assert_trees_close(psg.per_sample_grad(loss)(params, x, y), loop_grad(loss)(params, x, y))
 
 
+class Centred(nn.Module):
+    """Distances from a centre that moves, as those of self-distillation do."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+        self.move = move
+
+    def forward(self, output, target):
+        loss = (output - self.centre - target).square().sum()
+        self.move(self, output.detach())
+        return loss
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize(
+    "move",
+    [lambda own, output: own.centre.lerp_(output[0], 0.1), lambda own, output: setattr(own, "centre", own.centre.lerp(output[0], 0.1))],
+    ids=["lerp_", "anew"],
+)
+def test_a_criterion_that_changes_its_buffer_is_refused(move, method, device):
+    """The second left a tensor of psg's pass in the criterion, on which every later call failed; the first fell to the loop."""
+    criterion = Centred(move).to(device)
+    loss, params = psg.stateless(nn.Linear(3, 4).to(device), criterion)
+    batch = torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    with pytest.raises(psg.StateError, match=r"of the criterion \(Centred\) changes its buffer 'the criterion.centre'"):
+        psg.per_sample_grad(loss, method=method)(params, *batch)
+    criterion.move = lambda own, output: None
+    assert not torch._C._functorch.is_gradtrackingtensor(criterion.centre)
+    assert_trees_close(psg.per_sample_grad(loss)(params, *batch), loop_grad(loss)(params, *batch))
+
+
+def test_a_criterion_in_which_a_batch_normalisation_trains_is_refused(device):
+    criterion = nn.Module()
+    criterion.features = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    criterion.forward = lambda output, target: (criterion.features(output) - target).square().sum()
+    loss, params = psg.stateless(nn.Linear(3, 4).to(device), criterion.to(device))
+    batch = torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    with pytest.raises(psg.StateError, match=r"the criterion.features.1 \(BatchNorm1d\) is in training mode"):
+        psg.per_sample_grad(loss)(params, *batch)
+    criterion.eval()
+    assert_trees_close(psg.per_sample_grad(loss)(params, *batch), loop_grad(loss)(params, *batch))
+
+
+@pytest.mark.parametrize("hold", ["parameter", "layer", "module"])
+def test_a_criterion_that_holds_the_module_s_parameters_as_its_own(hold, device):
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = {"parameter": module[0].weight, "layer": module[0], "module": module}[hold]
+
+        def forward(self, output, target):
+            held = {"parameter": lambda: self.held, "layer": lambda: self.held.weight, "module": lambda: self.held[0].weight}[hold]()
+            return F.cross_entropy(output, target) + held.square().sum()
+
+    criterion = Penalised()
+    loss, params = psg.stateless(module, criterion)
+    x, y = torch.randn(N, 3, device=device), torch.randint(4, (N,), device=device)
+    for method in ("auto", "vmap", "loop"):
+        found = psg.per_sample_grad(loss, method=method)(params, x, y)
+        for i in range(N):
+            module.zero_grad()
+            criterion(module(x[i : i + 1]), y[i : i + 1]).backward()
+            assert_trees_close(
+                {name: g[i] for name, g in found.items()}, {name: p.grad for name, p in module.named_parameters()}, per_sample=False
+            )
+    assert criterion.held is {"parameter": module[0].weight, "layer": module[0], "module": module}[hold]
+
+
 class Counter(nn.Module):
     def __init__(self, write):
         super().__init__()
