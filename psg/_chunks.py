@@ -10,7 +10,6 @@ from psg import _functorch, _ladder, _memory, _random, _rungs
 from psg._call import Call
 from psg._clipped_sums import ClippedSums
 from psg._rungs import Result
-from psg.factors._arithmetic import widen
 from psg.tree import concat
 
 
@@ -117,29 +116,25 @@ class FactorCollector:
 
 
 class ClippedCollector:
-    """Joins clipped sums of chunks: adds up the sums in at least float32, and joins the rest by a `RowCollector`."""
+    """Joins clipped sums of chunks: adds up the sums, and joins the rest by a `RowCollector`."""
 
     def __init__(self, n: int) -> None:
         self.rows = RowCollector(n)
         self.sums: list[Tensor] = []
-        self.dtypes: list[torch.dtype] = []
 
     def add(self, start: int, part: ClippedSums) -> None:
         self.rows.add(start, [part.norms, *part.coefs, *part.group_norms])
         sums = [*part.sums, part.nonfinite]
         if not self.sums:
-            self.sums, self.dtypes = sums, [total.dtype for total in sums]
-            return
-        self.sums = [widen(total) for total in self.sums]
-        if any(map(_has_history, [*self.sums, *sums])):
+            self.sums = sums
+        elif any(map(_has_history, [*self.sums, *sums])):
             self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)]
         else:
             torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
 
     def result(self) -> ClippedSums:
         norms, *groups = self.rows.result()
-        sums = zip(self.sums, self.dtypes, strict=True)
-        *sums, nonfinite = [total if total.dtype == dtype else total.to(dtype) for total, dtype in sums]
+        *sums, nonfinite = self.sums
         half = len(groups) // 2
         return ClippedSums(sums, norms, groups[:half], groups[half:], nonfinite)
 

@@ -85,7 +85,7 @@ class _Automatic:
     gamma: float
 
     def __call__(self, norms: Tensor, clip_norm: float | Tensor) -> Tensor:
-        return _at_zero(norms, clip_norm / (norms + self.gamma))
+        return _at_zero(norms, clip_norm / (norms.clamp(min=_least(norms.dtype)) + self.gamma))
 
 
 def bounded(policy: Policy) -> Policy:

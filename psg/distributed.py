@@ -26,7 +26,7 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """The sum over all processes: of clipped sums, counts of samples, Fisher diagonals.
 
     One collective serves all leaves of one dtype and device. Add Gaussian noise to the result, by generators that are seeded alike in all
-    processes; or let each process add its own noise before, with standard deviation std / sqrt(processes).
+    processes; or let each process add its own noise before, with standard deviation std / sqrt(processes), by generators seeded apart.
 
     Args:
         tree: Tensors of any shape, such as `ClippedGrad.grads`: the same structure, shapes and dtypes in every process.

@@ -93,7 +93,8 @@ class ClippedGrad(NamedTuple):
     the samples: neither publish them nor let them steer the training without noise of their own (`clipping.adapt` has `std` for it).
 
     Attributes:
-        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape]. It has no batch dimension, so its norm is
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape], in float32 for parameters of 16 bits: rounded to these, the
+            sum could change by more than `sensitivity`. Round after the noise. It has no batch dimension, so its norm is
             `torch.nn.utils.get_total_norm(optree.tree_leaves(grads))`, not `psg.tree.norm`.
         norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
         clip_coef: The parameters' tree, each leaf [n]: the coefficients that multiply the samples' gradients of that leaf. 0 for samples
@@ -321,8 +322,10 @@ def clipped_grad(
 
     Formal guarantee: with the built-in policies, and `bounded` ones, each sample's term has L2 norm at most `sensitivity`, up to rounding
     in the dtypes of the norms and of the gradients; a sample that is masked, or whose norm is not finite, adds exactly zero. Rounding is
-    relative to the terms that a gradient sums (over positions), which are larger than the gradient where they cancel. Where they cancel
-    to a millionth, say, `plans.using(norm="keep")` is more exact: it materialises each gradient before scaling it.
+    relative to the terms that a gradient sums (over positions, or rows of a table that one sample looks up twice), which are larger than
+    the gradient where they cancel. Terms that exceed C a million times (of 16 bits, a hundred times) and cancel leave rounding errors in
+    the sum, where they may also hide what other samples add. `method="vmap"` and `"loop"` form each gradient before they scale it, and so
+    does `plans.using(norm="keep")` for the weights of linear layers and convolutions, as far as its `keep_bytes` go.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.

@@ -417,12 +417,35 @@ def test_routes_agree(options, args, device):
     assert other.nonfinite.item() == out.nonfinite.item() == 1
 
 
-def test_gradients_have_the_dtype_of_their_parameters(device):
+def test_clipped_sums_have_at_least_float32(device):
     params = {"a": torch.randn(3, device=device, dtype=torch.bfloat16), "b": torch.randn(3, device=device, dtype=torch.float32)}
     x = torch.randn(4, 3, device=device, dtype=torch.float32)
     out = psg.clipped_grad(lambda p, x: (p["a"] * x + p["b"] * x).sum(), 0.1)(params, x)
-    assert {name: leaf.dtype for name, leaf in out.grads.items()} == {"a": torch.bfloat16, "b": torch.float32}
+    assert {leaf.dtype for leaf in out.grads.values()} == {torch.float32}
     assert out.norms.dtype == torch.float32
+
+
+SUMS = {
+    "scalar": (lambda p, x: (p["w"].sum() * x).sum(), {"w": ()}),
+    "linear": (lambda p, x: F.linear(x.view(2, 18), p["w"], p["b"]).square().sum(), {"w": (4, 18), "b": (4,)}),
+    "conv": (lambda p, x: F.conv2d(x[None], p["w"], p["b"], padding=1).square().sum(), {"w": (5, 4, 3, 3), "b": (5,)}),
+    "embedding": (lambda p, x: (p["w"][x.flatten().abs().mul(5).long() % 7] * p["b"]).square().sum(), {"w": (7, 3), "b": (3,)}),
+    "norm": (lambda p, x: F.group_norm(x[None], 2, p["w"], p["b"]).pow(3).sum(), {"w": (4,), "b": (4,)}),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("fn", "shapes"), SUMS.values(), ids=SUMS)
+def test_a_sample_changes_a_sum_of_16_bits_by_no_more_than_the_sensitivity(fn, shapes, dtype, chunk_size, device):
+    """Rounded to 16 bits, sums of a thousand samples changed by up to eight times that."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32).to(device, dtype)  # noqa: E731
+    params, x = {name: 1 + draw(*shape) for name, shape in shapes.items()}, 1 + draw(1000, 4, 3, 3) / 2
+    clipped = psg.clipped_grad(fn, 0.1, chunk_size=chunk_size)
+    whole, rest = clipped(params, x), clipped(params, x[1:])
+    change = torch.cat([(whole.grads[name].double() - rest.grads[name].double()).flatten() for name in params]).norm()
+    assert whole.norms[0] > 0.1 and abs(change / whole.sensitivity - 1) < 4 * torch.finfo(dtype).eps
 
 
 def test_chunks_are_added_up_in_float32(device):
@@ -430,7 +453,7 @@ def test_chunks_are_added_up_in_float32(device):
     w, x = torch.ones(2, device=device, dtype=torch.bfloat16), torch.ones(512, 2, device=device, dtype=torch.bfloat16)
     clipped = psg.clipped_grad(lambda w, x: (w * x).sum(), math.inf, chunk_size=1)
     for total in (clipped(w, x).grads, torch.func.vmap(lambda w: clipped(w, x).grads)(w[None])[0]):
-        assert_trees_close(total, torch.full_like(w, 512), rtol=0, per_sample=False)
+        assert_trees_close(total, torch.full_like(w, 512, dtype=torch.float32), rtol=0, per_sample=False)
 
 
 # --- adaptive clip norms ---------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_weighted_sums_of_half_precision_keep_inside_its_range(n, t, weight, siz
     weights = weight * (torch.rand(n) + 0.5)
     factor = Outer(right, left) if turned else Outer(left, right)
     exact = factor.to(torch.float64).weighted_sum(weights.double())
-    assert_trees_close(factor.weighted_sum(weights), exact.half(), rtol=4e-3, atol=1e-7, per_sample=False)
+    assert_trees_close(psg.tree.weighted_sum(factor, weights), exact.half(), rtol=4e-3, atol=1e-7, per_sample=False)
 
 
 def test_clipped_sums_of_half_precision_keep_their_bound(device):

@@ -18,6 +18,11 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+def spacious(tensor: Tensor) -> torch.dtype:
+    """float64, which holds the squares of all float32 numbers, on devices that have it; elsewhere the tensor's own dtype."""
+    return torch.float64 if tensor.device.type in ("cpu", "cuda") else tensor.dtype
+
+
 # Devices whose products of 16-bit matrices can return float32, the dtype in which they accumulate anyway.
 WIDENING = {"cuda", "xpu"}
 

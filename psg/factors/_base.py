@@ -216,7 +216,7 @@ class Factor(ABC):
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """sum_n weights[n] gradient[n] -> shape."""
+        """sum_n weights[n] gradient[n] -> shape, in at least float32."""
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         """sum_n gradient[n] and, real, sum_n |gradient[n]|^2, both entry by entry -> shape, in at least float32."""
@@ -426,8 +426,6 @@ class Dense(Factor):
         if weights.dtype != values.dtype:
             weights = weights.to(values.dtype)
         total = _matmul.sum_rows(rows_of(values), weights)
-        if total.dtype != self.dtype:
-            total = total.to(self.dtype)
         if values.ndim != 2:
             total = total.reshape(values.shape[1:])
         return total if order is None else total.permute(order).contiguous()

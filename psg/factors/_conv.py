@@ -264,11 +264,8 @@ class Conv(Planned):
             return Dense(self.materialize()).weighted_sum(weights)
         if self._is_summed_at_once:
             return self._unfolded().weighted_sum(weights).reshape(self.shape)
-        cotangent, input = self.cotangent, self.input.flatten(0, 1)
-        if self.dtype == torch.float16:  # a cotangent times its weight may leave the range of float16
-            cotangent, input = widen(cotangent), widen(input)
-        cotangent = scale_rows(cotangent, weights).flatten(0, 1)
-        return self._native_gradient(cotangent, input, tuple(self.shape), groups=self.geometry.groups).to(self.dtype)
+        cotangent, input = scale_rows(widen(self.cotangent), weights).flatten(0, 1), widen(self.input).flatten(0, 1)
+        return self._native_gradient(cotangent, input, tuple(self.shape), groups=self.geometry.groups)
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.geometry.groups > 1 or self.positions != 1:

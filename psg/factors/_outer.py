@@ -8,7 +8,7 @@ from torch import Tensor
 
 from psg import _functorch, _machine, _matmul
 from psg._errors import InputError
-from psg.factors._arithmetic import scale_rows, square, squared_terms_of, wide, wide_bmm, widen
+from psg.factors._arithmetic import WIDENING, scale_rows, spacious, square, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
@@ -76,7 +76,7 @@ class Outer(Planned):
 
     def _product(self, reduce: Callable[[Dense], Tensor]) -> Tensor:
         # The squares of one side may underflow and those of the other overflow, although the gradient itself is of ordinary size.
-        left, right = (reduce(Dense(side.squeeze(1).to(_spacious(side)))) for side in (self.left, self.right))
+        left, right = (reduce(Dense(side.squeeze(1).to(spacious(side)))) for side in (self.left, self.right))
         return (left * right).to(wide(self.dtype))
 
     def _norm_by(self, plan: str) -> Tensor:
@@ -101,13 +101,15 @@ class Outer(Planned):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         left, right = self.left, self.right
-        if self.dtype == torch.float16:  # a side times its weights may leave the range of float16, even where the sum does not
-            return self.to(torch.float32).weighted_sum(weights).to(self.dtype)
+        # In float16 a side times its weights may leave the range, even where the sum does not.
+        if self.dtype == torch.float16 or self.dtype == torch.bfloat16 and self.device.type not in WIDENING:
+            return self.to(torch.float32).weighted_sum(weights)
         if left.shape[2] <= right.shape[2]:  # scale the smaller one
             left = scale_rows(left, weights)
         else:
             right = scale_rows(right, weights)
-        return _matmul.cross(left.flatten(0, 1), right.flatten(0, 1))
+        left, right = left.flatten(0, 1), right.flatten(0, 1)
+        return _matmul.cross(left, right) if self.dtype == wide(self.dtype) else wide_bmm(left.T[None], right[None])[0]
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:
@@ -162,11 +164,6 @@ def _are_safe(left: Tensor, right: Tensor) -> bool:
         return False
     least, most = torch.cat((left, right)).aminmax()
     return least.item() > _LEAST and most.item() < math.inf
-
-
-def _spacious(side: Tensor) -> torch.dtype:
-    """float64, which holds the squares of all float32 numbers, on devices that have it."""
-    return torch.float64 if side.device.type in ("cpu", "cuda") else side.dtype
 
 
 _PLANS = {

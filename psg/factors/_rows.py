@@ -123,7 +123,7 @@ class Rows(Additive):
         return sketch.rows(self.index, self.cotangent)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return scatter_rows(self.index, self._scaled(weights), self.num_rows).to(self.dtype)
+        return scatter_rows(self.index, self._scaled(weights), self.num_rows)
 
     def _segment_sum(self, division: Division) -> Factor:
         # However small the table: its sparse sums stay sparse.
@@ -131,7 +131,7 @@ class Rows(Additive):
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
         rows, index = self._scaled(weights).flatten(0, 1), self.index.reshape(1, -1)
-        return torch.sparse_coo_tensor(index, rows, self.shape, device=rows.device, check_invariants=False).coalesce().to(self.dtype)
+        return torch.sparse_coo_tensor(index, rows, self.shape, device=rows.device, check_invariants=False).coalesce()
 
     def _scaled(self, weights: Tensor) -> Tensor:
         """weights[n] cotangent[n], in the `wide` dtype: a scatter adds rows one by one and would round each time."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch
-from psg.factors._arithmetic import root, square, wide, widen, zero_rows
+from psg.factors._arithmetic import root, spacious, square, wide, widen, zero_rows
 from psg.factors._base import Dense, Factor, expect_real
 from psg.factors._division import Division
 from psg.factors._outer import Outer
@@ -129,11 +129,11 @@ class Scaled(Factor):
 
     def norm(self) -> Tensor:
         squared, unit = self._squared_in_units()
-        return (root(squared) if self.is_differentiated else squared.sqrt()) * unit
+        return ((root(squared) if self.is_differentiated else squared.sqrt()) * unit).to(wide(self.dtype))
 
     def squared_norm(self) -> Tensor:
         squared, unit = self._squared_in_units()
-        return squared * unit.square()
+        return (squared * unit.square()).to(wide(self.dtype))
 
     def _squared_in_units(self) -> tuple[Tensor, Tensor]:
         """Squared norm / unit^2, and each sample's unit, both [n]: without units, squares of parts may overflow before the norm does."""
@@ -145,17 +145,35 @@ class Scaled(Factor):
         return squared, torch.ones_like(squared)
 
     def _squared_terms_in_units(self, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; forms no gradient."""
-        entries, size = (part[0] for part in _in_units(shared[None]))
+        """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; forms no gradient.
+
+        Where the entries are zero just where the terms are largest, the squares of those that are left may underflow, though the gradient
+        is of ordinary size: float64 holds them.
+        """
+        dtype = wide(self.dtype)
+        if dtype == torch.float64 or not _functorch.can_read_now(self._lead):
+            return self._scaled_terms(shared, spacious(self._lead))
+        squared, unit = self._scaled_terms(shared, dtype)
+        limits = torch.finfo(dtype)
+        lost = squared < self.positions * self.shape.numel() * limits.tiny / limits.eps
+        if not lost.any():
+            return squared, unit
+        some = self.factor.take(lost)
+        exact, size = Scaled(some, shared.expand(some.n, *shared.shape))._scaled_terms(shared, torch.float64)
+        return torch.where(lost, 1, squared), unit.masked_scatter(lost, (root(exact) * size).to(dtype))
+
+    def _scaled_terms(self, shared: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same in one dtype throughout."""
+        entries, size = (part[0] for part in _in_units(shared[None].to(dtype)))
         squares = entries.square().expand(self.shape)
         if isinstance(self.factor, Expanded):
-            values, unit = _in_units(self.factor.values)
+            values, unit = _in_units(self.factor.values.to(dtype))
             products = values.square() * squares.sum_to_size(self.factor.small)
             return products.reshape(self.n, self.factor.small.numel()).sum(1), unit * size
         if isinstance(self.factor, Outer):
-            (left, unit), (right, other) = _in_units(self.factor.left), _in_units(self.factor.right)
+            (left, unit), (right, other) = _in_units(self.factor.left.to(dtype)), _in_units(self.factor.right.to(dtype))
             return ((left.square() @ squares) * right.square()).sum((1, 2)), unit * other * size
-        return self.factor.squared_terms(), size.expand(self.n)
+        return self.factor.to(dtype).squared_terms(), size.expand(self.n)
 
     @property
     def positions(self) -> int:
@@ -165,7 +183,7 @@ class Scaled(Factor):
         if self.shared is None:
             return self.squared_norm()
         squared, unit = self._squared_terms_in_units(self.shared)
-        return squared * unit.square()
+        return (squared * unit.square()).to(wide(self.dtype))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         shared = self.shared

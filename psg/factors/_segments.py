@@ -65,7 +65,7 @@ class Segments(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         # The gradients of a segment may cancel, so they must not be rounded one by one.
-        return self.factor.to(wide(self.dtype)).weighted_sum(weights[self.ids]).to(self.dtype)
+        return self.factor.to(wide(self.dtype)).weighted_sum(weights[self.ids])
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
         return self.factor.sparse_sum(weights[self.ids])

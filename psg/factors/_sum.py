@@ -90,9 +90,7 @@ class Sum(Additive):
         return self._reduce(lambda term: term.squared_terms(), self._zeros(self.n))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        if self.dtype == torch.float16:  # terms that cancel must not be rounded one by one
-            return self.to(torch.float32).weighted_sum(weights).to(self.dtype)
-        return self._reduce(lambda term: term.weighted_sum(weights), self._zeros(*self.shape)).to(self.dtype)
+        return self._reduce(lambda term: term.weighted_sum(weights), self._zeros(*self.shape))
 
     def project(self, sketch: Sketch) -> Tensor:
         return self._reduce(lambda term: term.project(sketch), self._zeros(self.n, sketch.dim))

@@ -22,7 +22,7 @@ class Clipped(NamedTuple):
     """What `clip` returns. As in `ClippedGrad`, `sensitivity` is that of `grads` alone, and all other fields are exact.
 
     Attributes:
-        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape].
+        grads: sum_n clip_coef[n] g_n: the parameters' tree, each leaf [*shape], in float32 for gradients of 16 bits.
         norms: |g_n| over all leaves before clipping, [n]; 0 for masked samples.
         clip_coef: The parameters' tree, each leaf [n]: the coefficients that multiply the samples' gradients of that leaf. 0 for samples
             that are masked or whose norm is not finite.
@@ -98,13 +98,15 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
     """x + std z, with z standard normal for every entry: Gaussian noise on a sum of clipped gradients.
 
     A handful of kernels serves all leaves of one dtype and device; nothing waits for the device. torch's generators are not
-    cryptographically secure: a release that must withstand an adversary needs a generator that is.
+    cryptographically secure, and floating-point noise is not exactly Gaussian (Mironov, "On Significance of the Least Significant Bits
+    for Differential Privacy", 2012): a release that must withstand an adversary needs a sampler that is made for it.
 
     Args:
         tree: Tensors of any shape, such as `ClippedGrad.grads`.
         std: The standard deviation, in the units of the tree: a number that is at least 0 and finite, or a scalar tensor. For a noise
             multiplier sigma it is sigma times `ClippedGrad.sensitivity`.
-        generator: The generator that draws z, on the leaves' device; None for torch's default.
+        generator: The generator that draws z, on the leaves' device; None for torch's default. If fn, or anything else in a step, seeds
+            the default one, each step draws the same noise: then pass a generator of your own.
 
     Returns:
         The same tree, in its dtypes. Noise is drawn and added in at least float32; a complex entry gets noise on both its parts.

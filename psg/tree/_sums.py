@@ -38,7 +38,7 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
     """
     factors, spec = factors_of(tree, "weighted_sum")
     _check_weights("weighted_sum", factors, weights)
-    return _trees.unflatten(spec, Joint(factors).weighted_sums(weights))
+    return _trees.unflatten(spec, _rounded(Joint(factors).weighted_sums(weights), factors))
 
 
 @unaffected
@@ -69,7 +69,11 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
     """
     factors, spec = factors_of(tree, "sparse_weighted_sum")
     _check_weights("sparse_weighted_sum", factors, weights)
-    return _trees.unflatten(spec, [factor.sparse_sum(weights) for factor in factors])
+    return _trees.unflatten(spec, _rounded([factor.sparse_sum(weights) for factor in factors], factors))
+
+
+def _rounded(sums: Sequence[Tensor], factors: Sequence[Factor]) -> list[Tensor]:
+    return [total.to(factor.dtype) for total, factor in zip(sums, factors, strict=True)]
 
 
 def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> None:
