@@ -113,13 +113,4 @@ def _is_worth_a_hook(tap: Tap) -> bool:
 
 def _leads_to(node: Any, reached: set[Any]) -> bool:
     """Whether the backward pass goes from this node to one of those in `reached`."""
-    seen: set[Any] = set()
-    ahead = [node]
-    while ahead:
-        for following, _ in ahead.pop().next_functions:
-            if following in reached:
-                return True
-            if following is not None and following not in seen:
-                seen.add(following)
-                ahead.append(following)
-    return False
+    return any(following in reached for following in _autograd.nodes_of(node) if following is not node)
