@@ -4,6 +4,7 @@ vmap would write them out in a dozen small ops, or run them sample by sample.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch
+from psg._higher_order import triplet_loss
 from psg.rules._registry import decomposition, rule
 
 
@@ -233,10 +235,8 @@ def triplet_margin_loss(
     """max(0, |a - b + eps|_p - |a - c + eps|_p + margin); with `swap` the lesser of |a - c + eps|_p and |b - c + eps|_p."""
     if not _is_plain(size_average, reduce, reduction) or not anchor.ndim == positive.ndim == negative.ndim or margin <= 0:
         return NotImplemented
-    near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
-    if swap:
-        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
-    return _reduced((margin + near - far).clamp_min(0), reduction)
+    distance = partial(F.pairwise_distance, p=p, eps=eps)
+    return triplet_loss(anchor, positive, negative, distance_function=distance, margin=margin, swap=swap, reduction=reduction)
 
 
 @decomposition(F.gaussian_nll_loss)
