@@ -88,9 +88,7 @@ class Lifted:
         sides = [by_attached.get(id(side)) for side in step.sides]
         if not set(map(id, parents)) <= set(map(id, sides)):
             return  # a lifted argument is no side of the step
-        carry = carry_of(step)
-        terms = None if carry is None else terms_of(self.terms)
-        if carry is None or terms is None:
+        if (carry := carry_of(step)) is None or (terms := terms_of(self.terms)) is None:
             return
         self.terms = []
         for term in terms:
@@ -231,9 +229,10 @@ class Watch(TorchFunctionMode):
         for value in parents:
             value.uses.append(f"{name_of(func)}: derived")
         if several:
-            named = hasattr(output, "_fields") and not hasattr(output, "n_fields")
-            return type(output)(*parts) if named else type(output)(parts), values, constants
-        return parts[0], values, constants
+            output = type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+        else:
+            output = parts[0]
+        return output, values, constants
 
     def tap(
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
