@@ -41,16 +41,14 @@ def cross_entropy(
         return NotImplemented
     labels = target.flatten()
     losses = F.cross_entropy(input.flatten(0, -2), labels, reduction="none", ignore_index=ignore_index)
-    if reduction == "none":
-        return losses.reshape(target.shape), {}
+    if reduction != "mean":
+        return _by_sample(losses, target.shape, reduction), {}
     counted = labels != ignore_index
-    if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
-        return losses if reduction == "sum" else losses / counted, {}  # 0 / 0 if it is ignored, as in torch
-    losses = losses.reshape(input.shape[0], -1)
-    if reduction == "sum":
-        return losses.sum(1), {}
     # 0 / 0 where a sample ignores all its positions, as in torch.
-    return losses.sum(1) / counted.reshape(losses.shape).sum(1, dtype=losses.dtype), {}
+    if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
+        return losses / counted, {}
+    shape = input.shape[0], -1
+    return losses.reshape(shape).sum(1) / counted.reshape(shape).sum(1, dtype=losses.dtype), {}
 
 
 @decomposition(F.cross_entropy)
