@@ -47,26 +47,17 @@ def is_own_leaf(tensor: Tensor) -> bool:
 
 def find_leaf(node: Any, ids: Container[int], seen: set[Any]) -> int | None:
     """The id, one of these, of a leaf in the graph that ends at this node; None, with the graph's nodes added to `seen`, if it has none."""
-    nodes = [node]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        if id(getattr(node, "variable", None)) in ids:
-            return id(node.variable)
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions if before is not None]
-    return None
+    return next((id(own.variable) for own in nodes_of(node, seen) if id(getattr(own, "variable", None)) in ids), None)
 
 
-def nodes_of(node: Any) -> Iterator[Any]:
-    """The nodes of the graph that ends at this node, each once; none if it is None."""
-    seen, nodes = set(), [node]
+def nodes_of(node: Any, seen: set[Any] | None = None) -> Iterator[Any]:
+    """The nodes of the graph that ends at this node (none if it is None), each once; not those in `seen`, to which it adds them."""
+    seen, nodes = set() if seen is None else seen, [node]
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
-            seen.add(node)
             yield node
+            seen.add(node)
             nodes += [before for before, _ in node.next_functions]
 
 

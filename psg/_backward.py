@@ -1,7 +1,7 @@
 """The one backward pass of a capture, for all taps and leaves. Large cotangents become factors as soon as they arrive."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from psg import _autograd, _functorch
 from psg._errors import Unsupported
 from psg._lifted import Lifted, Tap
-from psg.factors import Dense, Factor
+from psg.factors import Dense
 
 LARGE = 2 << 20  # bytes; for a smaller cotangent, a Python hook in autograd costs more than the saved memory is worth
 
@@ -56,7 +56,7 @@ class Backward:
             for value in self.values:
                 cotangent = next(cotangents)
                 if cotangent is not None:
-                    self._add(value, Dense(cotangent.to_dense()))  # an autograd.Function of the user's may return a sparse one
+                    value.terms.append(Dense(cotangent.to_dense()))  # an autograd.Function of the user's may return a sparse one
 
     def _hook_large(self, taps: list[Tap]) -> list[Tap]:
         """Hook the taps whose large cotangents are taken as they arrive; return the others, whose cotangents autograd must return."""
@@ -64,20 +64,21 @@ class Backward:
         taps.clear()
         if not self.settles or _functorch.is_traced() or not any(map(_is_worth_a_hook, left)):
             return left
-        tapped = Counter(id(value) for tap in left for _, value, _ in tap.builders)
+        tapped = Counter(id(value) for tap in left for _, value, _ in tap.builders if value.derived is None)
+        alone = {key for key, times in tapped.items() if times == 1}
         asked: list[Tap] = []
         reached: set[Any] = set()
         # In the order of the forward pass: autograd runs a node, and its prehook, only if it leads to one whose gradient is requested.
         while left:
             tap = left.pop(0)
             if _is_worth_a_hook(tap) and _leads_to(tap.edges[0].node, reached):
-                self._hook(tap, [value.derived is None and tapped[id(value)] == 1 for _, value, _ in tap.builders])
+                self._hook(tap, alone)
             else:
                 asked.append(tap)
             reached.update(edge.node for edge in tap.edges)
         return asked
 
-    def _hook(self, tap: Tap, alone: list[bool]) -> None:
+    def _hook(self, tap: Tap, alone: set[int]) -> None:
         waiting = [tap]  # emptied by the hook, so that the tap is freed with its cotangent
         self._waiting.append(waiting)
         node, index = tap.edges[0].node, tap.edges[0].output_nr
@@ -88,21 +89,17 @@ class Backward:
 
         node.register_prehook(take)
 
-    def _collect(self, tap: Tap, arrived: list[Tensor | None], alone: Sequence[bool] = ()) -> None:
-        """Build the tap's factors; settle those marked in `alone`, which are the only ones of their parameter."""
+    def _collect(self, tap: Tap, arrived: list[Tensor | None], alone: Collection[int] = ()) -> None:
+        """Build the tap's factors; settle those of the values with these ids, which have no other."""
         if all(cotangent is None for cotangent in arrived):
             return
         if tap.is_outdated:
             raise Unsupported(f"an input of {tap.op} was changed in place after {tap.op} had read it")
-        for i, (value, factor) in enumerate(tap.factors(arrived, self.n)):
-            self._add(value, factor, i < len(alone) and alone[i])
-
-    def _add(self, value: Lifted, factor: Factor, alone: bool = False) -> None:
-        if self.settles and alone:
-            settled = factor.settle()
-            self.freed += factor.nbytes - settled.nbytes
-            factor = settled
-        value.terms.append(factor)
+        for value, factor in tap.factors(arrived, self.n):
+            if id(value) in alone:
+                held, factor = factor.nbytes, factor.settle()
+                self.freed += held - factor.nbytes
+            value.terms.append(factor)
 
 
 def _is_worth_a_hook(tap: Tap) -> bool:
@@ -113,13 +110,4 @@ def _is_worth_a_hook(tap: Tap) -> bool:
 
 def _leads_to(node: Any, reached: set[Any]) -> bool:
     """Whether the backward pass goes from this node to one of those in `reached`."""
-    seen: set[Any] = set()
-    ahead = [node]
-    while ahead:
-        for following, _ in ahead.pop().next_functions:
-            if following in reached:
-                return True
-            if following is not None and following not in seen:
-                seen.add(following)
-                ahead.append(following)
-    return False
+    return any(following in reached for following in _autograd.nodes_of(node) if following is not node)

@@ -104,11 +104,6 @@ def is_batched(tensor: Tensor, level: int) -> bool:
     return _C.is_batchedtensor(tensor) and level_of(tensor) == level
 
 
-def is_batched_within(tensor: Tensor, level: int) -> bool:
-    """Whether the vmap at this level has wrapped this tensor, possibly under other wrappers."""
-    return any(is_batched(layer, level) for layer in layers(tensor))
-
-
 def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
     """Strip the outer wrappers, of transforms above this level, that neither batch nor differentiate the tensor.
 

@@ -73,9 +73,9 @@ class VmapGuard(TorchFunctionMode):
             if (cast := cast_of(func, args, kwargs)) is not None:
                 return cast.run(self, func, args, kwargs)
             leaves = leaves_of(args, kwargs)
-            marked = self.own.owns(leaves) and func not in LIKENESSES
-            self.outside.look(func, leaves, (), self.level)
             tensors = tensors_in(leaves)
+            marked = self.own.owns(tensors) and func not in LIKENESSES
+            self.outside.look(func, leaves, (), self.level)
             for tensor in tensors:
                 if not _functorch.is_wrapped(tensor) and tensor.grad_fn and _autograd.find_leaf(tensor.grad_fn, self.bare, self.harmless):
                     raise Stale("a value of the parameters from another thread")

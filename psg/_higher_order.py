@@ -91,7 +91,7 @@ def _for_all_pairs(mod: Callable[..., Tensor], scores: int, buffers: int) -> Cal
     return mod
 
 
-def _triplet_loss(
+def triplet_loss(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor,
@@ -135,7 +135,7 @@ HIGHER_ORDER: dict[Any, Callable[..., Any]] = {
     _ops.scan: _scan,
     _ops.map_impl: _map,
     _ops.flex_attention: _flex_attention,
-    F.triplet_margin_with_distance_loss: _triplet_loss,
+    F.triplet_margin_with_distance_loss: triplet_loss,
 }
 """The ops, and what to call for each, with its arguments, where a mode watches fn."""
 

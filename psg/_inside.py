@@ -47,7 +47,7 @@ class Product:
             return self._tapped(data)
         if here == level:
             return _functorch.run_below(self._tapped, [data], level, self.watch.n)
-        if not _functorch.is_batched_within(data, level):
+        if level not in _functorch.vmap_levels(data):
             # For example a tangent that all samples share: the parameter's gradient differs between samples nevertheless.
             with _functorch.below(level):
                 zeros = torch.zeros(self.watch.n, dtype=data.dtype, device=data.device)

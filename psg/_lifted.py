@@ -57,7 +57,7 @@ class Lifted:
 
     @property
     def derived(self) -> Tensor | None:
-        """For a derived value, the value with its history up to the roots."""
+        """For a derived value, the value with its history up to the parameters."""
         return None if self.made_by is None else self.made_by[0].output
 
     @property
@@ -66,14 +66,11 @@ class Lifted:
         return self.made_by is not None and self.made_by[0].name == "custom_function_call"
 
     @cached_property
-    def root(self) -> Tensor | None:
-        """For a parameter, an autograd leaf over `value`, from which derived values are computed."""
-        return None if self.value is None or self.derived is not None else self.value.detach().requires_grad_()
-
-    @property
     def attached(self) -> Tensor | None:
-        """The value with its history up to the roots."""
-        return self.root if self.derived is None else self.derived
+        """What derived values are computed from: `derived`, or an autograd leaf over a parameter's `value`; None if it has none."""
+        if self.derived is not None:
+            return self.derived
+        return None if self.value is None else self.value.detach().requires_grad_()
 
     def ask(self, predicate: Callable[[Tensor], Any]) -> Any:
         """What plain autograd would say of this value: whether it is a leaf, requires grad, has a history."""
@@ -88,9 +85,7 @@ class Lifted:
         sides = [by_attached.get(id(side)) for side in step.sides]
         if not set(map(id, parents)) <= set(map(id, sides)):
             return  # a lifted argument is no side of the step
-        carry = carry_of(step)
-        terms = None if carry is None else terms_of(self.terms)
-        if carry is None or terms is None:
+        if (carry := carry_of(step)) is None or (terms := terms_of(self.terms)) is None:
             return
         self.terms = []
         for term in terms:
@@ -207,7 +202,7 @@ class Watch(TorchFunctionMode):
         return [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
 
     def attached(self, leaf: Any) -> Any:
-        """For a lifted value its attached value, with a history up to the roots; any other argument as it is."""
+        """For a lifted value its attached value, with a history up to the parameters; any other argument as it is."""
         value = self.by_handle.get(id(leaf))
         return leaf if value is None else value.attached
 
@@ -231,9 +226,10 @@ class Watch(TorchFunctionMode):
         for value in parents:
             value.uses.append(f"{name_of(func)}: derived")
         if several:
-            named = hasattr(output, "_fields") and not hasattr(output, "n_fields")
-            return type(output)(*parts) if named else type(output)(parts), values, constants
-        return parts[0], values, constants
+            output = type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+        else:
+            output = parts[0]
+        return output, values, constants
 
     def tap(
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
@@ -296,9 +292,9 @@ def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> Non
     derived = [value for value in derived if value.terms]
     if not derived:
         return
-    roots = [value for value in params if value.root is not None]
-    outputs: Any = [value.derived for value in derived]
-    inputs: Any = [value.root for value in roots]
+    roots = [value for value in params if value.attached is not None]
+    outputs: Any = [value.attached for value in derived]
+    inputs: Any = [value.attached for value in roots]
     reached: list[Lifted] = []
 
     def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:

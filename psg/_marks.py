@@ -57,27 +57,25 @@ class Marks:
             if isinstance(tensor, Tensor) and id(tensor) not in known and not _functorch.is_wrapped(tensor):
                 vars(tensor)["_psg_pass"] = self._mark
 
-    def has_marked(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of these is a tensor that `mark` has marked, with no transform's wrapper."""
-        return any(
-            isinstance(leaf, Tensor) and leaf.__dict__.get("_psg_pass") is self._mark and not _functorch.is_wrapped(leaf) for leaf in leaves
-        )
+    def has_marked(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `mark` has marked one of these, which no transform has wrapped."""
+        return any(tensor.__dict__.get("_psg_pass") is self._mark and not _functorch.is_wrapped(tensor) for tensor in tensors)
 
-    def owns(self, leaves: Sequence[Any]) -> object | None:
+    def owns(self, tensors: Sequence[Tensor]) -> object | None:
         """The mark of this pass on one of these, `drawn` before the other; None if there is none.
 
         Raises:
             Stale: One was made by another pass at this level.
         """
         found = None
-        for leaf in leaves:
-            mark = leaf.__dict__.get("_psg_pass") if isinstance(leaf, Tensor) else None
+        for tensor in tensors:
+            mark = tensor.__dict__.get("_psg_pass")
             if mark is self._mark:
                 found = found or mark
             elif mark is self.drawn:
                 found = mark
             elif mark is not None:
-                level = _functorch.level_of(leaf)  # below 0: without a wrapper, or with one of a grad that has ended
+                level = _functorch.level_of(tensor)  # below 0: without a wrapper, or with one of a grad that has ended
                 if level in self._levels or level < 0 and not _is_of_running_pass(mark):
                     raise Stale("a tensor of an earlier pass")
         return found

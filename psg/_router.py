@@ -217,8 +217,8 @@ class Router(Watch):
             _functorch.value_of(tensor).requires_grad_(requires_grad)
         return tensor
 
-    def _is_elsewhere(self, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
 
     def _differentiate(
         self,
@@ -423,7 +423,7 @@ class Router(Watch):
             raise
         except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
             raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
-        if not _random.same_state(state, _random.get_state(tensors)):
+        if not _random.same_state(state, _random.now(state)):
             raise Unsupported(f"{what} draws random numbers")
         if not _functions.same_attributes(attributes, _functions.attributes_of(others)):
             # All backward passes run after all forward passes: each would see what the last sample has left.
@@ -502,7 +502,7 @@ class Router(Watch):
             raise
         except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
             return NotImplemented
-        if _random.same_state(state, _random.get_state(operands_of(args, kwargs)[0])):
+        if _random.same_state(state, _random.now(state)):
             return output
         _random.set_state(state)
         return NotImplemented  # it has drawn random numbers, and each sample must draw its own

@@ -356,6 +356,14 @@ def test_what_is_declined_is_torch_s_error(name):
         psg.per_sample_grad(fn)(*args)
 
 
+@pytest.mark.parametrize("dim", [2, -3])
+def test_index_add_beyond_the_dimensions_is_torch_s_error_under_vmap(dim):
+    """It was Python's own, of a list that the decomposition makes."""
+    fn = lambda w, x, i: score(torch.index_add(w * x, dim, i, x[:2]))  # noqa: E731
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        psg.per_sample_grad(fn, method="vmap")(normal(3), normal(N, 4, 3), ids(4, N, 2))
+
+
 def test_a_recurrent_op_called_by_keywords_goes_down_the_ladder():
     names = ("has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
     options = dict(zip(names, (False, 2, 0.0, False, False, False), strict=True))

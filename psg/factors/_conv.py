@@ -176,17 +176,12 @@ class Conv(Planned):
 
     def _by_group(self) -> Outer:
         """An Outer of n x g samples with the same inner products: left [(n g), t, o / g], right [(n g), t, k (i / g)]."""
-        groups, dims, (out_channels, *rest) = self.geometry.groups, len(self.geometry.kernel), self.shape
+        groups, dims = self.geometry.groups, len(self.geometry.kernel)
         # Inner products do not depend on the order of a patch's entries. Many channels are best copied as one run of memory.
-        order = (0, 2, 1, *range(4, 4 + 2 * dims), 3)
-        right = (
-            self._windows(channels_last=self._has_many_channels)
-            .permute(order)
-            .reshape(self.n * groups, self.positions, torch.Size(rest).numel())
-        )
-        left = self.cotangent.unflatten(2, (groups, out_channels // groups)).flatten(4)
-        left = left.permute(0, 2, 1, 4, 3).reshape(self.n * groups, self.positions, out_channels // groups)
-        return Outer(left, right)
+        right = self._windows(channels_last=self._has_many_channels).permute(0, 2, 1, *range(4, 4 + 2 * dims), 3)
+        left = self.cotangent.unflatten(2, (groups, self.shape[0] // groups)).flatten(4).permute(0, 2, 1, 4, 3)
+        lead = self.n * groups, self.positions
+        return Outer(left.reshape(*lead, self.shape[0] // groups), right.reshape(*lead, self.shape[1:].numel()))
 
     def _unfolded(self) -> Outer:
         """Without groups, the same gradient as matrices [o, (i k)]: left [n, t, o], right [n, t, (i k)]."""

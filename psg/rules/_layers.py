@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -193,7 +194,4 @@ def compute_dtype(kind: Kind, input: Tensor, states: Sequence[Tensor], weights: 
         dtypes |= {w.dtype for w in own if w is not None}
     if not all(dtype.is_floating_point for dtype in dtypes) or len(dtypes) > 1 and not _ambient.is_autocast(input):
         return None
-    compute = wide(dtypes.pop())
-    for dtype in dtypes:
-        compute = torch.promote_types(compute, wide(dtype))
-    return compute
+    return reduce(torch.promote_types, map(wide, dtypes))

@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from psg._ambient import P, R
 from psg._errors import InputError
 from psg._higher_order import HIGHER_ORDER
-from psg._ops import leaves_of
+from psg._ops import is_torchs, leaves_of, name_of
 
 
 class Rule(NamedTuple):
@@ -203,9 +203,9 @@ def rule(
 def _aliases(op: Any) -> tuple[Any, ...]:
     """All objects as which a function mode may see an op: a torch.library op is called as a packet or as an overload."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         return (op, *(getattr(op, name) for name in op.overloads()))
-    if isinstance(op, torch._ops.OpOverload) and op.overloadpacket.overloads() == ["default"]:
+    if isinstance(op, OpOverload) and op.overloadpacket.overloads() == ["default"]:
         return op, op.overloadpacket
     return (op,)
 
@@ -374,11 +374,9 @@ def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | No
 def known_as(op: Any) -> Any:
     """The function of torch under which an op of ATen's, as exported programs call them, may be registered; else the op itself."""
     registered = op in _decompositions or op in _differentiated_decompositions or op in _leaks
-    if registered or not isinstance(op, (OpOverload, OpOverloadPacket)):
+    if registered or not isinstance(op, (OpOverload, OpOverloadPacket)) or not is_torchs(op):
         return op
-    space, _, name = (op._schema.name if isinstance(op, OpOverload) else op._qualified_op_name).partition("::")
-    if space != "aten":
-        return op
+    name = name_of(op).partition(".")[0]  # without the overload's
     places = ((torch, name), (Tensor, name), (torch.linalg, name.removeprefix("linalg_")), (vars(torch._C)["_nn"], name))
     found = next((getattr(place, own) for place, own in places if hasattr(place, own)), op)
     return op if found is torch.block_diag else found  # which takes its tensors one by one

@@ -49,15 +49,15 @@ def _look_up_rows(index: Tensor, table: Tensor) -> Tensor:
     """table[index]: [n,*], [v,d] -> [n,*,d]."""
     # Inductor, on CPUs, would fuse the lookup into a reduction over positions and read entry by entry: benchmarks/micro.py lookup.
     fuses = table.is_cpu and _functorch.is_traced() and not _functorch.transform_active()
-    return _rows_op(index, table) if fuses else F.embedding(index, table)
+    return _rows(index, table) if fuses else F.embedding(index, table)
 
 
+@torch.library.custom_op("psg::rows", mutates_args=())
 def _rows(index: Tensor, table: Tensor) -> Tensor:
     return F.embedding(index, table)
 
 
-_rows_op = torch.library.custom_op("psg::rows", _rows, mutates_args=())
-_rows_op.register_fake(lambda index, table: table.new_empty(*index.shape, table.shape[1]))
+_rows.register_fake(lambda index, table: table.new_empty(*index.shape, table.shape[1]))
 
 
 @transpose(F.embedding, data="input")

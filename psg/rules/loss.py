@@ -4,6 +4,7 @@ vmap would write them out in a dozen small ops, or run them sample by sample.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import _functorch
+from psg._higher_order import triplet_loss
 from psg.rules._registry import decomposition, rule
 
 
@@ -39,16 +41,14 @@ def cross_entropy(
         return NotImplemented
     labels = target.flatten()
     losses = F.cross_entropy(input.flatten(0, -2), labels, reduction="none", ignore_index=ignore_index)
-    if reduction == "none":
-        return losses.reshape(target.shape), {}
+    if reduction != "mean":
+        return _by_sample(losses, target.shape, reduction), {}
     counted = labels != ignore_index
-    if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
-        return losses if reduction == "sum" else losses / counted, {}  # 0 / 0 if it is ignored, as in torch
-    losses = losses.reshape(input.shape[0], -1)
-    if reduction == "sum":
-        return losses.sum(1), {}
     # 0 / 0 where a sample ignores all its positions, as in torch.
-    return losses.sum(1) / counted.reshape(losses.shape).sum(1, dtype=losses.dtype), {}
+    if input.numel() == input.shape[0] * input.shape[-1]:  # one position a sample
+        return losses / counted, {}
+    shape = input.shape[0], -1
+    return losses.reshape(shape).sum(1) / counted.reshape(shape).sum(1, dtype=losses.dtype), {}
 
 
 @decomposition(F.cross_entropy)
@@ -233,10 +233,8 @@ def triplet_margin_loss(
     """max(0, |a - b + eps|_p - |a - c + eps|_p + margin); with `swap` the lesser of |a - c + eps|_p and |b - c + eps|_p."""
     if not _is_plain(size_average, reduce, reduction) or not anchor.ndim == positive.ndim == negative.ndim or margin <= 0:
         return NotImplemented
-    near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
-    if swap:
-        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
-    return _reduced((margin + near - far).clamp_min(0), reduction)
+    distance = partial(F.pairwise_distance, p=p, eps=eps)
+    return triplet_loss(anchor, positive, negative, distance_function=distance, margin=margin, swap=swap, reduction=reduction)
 
 
 @decomposition(F.gaussian_nll_loss)

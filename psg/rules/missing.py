@@ -60,8 +60,10 @@ def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha:
     """The same where the rule declines, as a scatter_add: vmap would run index_add sample by sample."""
     if others or not isinstance(dim, int):
         return NotImplemented
-    if not _functorch.is_vmapped(index) or index.ndim != 1 or source.ndim == 0 or source.dtype != input.dtype:
+    if not _functorch.is_vmapped(index) or index.ndim != 1 or source.dtype != input.dtype:
         return NotImplemented
+    if not -source.ndim <= dim < source.ndim:
+        return NotImplemented  # torch raises its own error
     shape = [1] * source.ndim
     shape[dim] = len(index)
     whole = all(given == own for d, (given, own) in enumerate(zip(source.shape, input.shape, strict=False)) if d != dim % source.ndim)
