@@ -107,7 +107,7 @@ def explain(
         ('capture', ['Dense', 'Outer'])
     """
     expect_one_sample("psg.explain", fn)
-    options = Options(argnums, in_dims, has_aux, randomness, None, method)
+    options = Options(argnums, in_dims, has_aux, randomness, method=method)
 
     @_ambient.untraced
     def explained(*args: Any, **kwargs: Any) -> Report:
