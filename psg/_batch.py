@@ -214,7 +214,7 @@ class _BatchMode(Watch):
         params: Sequence[Lifted],
         inputs: Sequence[Tensor],
         sampled: Sampled,
-        look: Callable[..., None],
+        look: Callable[..., Any],
         choices: _Choices,
     ) -> None:
         super().__init__(n, params, inputs)

@@ -76,7 +76,7 @@ class Outside:
         self._start = _autograd.now()
         self._allowed: set[Any] = set()  # nodes of outside tensors' graphs that lead to no parameter that a module owns
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
         """Look for outside tensors among the leaves of an op's arguments.
 
         Args:
@@ -85,16 +85,12 @@ class Outside:
             own: The ids of leaves that do not count.
             level: The level of psg's innermost transform: those above it are fn's own.
 
+        Returns:
+            The tensors, outside ones and others, that autograd records at this op and no transform has wrapped.
+
         Raises:
             StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
         """
-        self.met(func, leaves, own, level)
-
-    def made(self, output: Any, kwargs: Any) -> None:
-        """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
-
-    def met(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> list[Tensor]:
-        """The tensors that autograd records at this op and no transform has wrapped; the arguments and errors are those of `look`."""
         met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
         inner = _bare(leaves, level) if _functorch.current_level() > level else []
         if not ((met or inner) and _records(func)):
@@ -107,6 +103,9 @@ class Outside:
                     if key is not None:
                         raise StateError(COMPUTED_BEFORE.format(names[key]))
         return met
+
+    def made(self, output: Any, kwargs: Any) -> None:
+        """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
         """Whether a tensor with a history is neither one of these nor made by fn."""
@@ -139,15 +138,17 @@ class Recorded(Outside):
         super().__init__()
         self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
         """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
-        for leaf in self.met(func, leaves, own, level):
+        met = super().look(func, leaves, own, level)
+        for leaf in met:
             if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
                 self.found.append(leaf)
         if _functorch.current_level() > level and _records(func):
             self._expect_bare(func, leaves, own, level)
+        return met
 
     def made(self, output: Any, kwargs: Any) -> None:
         if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
