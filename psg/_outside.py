@@ -54,7 +54,7 @@ def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], me
         StateError: It does; the message, with the name.
     """
     with torch._C.DisableTorchFunction():  # other modes watch fn, not these questions
-        name = names.get(id(leaf._base if leaf._is_view() else leaf))
+        name = names.get(id(_autograd.base_of(leaf)))
     if name is not None and not _takes_metadata(func, leaf, first):
         raise StateError(message.format(name))
 
@@ -111,7 +111,7 @@ class Outside:
         """Whether a tensor with a history is neither one of these nor made by fn."""
         if tensor.grad_fn is not None and not _autograd.made_before(tensor.grad_fn, self._start):
             return False
-        return id(tensor) not in own and id(tensor._base if tensor._is_view() else tensor) not in own
+        return id(tensor) not in own and id(_autograd.base_of(tensor)) not in own
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
@@ -157,16 +157,15 @@ class Recorded(Outside):
     def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
         """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
         for bare in _bare(leaves, level):
-            if self._is_older(bare, own) and not _autograd.is_own_leaf(bare):
-                if not any(bare is other for other in self.found):
-                    warn_once(
-                        ("wrapped", name_of(func)),
-                        "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms "
-                        "(vmap, grad, jacrev), where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone "
-                        "of it, or make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is "
-                        "wanted.",
-                        UserWarning,
-                    )
+            if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
+                warn_once(
+                    ("wrapped", name_of(func)),
+                    "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms "
+                    "(vmap, grad, jacrev), where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone "
+                    "of it, or make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is "
+                    "wanted.",
+                    UserWarning,
+                )
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
@@ -188,7 +187,7 @@ class Recorded(Outside):
         return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        return super()._is_older(tensor, own) and id(tensor._base if tensor._is_view() else tensor) not in self._made
+        return super()._is_older(tensor, own) and id(_autograd.base_of(tensor)) not in self._made
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call the function and note the outside tensors that it uses; an output without a history depends on none."""
