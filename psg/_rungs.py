@@ -12,7 +12,7 @@ from torch import Tensor
 
 from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _scripts, _trees
 from psg._agreed import Diverged, Drawn
-from psg._batch import NotFinite, capture_batch
+from psg._batch import capture_batch
 from psg._call import Call
 from psg._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
@@ -20,6 +20,7 @@ from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
 from psg._ops import foreign_mode, handles_ops, leaves_of
 from psg._outside import Outside
+from psg._owners import NotFinite
 from psg.factors import Dense, Factor, Sum, concat
 from psg.rules.leaks import unseen_op
 
