@@ -130,8 +130,7 @@ def explain(
 
 
 def _leaf(path: str, factor: Factor, uses: list[str]) -> Leaf:
-    dense = factor.n * factor.shape.numel() * factor.dtype.itemsize
-    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), factor.nbytes, dense)
+    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), factor.nbytes, factor.n * factor._bytes())
 
 
 def _human(size: float) -> str:
