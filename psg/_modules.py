@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from psg import _trees
+from psg._patches import assigned
 
 # A lock for each module: while a call runs, the module holds that call's parameters. Reentrant: a module may call psg on itself.
 LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -153,12 +154,6 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 CALLED: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=None)
 
 
-@contextlib.contextmanager
-def collecting_calls() -> Iterator[Called]:
+def collecting_calls() -> contextlib.AbstractContextManager[Called]:
     """A context that collects what `Called` holds."""
-    called = Called()
-    token = CALLED.set(called)
-    try:
-        yield called
-    finally:
-        CALLED.reset(token)
+    return assigned(CALLED, Called())

@@ -3,8 +3,8 @@
 The caller may differentiate the result for them too. They are seen when an op uses them: the modes that watch fn report its ops here.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _autograd, _functorch
 from psg._errors import USED_ELSEWHERE, StateError, warn_once
 from psg._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
+from psg._patches import assigned
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
 """Ops that can turn a tensor into an autograd leaf."""
@@ -37,14 +38,9 @@ def _records(func: Any) -> bool:
 _owned: ContextVar[Mapping[int, str]] = ContextVar("psg_owned", default={})  # noqa: B039 (never changed)
 
 
-@contextlib.contextmanager
-def owning(names: Mapping[int, str]) -> Iterator[None]:
+def owning(names: Mapping[int, str]) -> AbstractContextManager[Mapping[int, str]]:
     """A context in which a module runs with other parameters than its own, whose names these are, by id: no op must use its own."""
-    token = _owned.set(names)
-    try:
-        yield
-    finally:
-        _owned.reset(token)
+    return assigned(_owned, names)
 
 
 def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], message: str = USED_ELSEWHERE) -> None:
