@@ -23,8 +23,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _autograd, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, as_integer, received, user_line
-from psg._modules import Called, Guard, collecting_calls
+from psg._modules import CALLED, Called, Guard
 from psg._ops import handles_ops
+from psg._patches import assigned
 from psg._trace import Generators, Trace, trace
 from psg.factors import is_factor
 from psg.rules._gates import FUSIBLE
@@ -238,7 +239,7 @@ class Jitted:
         _log.info("%s: compiling for %s", name, signature)
         found, program, error, called = None, None, None, Called()
         try:
-            with collecting_calls() as called, _ambient.uncached():  # a parametrised weight that was cached would be a constant
+            with assigned(CALLED, called), _ambient.uncached():  # a parametrised weight that was cached would be a constant
 
                 def noted(*args: Any, **kwargs: Any) -> Any:
                     mode: Any = get_proxy_mode()

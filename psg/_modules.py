@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from psg import _trees
-from psg._patches import assigned
 
 # A lock for each module: while a call runs, the module holds that call's parameters. Reentrant: a module may call psg on itself.
 LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -152,8 +151,4 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 )
 
 CALLED: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=None)
-
-
-def collecting_calls() -> contextlib.AbstractContextManager[Called]:
-    """A context that collects what `Called` holds."""
-    return assigned(CALLED, Called())
+"""What the trace that is running must know of the modules that it meets; None outside of traces."""
