@@ -219,8 +219,7 @@ class _BatchMode(Watch):
         if changes_nothing(func, args):
             return None
         if func in HIGHER_ORDER:
-            with self:
-                return HIGHER_ORDER[func](*args, **kwargs)
+            return self._run_inside(HIGHER_ORDER[func], args, kwargs)
         leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
         if (cast := cast_of(func, args, kwargs)) is not None:
             return cast.run(self, func, args, kwargs)
@@ -419,8 +418,7 @@ class _BatchMode(Watch):
 
     def _spread(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
         """Run an op that broadcasts on parameters that are first repeated, so that every row has its own copy."""
-        with self:
-            shape = BROADCASTING[func](*args, **kwargs)
+        shape = self._run_inside(BROADCASTING[func], args, kwargs)
         if any(value.leaf.ndim - 1 > len(shape) for value in met):
             return NotImplemented
         rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}) for value in met}
