@@ -45,6 +45,11 @@ def is_own_leaf(tensor: Tensor) -> bool:
     return "_psg_leaf" in vars(tensor)
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that a view is of; any other tensor itself."""
+    return tensor._base if tensor._is_view() else tensor  # pyright: ignore[reportReturnType]
+
+
 def find_leaf(node: Any, ids: Container[int], seen: set[Any]) -> int | None:
     """The id, one of these, of a leaf in the graph that ends at this node; None, with the graph's nodes added to `seen`, if it has none."""
     return next((id(own.variable) for own in nodes_of(node, seen) if id(getattr(own, "variable", None)) in ids), None)

@@ -21,6 +21,7 @@ unseen, which is an error. Activation checkpointing runs ops again in the backwa
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ from psg._ops import (
     torchs_names,
 )
 from psg._outside import REQUIRING
-from psg._owners import HALF, SINGLE, codes, groups, owners
+from psg._owners import NotFinite, groups, measure
 from psg._sampled import Sampled
 from psg._writes import changes_nothing, written
 from psg.factors._arithmetic import as_real
@@ -142,20 +143,6 @@ class _SharedRows(PsgError):
         self.keys = keys
 
 
-class NotFinite(PsgError):
-    """A row has an infinite or NaN cotangent, so its sample cannot be measured.
-
-    Attributes:
-        groups: Samples to run together: all samples with finite losses, and each other sample alone. If all losses are finite, each alone.
-    """
-
-    def __init__(self, losses: Tensor) -> None:
-        super().__init__("a cotangent is not finite")
-        finite = losses.isfinite()
-        together, alone = finite.nonzero()[:, 0], (~finite).nonzero()[:, 0]
-        self.groups = [*together.split(1)] if len(alone) == 0 else [together, *alone.split(1)][len(together) == 0 :]
-
-
 def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -> Captured:
     """Run one pass; with `copied` on copies of all arguments but the parameters, so that the function may write into them."""
     n, tensors, params = call.n, [tensor.detach() for tensor in call.tensors], call.tensor_params
@@ -193,7 +180,6 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
     return Captured(tuple(output.detach() for output in outputs), factors, uses)
 
 
-_HALVES = {torch.float16, torch.bfloat16}
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 
 _SEVERAL_PASSES = "which allows one backward pass; this method runs several, to measure whose each row is."
@@ -214,7 +200,7 @@ class _BatchMode(Watch):
         params: Sequence[Lifted],
         inputs: Sequence[Tensor],
         sampled: Sampled,
-        look: Callable[..., None],
+        look: Callable[..., Any],
         choices: _Choices,
     ) -> None:
         super().__init__(n, params, inputs)
@@ -233,8 +219,7 @@ class _BatchMode(Watch):
         if changes_nothing(func, args):
             return None
         if func in HIGHER_ORDER:
-            with self:
-                return HIGHER_ORDER[func](*args, **kwargs)
+            return self._run_inside(HIGHER_ORDER[func], args, kwargs)
         leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
         if (cast := cast_of(func, args, kwargs)) is not None:
             return cast.run(self, func, args, kwargs)
@@ -433,8 +418,7 @@ class _BatchMode(Watch):
 
     def _spread(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
         """Run an op that broadcasts on parameters that are first repeated, so that every row has its own copy."""
-        with self:
-            shape = BROADCASTING[func](*args, **kwargs)
+        shape = self._run_inside(BROADCASTING[func], args, kwargs)
         if any(value.leaf.ndim - 1 > len(shape) for value in met):
             return NotImplemented
         rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}) for value in met}
@@ -512,7 +496,7 @@ class _BatchMode(Watch):
         for tap, _ in reached:
             if tap.is_outdated:
                 raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
-        found = self._samples(output, losses, [tap for tap, _ in reached], [_rows(own) for _, own in reached])
+        found = measure(losses, [_rows(own) for _, own in reached], partial(self._weighted, output, [tap for tap, _ in reached]))
         told = [(tap, own, samples) for (tap, own), samples in zip(reached, found, strict=True) if samples is not None]
         failed = [tap for (tap, _), samples in zip(reached, found, strict=True) if samples is None]
         guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
@@ -532,34 +516,12 @@ class _BatchMode(Watch):
                 for value, factor in tap.factors(own, len(samples)):
                     value.terms.append(factor.regroup(table))
 
-    def _samples(self, output: Any, losses: Tensor, taps: list[Tap], rows: list[Tensor]) -> list[Tensor | None]:
-        """For each tap the sample of each row, from `owners`, measured by weighted backward passes."""
-        if self.n == 1 or not taps:
-            return [torch.zeros(len(own), dtype=torch.long, device=own.device) for own in rows]
-        if not all(own.isfinite().all() for own in rows):
-            raise NotFinite(losses)
+    def _weighted(self, output: Any, taps: list[Tap], weights: Tensor) -> list[Tensor]:
+        """The cotangents that arrive at each tap, [rows, *], for these weights of the losses."""
         targets = [edge for tap in taps for edge in tap.edges]
-        found: list[Tensor | None] = []
-        sides: list[list[Tensor]] = []
-        dtypes = {losses.dtype, *(own.dtype for own in rows)}
-        coarsest = HALF if dtypes & _HALVES else SINGLE
-        for most in (8 if torch.float16 in dtypes else 64, 1):  # float16 has few exponents
-            exponents = codes(self.n, most).to(losses.device)
-            sides = []
-            for powers in exponents:
-                with self:
-                    arrived = torch.autograd.grad(output, targets, [powers.to(losses).exp2()], allow_unused=True, retain_graph=True)
-                sides.append([_rows(own) for own in _by_tap(taps, arrived)])
-            strict = most > 1
-            found = [
-                owners(own, weighted, exponents, HALF if own.dtype in _HALVES else SINGLE if strict else coarsest, strict)
-                for own, *weighted in zip(rows, *sides, strict=True)
-            ]
-            if all(samples is not None for samples in found):
-                return found
-        if not all(own.isfinite().all() for weighted in sides for own in weighted):
-            raise NotFinite(losses)
-        return found
+        with self:
+            arrived = torch.autograd.grad(output, targets, [weights], allow_unused=True, retain_graph=True)
+        return [_rows(own) for own in _by_tap(taps, arrived)]
 
 
 def _by_tap(taps: list[Tap], arrived: Sequence[Tensor | None]) -> list[list[Tensor | None]]:

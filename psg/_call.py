@@ -26,11 +26,11 @@ class Options:
     """
 
     argnums: int | tuple[int, ...]
-    in_dims: Any
-    has_aux: bool
-    randomness: str
-    chunk_size: int | str | None
-    method: str
+    in_dims: Any = None
+    has_aux: bool = False
+    randomness: str = "different"
+    chunk_size: int | str | None = None
+    method: str = "auto"
 
     def __post_init__(self) -> None:
         _one_of("randomness", self.randomness, get_args(Randomness))

@@ -61,7 +61,7 @@ class Sizes:
             return
         # Factors hold the layers' inputs and cotangents. The graph holds about as much again, for the ops between the layers.
         held = 2 * (result.freed + sum(factor.nbytes for factor in result.factors))
-        formed = sum(count * factor.shape.numel() * factor.dtype.itemsize for factor in result.factors) if self.materializes else 0
+        formed = count * sum(factor._bytes() for factor in result.factors) if self.materializes else 0
         self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
 
     def _shapes(self, call: Call) -> Any:

@@ -107,7 +107,7 @@ def explain(
         ('capture', ['Dense', 'Outer'])
     """
     expect_one_sample("psg.explain", fn)
-    options = Options(argnums, in_dims, has_aux, randomness, None, method)
+    options = Options(argnums, in_dims, has_aux, randomness, method=method)
 
     @_ambient.untraced
     def explained(*args: Any, **kwargs: Any) -> Report:
@@ -130,8 +130,7 @@ def explain(
 
 
 def _leaf(path: str, factor: Factor, uses: list[str]) -> Leaf:
-    dense = factor.n * factor.shape.numel() * factor.dtype.itemsize
-    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), factor.nbytes, dense)
+    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), factor.nbytes, factor.n * factor._bytes())
 
 
 def _human(size: float) -> str:

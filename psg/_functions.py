@@ -16,7 +16,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
 
 from psg import _functorch
-from psg._patches import patch
+from psg._patches import assigned, patch
 
 _APPLY = vars(Function)["apply"]
 
@@ -73,12 +73,8 @@ def same_attributes(before: Sequence[dict[str, Any]], now: Sequence[dict[str, An
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
     """A context in which function modes see the calls of functions in the old style inside transforms, as `custom_function_call`."""
-    token = _is_shown.set(True)
-    try:
-        with _patch:
-            yield
-    finally:
-        _is_shown.reset(token)
+    with assigned(_is_shown, True), _patch:
+        yield
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -256,7 +256,7 @@ class RerunGuard(Repaired):
                 "returns them, or call psg under torch.no_grad()."
             )
         for leaf in leaves_of(args, kwargs):
-            own = leaf._base if isinstance(leaf, Tensor) and leaf._is_view() else leaf
+            own = _autograd.base_of(leaf) if isinstance(leaf, Tensor) else leaf
             if (name := self.called.replaced.get(id(own))) is not None and leaf.requires_grad:
                 raise StateError(USED_ELSEWHERE.format(name))
             if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.used_ids and leaf.shape in self.shapes:

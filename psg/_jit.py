@@ -23,8 +23,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _ambient, _autograd, _functorch, _random, _trees, plans
 from psg._errors import FallbackWarning, InputError, PsgError, StateError, as_integer, received, user_line
-from psg._modules import Called, Guard, collecting_calls
+from psg._modules import CALLED, Called, Guard
 from psg._ops import handles_ops
+from psg._patches import assigned
 from psg._trace import Generators, Trace, trace
 from psg.factors import is_factor
 from psg.rules._gates import FUSIBLE
@@ -234,49 +235,31 @@ class Jitted:
         tensors = [tensor.detach() for tensor in _trees.tensors_in(leaves)]
         signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         name = self._name
-        start, state = time.perf_counter(), _random.get_state(tensors)
+        start, draws = time.perf_counter(), _Draws(tensors)
         _log.info("%s: compiling for %s", name, signature)
         found, program, error, called = None, None, None, Called()
-        generators: Generators = {}
-
-        def rewind() -> None:
-            _random.set_state(state)
-            for generator, before in generators.values():
-                generator.set_state(before)
-
-        def advance() -> None:
-            """Put all generators into states that the trace has not seen: the graph knows nothing of one that fn seeds or makes."""
-            rewind()
-            for device in state:
-                torch.rand(1, device=device)
-            for generator, _ in generators.values():
-                torch.rand(1, generator=generator, device=generator.device)
-
         try:
-            with collecting_calls() as called, _ambient.uncached():  # a parametrised weight that was cached would be a constant
+            with assigned(CALLED, called), _ambient.uncached():  # a parametrised weight that was cached would be a constant
 
                 def noted(*args: Any, **kwargs: Any) -> Any:
                     mode: Any = get_proxy_mode()
                     with called.noting(mode.tracer.root):  # the module in which the tracer keeps constants
                         return self._fn(*args, **kwargs)
 
-                found = trace(noted, leaves, spec, tensors, name, generators, called.constants)
+                found = trace(noted, leaves, spec, tensors, name, draws.generators, called.constants)
             program = _Program(found, tensors, self._compile)
             if self._check:
 
                 def eager(tensors: Sequence[Tensor]) -> Any:
-                    advance()
+                    draws.advance()
                     own, options = _trees.unflatten(spec, _trees.fill(leaves, tensors))
                     return self._fn(*own, **options)
 
-                def states() -> list[Tensor]:
-                    return [*_random.get_state(tensors).values(), *(generator.get_state() for generator, _ in generators.values())]
-
-                expected, drawn = eager(tensors), states()
-                advance()
+                expected, drawn = eager(tensors), draws.now()
+                draws.advance()
                 actual = program(tensors)
                 # Equal results do not tell: the numbers may have been multiplied by zeros.
-                if not all(map(torch.equal, states(), drawn)):
+                if not all(map(torch.equal, draws.now(), drawn)):
                     raise PsgError("it seeds or makes a random generator, which a graph would not do")
                 _expect_equal(actual, expected, lambda: eager(tensors), lambda: eager(_nudged(tensors, found.graph)))
         except (InputError, StateError):
@@ -289,7 +272,7 @@ class Jitted:
             failed = f"compiled ({type(reason).__name__}" if found else f"traced ({type(reason).__name__} at {user_line(reason)}"
             program, error = None, f"it cannot be {failed}: {text})"
         finally:
-            rewind()
+            draws.rewind()
         seconds = time.perf_counter() - start
         if error is None:
             _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
@@ -306,6 +289,36 @@ class _Entry(NamedTuple):
     info: Compiled
     held: list[Any]
     """What must stay alive, because the cache's key has its ids."""
+
+
+class _Draws:
+    """The random generators of a build, which runs the function several times.
+
+    Attributes:
+        generators: Those that the function draws from, beside torch's default ones, as the trace finds them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.generators: Generators = {}
+        self._state = _random.get_state(tensors)
+
+    def rewind(self) -> None:
+        """Put all generators back into the states before the build."""
+        _random.set_state(self._state)
+        for generator, before in self.generators.values():
+            generator.set_state(before)
+
+    def advance(self) -> None:
+        """Put all generators into states that the trace has not seen: the graph knows nothing of one that fn seeds or makes."""
+        self.rewind()
+        for device in self._state:
+            torch.rand(1, device=device)
+        for generator, _ in self.generators.values():
+            torch.rand(1, generator=generator, device=generator.device)
+
+    def now(self) -> list[Tensor]:
+        """The states of all generators."""
+        return [*_random.now(self._state).values(), *(generator.get_state() for generator, _ in self.generators.values())]
 
 
 class _Program:

@@ -151,14 +151,4 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 )
 
 CALLED: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=None)
-
-
-@contextlib.contextmanager
-def collecting_calls() -> Iterator[Called]:
-    """A context that collects what `Called` holds."""
-    called = Called()
-    token = CALLED.set(called)
-    try:
-        yield called
-    finally:
-        CALLED.reset(token)
+"""What the trace that is running must know of the modules that it meets; None outside of traces."""

@@ -3,8 +3,8 @@
 The caller may differentiate the result for them too. They are seen when an op uses them: the modes that watch fn report its ops here.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _autograd, _functorch
 from psg._errors import USED_ELSEWHERE, StateError, warn_once
 from psg._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
+from psg._patches import assigned
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
 """Ops that can turn a tensor into an autograd leaf."""
@@ -37,14 +38,9 @@ def _records(func: Any) -> bool:
 _owned: ContextVar[Mapping[int, str]] = ContextVar("psg_owned", default={})  # noqa: B039 (never changed)
 
 
-@contextlib.contextmanager
-def owning(names: Mapping[int, str]) -> Iterator[None]:
+def owning(names: Mapping[int, str]) -> AbstractContextManager[Mapping[int, str]]:
     """A context in which a module runs with other parameters than its own, whose names these are, by id: no op must use its own."""
-    token = _owned.set(names)
-    try:
-        yield
-    finally:
-        _owned.reset(token)
+    return assigned(_owned, names)
 
 
 def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], message: str = USED_ELSEWHERE) -> None:
@@ -54,7 +50,7 @@ def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], me
         StateError: It does; the message, with the name.
     """
     with torch._C.DisableTorchFunction():  # other modes watch fn, not these questions
-        name = names.get(id(leaf._base if leaf._is_view() else leaf))
+        name = names.get(id(_autograd.base_of(leaf)))
     if name is not None and not _takes_metadata(func, leaf, first):
         raise StateError(message.format(name))
 
@@ -76,7 +72,7 @@ class Outside:
         self._start = _autograd.now()
         self._allowed: set[Any] = set()  # nodes of outside tensors' graphs that lead to no parameter that a module owns
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
         """Look for outside tensors among the leaves of an op's arguments.
 
         Args:
@@ -85,16 +81,12 @@ class Outside:
             own: The ids of leaves that do not count.
             level: The level of psg's innermost transform: those above it are fn's own.
 
+        Returns:
+            The tensors, outside ones and others, that autograd records at this op and no transform has wrapped.
+
         Raises:
             StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
         """
-        self.met(func, leaves, own, level)
-
-    def made(self, output: Any, kwargs: Any) -> None:
-        """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
-
-    def met(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> list[Tensor]:
-        """The tensors that autograd records at this op and no transform has wrapped; the arguments and errors are those of `look`."""
         met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
         inner = _bare(leaves, level) if _functorch.current_level() > level else []
         if not ((met or inner) and _records(func)):
@@ -108,11 +100,14 @@ class Outside:
                         raise StateError(COMPUTED_BEFORE.format(names[key]))
         return met
 
+    def made(self, output: Any, kwargs: Any) -> None:
+        """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
+
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
         """Whether a tensor with a history is neither one of these nor made by fn."""
         if tensor.grad_fn is not None and not _autograd.made_before(tensor.grad_fn, self._start):
             return False
-        return id(tensor) not in own and id(tensor._base if tensor._is_view() else tensor) not in own
+        return id(tensor) not in own and id(_autograd.base_of(tensor)) not in own
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
@@ -139,15 +134,17 @@ class Recorded(Outside):
         super().__init__()
         self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> None:
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
         """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
-        for leaf in self.met(func, leaves, own, level):
+        met = super().look(func, leaves, own, level)
+        for leaf in met:
             if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
                 self.found.append(leaf)
         if _functorch.current_level() > level and _records(func):
             self._expect_bare(func, leaves, own, level)
+        return met
 
     def made(self, output: Any, kwargs: Any) -> None:
         if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
@@ -156,16 +153,15 @@ class Recorded(Outside):
     def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
         """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
         for bare in _bare(leaves, level):
-            if self._is_older(bare, own) and not _autograd.is_own_leaf(bare):
-                if not any(bare is other for other in self.found):
-                    warn_once(
-                        ("wrapped", name_of(func)),
-                        "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms "
-                        "(vmap, grad, jacrev), where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone "
-                        "of it, or make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is "
-                        "wanted.",
-                        UserWarning,
-                    )
+            if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
+                warn_once(
+                    ("wrapped", name_of(func)),
+                    "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms "
+                    "(vmap, grad, jacrev), where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone "
+                    "of it, or make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is "
+                    "wanted.",
+                    UserWarning,
+                )
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
         """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
@@ -187,7 +183,7 @@ class Recorded(Outside):
         return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        return super()._is_older(tensor, own) and id(tensor._base if tensor._is_view() else tensor) not in self._made
+        return super()._is_older(tensor, own) and id(_autograd.base_of(tensor)) not in self._made
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call the function and note the outside tensors that it uses; an output without a history depends on none."""

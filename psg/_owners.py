@@ -14,16 +14,70 @@ measurement with few passes fails, another with more passes and weights of 1 and
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-SINGLE, HALF = 2**-16, 2**-5
+from psg._errors import PsgError
+
+_HALVES = {torch.float16, torch.bfloat16}
+_SINGLE, _HALF = 2**-16, 2**-5
 """Relative rounding errors allowed in single and double precision, and in 16 bits: an accelerator may add up in another order each time.
 
 Functions of double precision often round to single precision somewhere.
 """
+
+
+class NotFinite(PsgError):
+    """A row has an infinite or NaN cotangent, so its sample cannot be measured.
+
+    Attributes:
+        groups: Samples to run together: all samples with finite losses, and each other sample alone. If all losses are finite, each alone.
+    """
+
+    def __init__(self, losses: Tensor) -> None:
+        super().__init__("a cotangent is not finite")
+        finite = losses.isfinite()
+        together, alone = finite.nonzero()[:, 0], (~finite).nonzero()[:, 0]
+        self.groups = [*together.split(1)] if len(alone) == 0 else [together, *alone.split(1)][len(together) == 0 :]
+
+
+def measure(losses: Tensor, rows: list[Tensor], weighted: Callable[[Tensor], list[Tensor]]) -> list[Tensor | None]:
+    """The sample of each row, by `owners`, for each op that a backward pass reaches.
+
+    Args:
+        losses: [n].
+        rows: The cotangents of the plain sum of the losses at each op's output, [rows, *].
+        weighted: Gives the same for a sum with these weights, [n], by a backward pass of its own.
+
+    Returns:
+        For each op what `owners` returns.
+
+    Raises:
+        NotFinite: A cotangent is infinite or NaN.
+    """
+    n = len(losses)
+    if n == 1 or not rows:
+        return [torch.zeros(len(own), dtype=torch.long, device=own.device) for own in rows]
+    if not all(own.isfinite().all() for own in rows):
+        raise NotFinite(losses)
+    found: list[Tensor | None] = []
+    sides: list[list[Tensor]] = []
+    dtypes = {losses.dtype, *(own.dtype for own in rows)}
+    coarsest = _HALF if dtypes & _HALVES else _SINGLE
+    for most in (8 if torch.float16 in dtypes else 64, 1):  # float16 has few exponents
+        exponents, strict = codes(n, most).to(losses.device), most > 1
+        sides = [weighted(powers.to(losses).exp2()) for powers in exponents]
+        found = [
+            owners(own, others, exponents, _HALF if own.dtype in _HALVES else _SINGLE if strict else coarsest, strict)
+            for own, *others in zip(rows, *sides, strict=True)
+        ]
+        if all(samples is not None for samples in found):
+            return found
+    if not all(own.isfinite().all() for others in sides for own in others):
+        raise NotFinite(losses)
+    return found
 
 
 def codes(n: int, most: int) -> Tensor:
@@ -63,7 +117,7 @@ def owners(cotangent: Tensor, weighted: Sequence[Tensor], exponents: Tensor, rou
     found = order[torch.searchsorted(ordered, digits @ places).clamp(max=n - 1)]
     allowed = rounding * largest.abs()
     if not strict:
-        allowed = torch.maximum(allowed, SINGLE * largest.abs().max())
+        allowed = torch.maximum(allowed, _SINGLE * largest.abs().max())
     fits = torch.ones_like(largest, dtype=torch.bool)
     for side, powers in zip(weighted, exponents, strict=True):
         weight = powers[found, None].to(cotangent).exp2()

@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 
 from psg import _autograd
 from psg._errors import USED_ELSEWHERE, StateError
+from psg._patches import assigned
 
 Held = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -58,14 +59,9 @@ class Pass:
 _open: ContextVar[Pass | None] = ContextVar("psg_pass", default=None)
 
 
-@contextlib.contextmanager
-def opened(new: Pass | None) -> Iterator[Pass | None]:
+def opened(new: Pass | None) -> contextlib.AbstractContextManager[Pass | None]:
     """A context in which module calls are noted in this pass; in none with None, for a call of psg that is made inside another."""
-    token = _open.set(new)
-    try:
-        yield new
-    finally:
-        _open.reset(token)
+    return assigned(_open, new)
 
 
 def remember(owner: Any, tensors: dict[str, Tensor], held: Held, replaced: dict[int, str]) -> None:

@@ -1,10 +1,24 @@
-"""Changes to torch while psg needs them, which all threads see."""
+"""Values that hold inside a context: of context variables, and of torch's attributes, where all threads see them."""
 
+import contextlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def assigned(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """A context in which a context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 class ForAll:

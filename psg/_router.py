@@ -60,7 +60,7 @@ class Router(Watch):
         inputs: Sequence[Tensor],
         laid_out: Sequence[Tensor],
         habits: Habits,
-        look: Callable[..., None],
+        look: Callable[..., Any],
         state: _random.State | None,
     ) -> None:
         super().__init__(n, params, inputs)

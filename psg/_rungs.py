@@ -12,13 +12,15 @@ from torch import Tensor
 
 from psg import _ambient, _autograd, _copies, _exchange, _functorch, _pass, _random, _scripts, _trees
 from psg._agreed import Diverged, Drawn
-from psg._batch import NotFinite, capture_batch
+from psg._batch import capture_batch
 from psg._call import Call
 from psg._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._habits import Retry
 from psg._ops import foreign_mode, handles_ops, leaves_of
+from psg._outside import Outside
+from psg._owners import NotFinite
 from psg.factors import Dense, Factor, Sum, concat
 from psg.rules.leaks import unseen_op
 
@@ -238,7 +240,8 @@ def _expect_right(call: Call) -> Callable[[Any, list[Any]], None]:
     level = _functorch.current_level()
 
     def look(script: Any, arguments: list[Any]) -> None:
-        call.outside.met(script, [*leaves_of(arguments, {}), *_scripts.parameters_of(script)], (), level)
+        # Only to refuse, not to record: inside of TorchScript no tensor can be replaced.
+        Outside.look(call.outside, script, [*leaves_of(arguments, {}), *_scripts.parameters_of(script)], (), level)
         if (op := unseen_op(script)) is not None:
             raise PsgError(
                 f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from psg import _ambient, _functorch, _pass, _trees, _writes
+from psg import _ambient, _autograd, _functorch, _pass, _trees, _writes
 from psg._effects import Attributes, Writes, changing, kind_of
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._modules import CALLED, LOCKS
@@ -381,7 +381,7 @@ def _unregistered_parameters(module: nn.Module) -> dict[int, str]:
         held += [value for name, value in vars(child).items() if name not in ("_parameters", "_buffers", "_modules")]
     for value in _reachable(held):
         if isinstance(value, Tensor):
-            key = id(value._base if value.requires_grad and value._is_view() else value)
+            key = id(_autograd.base_of(value) if value.requires_grad else value)
             found |= {key: names[key]} if key in names else {}
     return found
 

@@ -4,8 +4,8 @@ These are tensors that others hold, such as a module's buffers, and tensors that
 or the other way round.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
@@ -16,20 +16,16 @@ from torch import Tensor
 from psg import _functorch
 from psg._errors import UnsupportedByVmap
 from psg._habits import Retry
+from psg._patches import assigned
 
 Refuse = Callable[[Any], None]
 
 _refusing: ContextVar[Refuse | None] = ContextVar("psg_refusing", default=None)
 
 
-@contextlib.contextmanager
-def refusing(refuse: Refuse) -> Iterator[None]:
+def refusing(refuse: Refuse) -> AbstractContextManager[Refuse]:
     """A context in which `refuse` is called with every target that fn is about to write into."""
-    token = _refusing.set(refuse)
-    try:
-        yield
-    finally:
-        _refusing.reset(token)
+    return assigned(_refusing, refuse)
 
 
 def refusal() -> Refuse | None:

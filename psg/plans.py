@@ -27,6 +27,7 @@ import torch
 
 from psg import _functorch, _machine, _trees
 from psg._errors import InputError, as_integer
+from psg._patches import assigned
 
 __all__ = ["Choice", "using"]
 
@@ -100,17 +101,13 @@ def using(
 @contextlib.contextmanager
 def _using(choices: Mapping[str, Choice], keep_bytes: int | None, measure: bool | None) -> Iterator[None]:
     before = _settings.get()
-    token = _settings.set(
-        _Settings(
-            {**before.choices, **choices},
-            before.keep_bytes if keep_bytes is None else keep_bytes,
-            before.measure if measure is None else measure,
-        )
+    settings = _Settings(
+        {**before.choices, **choices},
+        before.keep_bytes if keep_bytes is None else keep_bytes,
+        before.measure if measure is None else measure,
     )
-    try:
+    with assigned(_settings, settings):
         yield
-    finally:
-        _settings.reset(token)
 
 
 def settings_key() -> Hashable:

@@ -58,7 +58,7 @@ from torch import Tensor
 
 from psg import _ambient, _chunks, _differentiable, _trees, clipping
 from psg._call import Call, Method, Options, Randomness, prepare
-from psg._clipped_sums import ClippedSums, Group, clipped_sums, groups_of, sensitivity
+from psg._clipped_sums import ClippedSums, clipped_sums, groups_of, sensitivity
 from psg._errors import InputError, received
 from psg._rungs import Result
 from psg.factors import Factor
@@ -369,11 +369,11 @@ def clipped_grad(
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _over_batches("clipped_grad", fn, options, "reductions", _chunks.ClippedCollector)
+    run = _chunk_by_chunk(options, "reductions", _chunks.ClippedCollector)
 
-    def clipped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClippedGrad:
-        mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
-        groups: list[Group] = []
+    def clipped(call: Call, mask: Any) -> ClippedGrad:
+        groups = groups_of(clip_norm, call.gradient_spec, chosen)
+        clipping.check_mask("clipped_grad", mask, call.n)
 
         def reduce(call: Call, result: Result, start: int) -> ClippedSums:
             # A policy may close over a tensor that the caller differentiates.
@@ -381,19 +381,14 @@ def clipped_grad(
             own = None if mask is None else mask[start : start + len(result.values)]
             return clipped_sums(result.factors, groups, coefficients, own)
 
-        def check(call: Call) -> None:
-            groups.extend(groups_of(clip_norm, call.gradient_spec, chosen))
-            clipping.check_mask("clipped_grad", mask, call.n)
-
-        call, (found, values, aux) = run(args, kwargs, reduce, check)
+        found, values, aux = run(call, reduce)
         if mask is not None:
-            with _ambient.off():  # no inference tensor, as the rest of the result
-                values = torch.where(mask, values, 0)
+            values = torch.where(mask, values, 0)
         grads, coefs, group_norms = map(call.gradient_tree, found.by_leaf(groups))
         bound = sensitivity(groups, chosen)
         return ClippedGrad(grads, found.norms, coefs, values, aux, found.nonfinite, bound, group_norms)
 
-    return _wrap("clipped_grad", fn, options, clipped, _first_clipped, masked=True)
+    return _over_batches("clipped_grad", fn, options, "reductions", clipped, _first_clipped, masked=True)
 
 
 # Shared by the five transforms
@@ -424,20 +419,13 @@ def _transform(
     finish: Callable[[Call, _Reduced], Any],
 ) -> Callable[..., Any]:
     """The public function: it runs a call chunk by chunk, reduces each chunk, and makes the result of all reductions by `finish`."""
-    run = _over_batches(name, fn, options, kept, collector)
-    return _wrap(name, fn, options, lambda args, kwargs: finish(*run(args, kwargs, reduce)), _first)
+    run = _chunk_by_chunk(options, kept, collector)
+    return _over_batches(name, fn, options, kept, lambda call, mask: finish(call, run(call, reduce)), _first)
 
 
-def _over_batches(
-    name: str,
-    fn: Callable[..., Any],
-    options: Options,
-    kept: _Kept,
-    collector: Callable[[int], Any],
-) -> Callable[..., tuple[Call, _Reduced]]:
-    """The function that prepares a call, runs it chunk by chunk, reduces each chunk and collects the reductions."""
-    expect_one_sample(f"psg.{name}", fn)
-    label, sizes = _label(name, fn), _chunks.Sizes(options.chunk_size, kept == "gradients")
+def _chunk_by_chunk(options: Options, kept: _Kept, collector: Callable[[int], Any]) -> Callable[[Call, _Reduce], _Reduced]:
+    """The function that runs a call chunk by chunk, reduces each chunk and collects the reductions."""
+    sizes = _chunks.Sizes(options.chunk_size, kept == "gradients")
 
     def compute(reduce: _Reduce, call: Call, method: str) -> _Reduced:
         reduced, values, aux = collector(call.n), _chunks.RowCollector(call.n), _chunks.RowCollector(call.n)
@@ -457,32 +445,34 @@ def _over_batches(
         tree = None if first is None else _trees.unflatten(first[1], _trees.fill(first[0], aux.result()))
         return _Reduced(reduced.result(), values.result()[0], tree)
 
-    def run(
-        args: tuple[Any, ...], kwargs: dict[str, Any], reduce: _Reduce, check: Callable[[Call], None] = lambda call: None
-    ) -> tuple[Call, _Reduced]:
-        own = _ambient.keep(fn)
-        with _ambient.off():
-            call = prepare(label, own, options, args, kwargs, settles=kept == "reductions")
-            check(call)
-            return call, _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=kept != "factors")
+    def run(call: Call, reduce: _Reduce) -> _Reduced:
+        return _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=kept != "factors")
 
     return run
 
 
-def _wrap(
+def _over_batches(
     name: str,
     fn: Callable[..., Any],
     options: Options,
-    call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    kept: _Kept,
+    compute: Callable[[Call, Any], Any],
     trim: Callable[[Any, int], Any],
     masked: bool = False,
 ) -> Callable[..., Any]:
-    label = _label(name, fn)
+    """The public function: it prepares a call and gives it to `compute`, with the keyword `mask` if it is `masked`, else None."""
+    expect_one_sample(f"psg.{name}", fn)
+    label = f"{name}({getattr(fn, '__name__', type(fn).__name__)})"
 
     # The result has fn's name and docstring, but not its signature: it takes a batch.
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        return call(args, kwargs)
+        mask = None
+        if masked:
+            mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
+        own = _ambient.keep(fn)
+        with _ambient.off():
+            return compute(prepare(label, own, options, args, kwargs, settles=kept == "reductions"), mask)
 
     def pad(args: tuple[Any, ...], kwargs: dict[str, Any], size_for: Callable[[int], int]) -> tuple[tuple[Any, ...], dict[str, Any], int]:
         own = prepare(label, fn, options, args, {})
@@ -550,10 +540,6 @@ def _pop_mask(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             "clipped_grad: mask= says which samples count, but fn has an argument of that name too. Pass fn's by position, or rename it."
         )
     return kwargs.pop("mask")
-
-
-def _label(name: str, fn: Callable[..., Any]) -> str:
-    return f"{name}({getattr(fn, '__name__', type(fn).__name__)})"
 
 
 def _first(result: Any, n: int) -> Any:

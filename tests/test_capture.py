@@ -356,8 +356,7 @@ def test_factors_are_settled_while_the_pass_goes_on(device, monkeypatch):
         return x.sum()
 
     monkeypatch.setattr(Outer, "settle", lambda factor: taken.append("settled") or factor)
-    options = Options(0, None, False, "different", None, "auto")
-    call = prepare("test", fn, options, (params, torch.randn(N, 3, device=device)), {}, settles=True)
+    call = prepare("test", fn, Options(0), (params, torch.randn(N, 3, device=device)), {}, settles=True)
     _ladder.run(call, "capture")
     # Layer 3's factor is settled before the pass reaches layer 2, and so on; autograd is asked for the first layer's cotangent.
     assert taken == [3, "settled", 2, "settled", 1, "settled", 0]

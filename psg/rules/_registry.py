@@ -17,6 +17,7 @@ from psg._ambient import P, R
 from psg._errors import InputError
 from psg._higher_order import HIGHER_ORDER
 from psg._ops import is_torchs, leaves_of, name_of
+from psg._patches import assigned
 
 
 class Rule(NamedTuple):
@@ -444,11 +445,8 @@ def disabled() -> Iterator[None]:
         ...     psg.explain(lambda w, x: (w * x).sum())(torch.ones(2), torch.ones(3, 2)).rung
         'vmap'
     """
-    token = _disabled.set(True)
-    try:
+    with assigned(_disabled, True):
         yield
-    finally:
-        _disabled.reset(token)
 
 
 def are_disabled() -> bool:

@@ -70,7 +70,7 @@ def check(
         (5, 1)
     """
     transforms.expect_one_sample("psg.check", fn)
-    options = Options(argnums, in_dims, has_aux, "different", chunk_size, method)
+    options = Options(argnums, in_dims, chunk_size=chunk_size, method=method)
     argnums, in_dims = options.argnums, options.in_dims
     for name, tolerance in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
         if not tolerance >= 0:
@@ -79,7 +79,7 @@ def check(
 
     def checked(*args: Tree, **shared: Any) -> Checked:
         scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn
-        single = _sample_fn(scalar, argnums, in_dims, args) if method == "batch" else scalar
+        single = prepare("check", scalar, options, args, {}).with_sample_fn().fn if method == "batch" else scalar
         loop = loop_value_and_grad(single, argnums, in_dims=in_dims)
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
         (found_values, found), (values, grads) = both(*args, **shared), loop(*args, **shared)  # psg first: its errors say more
@@ -104,11 +104,6 @@ def check(
         return Checked(len(values), len(flatten(grads)[0]), error)
 
     return checked
-
-
-def _sample_fn(fn: Callable, argnums: Any, in_dims: Any, args: tuple) -> Callable:
-    """The function of one sample that calls a function of a batch on a batch of one."""
-    return prepare("check", fn, Options(argnums, in_dims, False, "different", None, "batch"), args, {}).with_sample_fn().fn
 
 
 def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = None, atol: float = 0.0) -> None:

@@ -43,9 +43,9 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         ([9.0, 1.0], [[6.0, 12.0], [0.0, 2.0]])
     """
 
-    def one(batch: Batch, i: int, shared: Any, differentiated: bool) -> tuple[Any, Any, Any] | None:
-        """Value, aux and gradient of sample i; None if fn differentiates gradients that only `differentiated` makes right."""
-        called = _pass.Pass()
+    def one(batch: Batch, i: int, shared: Any, differentiated: bool = False) -> tuple[Any, Any, Any]:
+        """Value, aux and gradient of sample i; once more, `differentiated`, if fn differentiates gradients that only this makes right."""
+        called, state = _pass.Pass(), _random.get_state(tensors_in(batch.leaves))
         # Autograd is on even if the caller has switched it off: inference mode would make every gradient a silent zero.
         with torch.inference_mode(False), torch.enable_grad():
             arguments = batch.sample(i)
@@ -53,7 +53,8 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
             with _ambient.uncompiled(), _pass.opened(called), Repaired(differentiated) as repaired:
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
             if repaired.is_misderived:
-                return None
+                _random.set_state(state)
+                return one(batch, i, shared, differentiated=True)
             if not isinstance(value, Tensor) or value.dim() != 0:
                 got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
                 raise InputError(f"loop_grad: fn must return a scalar tensor for one sample, got {got}")
@@ -62,17 +63,9 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
 
     def looped(*args: Tree, **shared: Any) -> tuple[Any, Tree]:
         batch = Batch(args, argnums, in_dims)
-        values, auxes, rows = [], [], []
-        for i in range(batch.n):
-            state = _random.get_state(tensors_in(batch.leaves))
-            found = one(batch, i, shared, False)
-            if found is None:
-                _random.set_state(state)
-                found = one(batch, i, shared, True)
-            assert found is not None
-            for column, own in zip((values, auxes, rows), found, strict=True):
-                column.append(own)
-        if batch.n:
+        samples = [one(batch, i, shared) for i in range(batch.n)]
+        if samples:
+            values, auxes, rows = zip(*samples, strict=True)
             values, aux, grads = torch.stack(values), _stack(auxes), _stack(rows)
         else:
             grads = [batch.empty()[k] for k in batch.positions]
