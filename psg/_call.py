@@ -383,6 +383,8 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
             raise InputError(
                 f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}"
             )
+        if leaf.layout != torch.strided:
+            raise InputError(f"{name}: {paths[position]} has layout {leaf.layout}; expected a dense tensor, since it is differentiated.")
         if not _trees.is_inexact(leaf):
             raise InputError(
                 f"{name}: {paths[position]} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "

@@ -162,7 +162,7 @@ def clipped_sums(
 
 def _all_count(norms: Tensor, mask: Tensor | None) -> bool:
     """Whether every sample counts: none masked, all norms finite. False where that is unknown: on other devices and in a trace."""
-    if not _functorch.can_read_now(norms):
+    if not (_functorch.can_read_now(norms) and (mask is None or _functorch.can_read_now(mask))):
         return False
     # Norms are not negative: their sum is finite only if each of them is.
     return math.isfinite(norms.detach().sum().item()) and (mask is None or bool(mask.all()))

@@ -29,8 +29,8 @@ def is_refusal(error: Exception) -> bool:
 
 
 UNSEEN = (
-    "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint), or one under a name "
-    "that was bound before the call (for `f = MyFunction.apply` write MyFunction.apply(...))"
+    "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint, a full backward hook "
+    "of a module), or one under a name that was bound before the call (for `f = MyFunction.apply` write MyFunction.apply(...))"
 )
 
 

@@ -75,8 +75,8 @@ def gradients(
     targets: Sequence[Tensor],
     watch: contextlib.AbstractContextManager[Any] | None = None,
     look: Callable[[list[Any]], None] | None = None,
-) -> list[Tensor]:
-    """d loss / d targets, without history; zeros for targets that the loss does not depend on.
+) -> list[Tensor | None]:
+    """d loss / d targets, without history; None for targets that the loss does not depend on.
 
     Args:
         loss: A scalar.
@@ -108,7 +108,7 @@ def gradients(
         finally:
             for leaf, grad in zip(others, before, strict=True):
                 leaf.grad = grad
-    return [torch.zeros_like(target) if own is None else own.to_dense() for target, own in zip(targets, found, strict=True)]
+    return [None if own is None else own.to_dense() for own in found]
 
 
 @contextlib.contextmanager

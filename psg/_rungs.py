@@ -48,8 +48,8 @@ class Result(NamedTuple):
 
     @property
     def is_unused(self) -> bool:
-        """Whether fn has used none of the leaves, as far as the rung can tell."""
-        return self.rung == "capture" and all(isinstance(factor, Sum) and not factor.terms for factor in self.factors)
+        """Whether fn has used none of the leaves, as far as the rung can tell: `vmap(grad)` cannot."""
+        return all(isinstance(factor, Sum) and not factor.terms for factor in self.factors)
 
 
 def empty(call: Call) -> Result:
@@ -273,8 +273,8 @@ def _run_loop(call: Call) -> Result:
         return _loop_over_samples(call, partial(_recorded_gradient, differentiated=True))
 
 
-def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs], tuple[Tensor, ...]]) -> Result:
-    outputs, rows = _Outputs(call), []
+def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs], tuple[Any, ...]]) -> Result:
+    outputs, leaves, rows = _Outputs(call), [], []
     state = _random.get_state(call.tensors)
     for i in range(call.n):
         if call.randomness == "same":
@@ -286,13 +286,20 @@ def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs
             _trees.expect_same(before, outputs.tree, "aux")
         if call.randomness == "error" and not _random.same_state(state, _random.get_state(call.tensors)):
             raise StateError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
-    stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
-    count = len(call.params)
-    factors: list[Factor] = [Dense(values) for values in stacked[:count]]
-    return Result(stacked[count], outputs.aux(stacked[count + 1 :]), factors, "loop", [[] for _ in factors])
+    columns = list(zip(*rows, strict=True))
+    factors = [_joined(leaves[position], own) for position, own in zip(call.params, columns, strict=False)]
+    values, *aux = map(torch.stack, columns[len(factors) :])
+    return Result(values, outputs.aux(aux), factors, "loop", [[] for _ in factors])
 
 
-def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differentiated: bool) -> tuple[Tensor, ...]:
+def _joined(leaf: Tensor, gradients: Sequence[Tensor | None]) -> Factor:
+    """The gradients of all samples for one leaf; None where a sample does not use it."""
+    if all(own is None for own in gradients):
+        return Sum([], leaf.new_empty(len(gradients), 0), leaf.shape)
+    return Dense(torch.stack([torch.zeros_like(leaf) if own is None else own for own in gradients]))
+
+
+def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differentiated: bool) -> tuple[Any, ...]:
     """One sample's gradients, loss and auxiliary tensors by plain autograd, which can run whatever PyTorch can.
 
     Args:
@@ -302,7 +309,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
         differentiated: Whether to decompose ops whose higher derivatives torch gets wrong.
 
     Returns:
-        The gradients, the loss and the auxiliary tensors.
+        The gradients, None for what the loss does not depend on; the loss and the auxiliary tensors.
 
     Raises:
         _Misderived: fn has asked for such derivatives of an op that was not decomposed.
@@ -324,7 +331,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
             else:
                 with again:
                     found = _autograd.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
-                gradients = [torch.zeros_like(leaf) if g is None else g.to_dense() for leaf, g in zip(own, found, strict=True)]
+                gradients = [None if g is None else g.to_dense() for g in found]
     return (*gradients, *(values if history else [value.detach() for value in values]))
 
 

@@ -520,6 +520,26 @@ def test_a_function_that_uses_no_parameter(params, x, device):
     assert (psg.per_sample_grad(lambda p, x: p + x.sum())(torch.ones((), device=device), x) == 1).all()
 
 
+def test_a_function_that_uses_no_parameter_in_the_loop(params, x, device):
+    """Assigned to `.data`, parameters lose their history, and the warning of the loop alone said that the result is right."""
+    layer = torch.nn.Linear(3, 4, device=device)
+
+    def fn(p, x):
+        layer.weight.data, layer.bias.data = p["w"], p["b"]
+        return layer(x).sum()
+
+    layer.requires_grad_(False)
+    with pytest.warns(UserWarning, match="uses none of the tensors that it is differentiated for"):
+        grads = psg.per_sample_grad(fn, method="loop")(params, x)
+    assert {name: leaf.shape for name, leaf in grads.items()} == {name: (len(x), *leaf.shape) for name, leaf in params.items()}
+    assert not any(leaf.any() for leaf in grads.values())
+
+
+def test_parameters_that_are_not_dense(x, device):
+    with pytest.raises(psg.InputError, match=r"w has layout torch.sparse_coo; expected a dense tensor"):
+        psg.per_sample_grad(lambda w, x: (w.to_dense() @ x).sum())(torch.eye(3, device=device).to_sparse(), x)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_chunk_that_uses_no_parameter_is_not_the_whole_batch(device):
     def fn(p, x):

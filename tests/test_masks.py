@@ -41,6 +41,13 @@ def test_mask(args, device):
     assert all((coef[~mask] == 0).all() for coef in out.clip_coef.values())
 
 
+def test_vmap_over_masks(args, device):
+    masks = torch.arange(2**N, device=device)[:, None].bitwise_and(2 ** torch.arange(N, device=device)) > 0
+    clipped = lambda mask: psg.clipped_grad(loss, 0.5)(*args, mask=mask).grads  # noqa: E731
+    expected = tree_map(lambda *rows: torch.stack(rows), *map(clipped, masks))
+    assert_trees_close(torch.func.vmap(clipped)(masks), expected)
+
+
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, 1e38])
 def test_a_masked_sample_contributes_exactly_zero_whatever_it_holds(bad, args, device):
     params, x = args

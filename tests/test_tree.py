@@ -180,6 +180,17 @@ class TestReductions:
         buffer.seek(0)
         assert_trees_close(psg.tree.norm(torch.load(buffer)), psg.tree.norm(found))
 
+    @pytest.mark.parametrize("reduce", [psg.tree.materialize, psg.tree.norm, psg.tree.sum], ids=lambda reduce: reduce.__name__)
+    def test_vmap_over_segments(self, kind, n, reduce, device):
+        """In one of them an id is out of range, which is no error where nobody can read it: its sums are NaN."""
+        tree = kind(factored_tree(n, device))
+        ids = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [2, 2, 2, 2]], device=device)[:, :n]
+        summed = lambda ids: reduce(psg.tree.segment_sum(tree, ids, 2))  # noqa: E731
+        found = torch.func.vmap(summed)(ids)
+        expected = tree_map(lambda *rows: torch.stack(rows), summed(ids[0]), summed(ids[1]))
+        assert_trees_close(tree_map(lambda leaf: leaf[:2], found), expected, per_sample=False, atol=1e-12)
+        assert all(leaf[2].isnan().all() for leaf in optree.tree_leaves(found)) or n == 0
+
 
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_products_of_many_small_leaves(n, device):

@@ -97,7 +97,8 @@ def add_up(parts: Iterable[Tensor], owners: Tensor, n: int) -> Tensor:
     for part in map(widen, parts):
         total = part.new_zeros(n, *part.shape[1:]) if total is None else total
         # Row by row, index_add_ is up to eight times slower on other strides.
-        total.index_add_(0, owners[start : start + len(part)], part.contiguous())
+        add = torch.index_add if _functorch.transform_active() else Tensor.index_add_  # vmap cannot write the owners' rows into one total
+        total = add(total, 0, owners[start : start + len(part)], part.contiguous())
         start += len(part)
     assert total is not None
     return total

@@ -164,7 +164,8 @@ class Batch:
 
 def _grad(value: Tensor, targets: list[Tree]) -> list[Tree]:
     leaves, spec = flatten(targets)
-    return unflatten(spec, _pass.gradients(value, leaves))
+    found = _pass.gradients(value, leaves)
+    return unflatten(spec, [torch.zeros_like(leaf) if own is None else own for leaf, own in zip(leaves, found, strict=True)])
 
 
 def _stack(rows: Sequence[Tree]) -> Tree:

@@ -229,7 +229,7 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
         raise InputError(f"psg.tree.segment_sum: num_segments={num_segments!r}: expected an integer of at least 0.")
     ids = segment_ids.to(factors[0].device, torch.int64)
     valid: Tensor | None = None
-    if _functorch.is_traced() and count:
+    if count and not _functorch.can_read(ids):
         # Compiled code might take -1 for the last segment.
         valid, ids = ((0 <= ids) & (ids < count)).all(), ids.clamp(0, count - 1)
     elif n and not (0 <= int(ids.min()) and int(ids.max()) < count):
