@@ -4,7 +4,8 @@
 a constant of the first call is made an input, or refused.
 """
 
-from collections.abc import Callable, Container, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -104,11 +105,10 @@ def trace(
         raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
+        _reshape(graph, _views_of_final_values(graph))
         with _ambient.off():  # autocast is in the graph already
             graph = _make_fx(torch.func.functionalize(graph), [*tensors, *(tensor.detach() for tensor in captured)])
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        # A compiler may give a tensor other strides than eager mode does, for which there is no such view.
-        node.target = torch.ops.aten.reshape.default
+    _reshape(graph, graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default))
     returned = set(graph.graph.output_node().all_input_nodes)
     for op in _DETACHING:
         for node in graph.graph.find_nodes(op="call_function", target=op):
@@ -119,6 +119,36 @@ def trace(
     placed = [place for place, tensor in enumerate(tensors) if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
     return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *result)
+
+
+def _reshape(graph: GraphModule, views: Iterable[Node]) -> None:
+    """Put reshapes in the place of views: another form of an op, or a compiler, may give a tensor strides that allow no such view."""
+    for node in views:
+        node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+
+
+def _views_of_final_values(graph: GraphModule) -> list[Node]:
+    """The calls of `view` after which nothing is written into the tensor, by whatever view of it: a copy serves there too."""
+    owner: dict[Any, Any] = {}  # of a view, the tensor that it is a view of
+    last_write: dict[Any, int] = {}
+    for place, node in enumerate(graph.graph.nodes):
+        if node.target is operator.getitem:  # of several views, as `split` gives them
+            owner[node] = owner.get(node.args[0], node.args[0])
+        if not isinstance(node.target, OpOverload):
+            continue
+        schema = node.target._schema
+        given = {argument.name: argument.alias_info for argument in schema.arguments if argument.alias_info is not None}
+        bound = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+        for name, alias in given.items():
+            for tensor in bound[name] if isinstance(bound.get(name), (list, tuple)) else [bound.get(name)]:
+                if isinstance(tensor, Node):
+                    own = owner.get(tensor, tensor)
+                    owner[node] = own
+                    if alias.is_write:
+                        last_write[own] = place
+    views = [(place, node) for place, node in enumerate(graph.graph.nodes) if node.target is torch.ops.aten.view.default]
+    return [node for place, node in views if last_write.get(owner[node], -1) < place]
 
 
 # What `Tensor.detach` is in a graph; an alias from torch 2.15 on.

@@ -1811,3 +1811,35 @@ def test_parts_of_a_call_that_draw_the_same(options, device):
     with pytest.warns(psg.FallbackWarning, match='randomness="same" for a call that is run in parts'):
         out = fast(torch.ones(16, device=device), torch.ones(4, 16, device=device))
     assert len(out.unique(dim=0)) == 1
+
+
+def _filled(w, x):
+    h = (x @ w).T * 1
+    h.masked_fill_(h > 1, 0.0)
+    return h.T.reshape(-1).square().sum()
+
+
+def _written_through_a_view(w, x):
+    h = (x @ w).T * 1
+    view = h.T.view(-1)
+    view[2:5] = 0
+    return h.square().sum() + view.sum()
+
+
+def _viewed_before_the_write(w, x):
+    h = (x @ w) * 1
+    view = h.view(-1)
+    h.masked_fill_(h > 1, 0.0)
+    return view.pow(3).sum()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda w, x: F.linear(x, F.normalize(w.T, dim=1).T).square().sum(), _filled, _written_through_a_view, _viewed_before_the_write],
+    ids=["normalize", "filled", "through a view", "before the write"],
+)
+def test_writes_into_tensors_in_another_layout(fn, device):
+    """Made functional, such a write gives a contiguous tensor, which later views did not fit."""
+    w, x = torch.randn(6, 6, device=device), torch.randn(4, 5, 6, device=device)
+    for transform in (psg.per_sample_grad(fn), lambda w, x: psg.clipped_grad(fn, 1.0)(w, x).grads):
+        assert_trees_close(psg.jit(transform, backend="eager", check=False)(w, x), transform(w, x))
