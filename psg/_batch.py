@@ -56,7 +56,7 @@ from psg._ops import (
     target_of,
     torchs_names,
 )
-from psg._outside import REQUIRING
+from psg._outside import REQUIRING, Looking
 from psg._owners import NotFinite, groups, measure
 from psg._sampled import Sampled
 from psg._writes import changes_nothing, written
@@ -191,7 +191,7 @@ _FAILURES = {
 """Errors of torch's in the backward pass, by a part of their message, and why they are raised."""
 
 
-class _BatchMode(Watch):
+class _BatchMode(Watch, Looking):
     """Watches the calls of the function and routes those that meet a parameter."""
 
     def __init__(

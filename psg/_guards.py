@@ -25,13 +25,14 @@ from psg._ops import (
     target_of,
     torchs_names,
 )
+from psg._outside import Looking
 from psg._trees import tensors_in
 from psg._writes import Aliases, changes_nothing, written
 from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 
-class VmapGuard(TorchFunctionMode):
+class VmapGuard(Looking):
     """Under vmap(grad): refuses updates of running statistics and ops that vmap gets wrong, but decomposes an op where that makes it right.
 
     Args:
@@ -194,7 +195,7 @@ class Repaired(TorchFunctionMode):
         return _kernels.run(func, args, kwargs)
 
 
-class LoopGuard(Repaired):
+class LoopGuard(Repaired, Looking):
     """Under plain autograd: also refuses updates of running statistics, and notes the arguments of fn's ops.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from psg import _autograd, _functorch
 from psg._errors import USED_ELSEWHERE, StateError, warn_once
@@ -35,15 +35,24 @@ def _records(func: Any) -> bool:
     return func not in UNDIFFERENTIATED and torch.is_grad_enabled()
 
 
-_owned: ContextVar[Mapping[int, str]] = ContextVar("psg_owned", default={})  # noqa: B039 (never changed)
+_owned: ContextVar[tuple[Mapping[int, str], str]] = ContextVar("psg_owned", default=({}, ""))  # noqa: B039 (never changed)
 
 
-def owning(names: Mapping[int, str]) -> AbstractContextManager[Mapping[int, str]]:
+def owning(names: Mapping[int, str], message: str = USED_ELSEWHERE) -> AbstractContextManager[Any]:
     """A context in which a module runs with other parameters than its own, whose names these are, by id: no op must use its own."""
-    return assigned(_owned, names)
+    return assigned(_owned, (names, message))
 
 
-def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], message: str = USED_ELSEWHERE) -> None:
+class Looking(TorchFunctionMode):
+    """A function mode that shows all ops to `Outside.look`."""
+
+
+def is_looked_at() -> bool:
+    """Whether such a mode sees the ops that fn calls now."""
+    return any(isinstance(mode, Looking) for mode in _get_current_function_mode_stack())
+
+
+def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], message: str) -> None:
     """Raise if an op differentiates a parameter with one of these names, or a view of it.
 
     Raises:
@@ -91,9 +100,10 @@ class Outside:
         inner = _bare(leaves, level) if _functorch.current_level() > level else []
         if not ((met or inner) and _records(func)):
             return []
-        if names := _owned.get():
+        names, message = _owned.get()
+        if names:
             for leaf in (*met, *inner):
-                refuse_own(func, leaf, leaves[0], names)
+                refuse_own(func, leaf, leaves[0], names, message)
                 if leaf.grad_fn is not None and self._is_older(leaf, own) and not _takes_metadata(func, leaf, leaves[0]):
                     key = _autograd.find_leaf(leaf.grad_fn, names, self._allowed)
                     if key is not None:
@@ -213,7 +223,7 @@ class Replaced(Outside):
             return function(*args)
 
 
-class _Mode(TorchFunctionMode):
+class _Mode(Looking):
     def __init__(self, outside: Outside) -> None:
         super().__init__()
         self.outside = outside

@@ -43,14 +43,14 @@ from psg._ops import (
     torchs_names,
 )
 from psg._ordinary import FUNCTIONS, is_ordinary
-from psg._outside import REQUIRING
+from psg._outside import REQUIRING, Looking
 from psg._writes import Aliases, changes_nothing, written
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 
-class Router(Watch):
+class Router(Watch, Looking):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
     def __init__(

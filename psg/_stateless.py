@@ -20,7 +20,7 @@ from psg._effects import Attributes, Writes, changing, kind_of
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._modules import CALLED, LOCKS
 from psg._ops import leaves_of
-from psg._outside import UNDIFFERENTIATED, owning, refuse_own
+from psg._outside import UNDIFFERENTIATED, is_looked_at, owning, refuse_own
 
 
 def stateless(
@@ -93,7 +93,7 @@ def stateless(
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
     lock = LOCKS.setdefault(module, threading.RLock())
     with lock:
-        unregistered = _unregistered_parameters(module)
+        kept_elsewhere = _keeps_parameters_elsewhere(module)
         params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
         hooked = [
             name
@@ -118,7 +118,7 @@ def stateless(
     takes_target = criterion is not None and _takes_two(criterion)
     # torch's own losses hold no tensors.
     own_loss = vars(F).get(getattr(criterion, "__name__", "")) is criterion
-    guarded = contextlib.nullcontext if own_loss else partial(_OwnParameterGuard, message=_KEPT_BY_CRITERION)
+    guarded = contextlib.nullcontext if own_loss else partial(_guarding, message=_KEPT_BY_CRITERION)
 
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
         if not isinstance(params, Mapping):
@@ -142,7 +142,7 @@ def stateless(
 
         try:
             with lock, _ambient.uncached():
-                return _call(module, criterion, params, run, lock, unregistered, memory)
+                return _call(module, criterion, params, run, lock, kept_elsewhere, memory)
         except TypeError as error:
             if takes_target and not inputs and not shared:
                 unpack = " Unpack the batch: loss(params, *batch)." if isinstance(sample[0], (list, tuple)) else ""
@@ -202,7 +202,7 @@ def _call(
     params: dict[str, Tensor],
     run: Callable[[dict[int, str]], Any],
     lock: Any,
-    unregistered: dict[int, str],
+    kept_elsewhere: bool,
     memory: dict[str, int],
 ) -> Any:
     """Put `params` into the module, call `run` with the names of the module's own parameters by id; raise if that changes a buffer."""
@@ -228,14 +228,12 @@ def _call(
     versions = {name: tensor._version for name, tensor in kept.items()}
     scripted = isinstance(module, torch.jit.ScriptModule)
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest}, buffers)
-    guarded = {key: name for key, name in unregistered.items() if name in params}
     given = {id(parameter): name for name, parameter in own.items() if name in params}
     writes, attributes = Writes(children, kept, params), Attributes(children)
     try:
         with held(), _writes.refusing(writes.refuse):
-            with _OwnParameterGuard(guarded, USED_ELSEWHERE) if guarded else contextlib.nullcontext():
-                with owning(given):
-                    output = run(given)
+            with owning(given), _guarding(given) if kept_elsewhere else contextlib.nullcontext():
+                output = run(given)
             now = params | kept if scripted else _held(slots)
     except BaseException:
         attributes.restore()
@@ -372,18 +370,14 @@ def _misnamed(module: nn.Module, name: str, first: dict[int, str]) -> str:
     )
 
 
-def _unregistered_parameters(module: nn.Module) -> dict[int, str]:
-    """The parameters that the module also holds in unregistered places, such as lists, or of which it holds views: their names, by id."""
-    names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    found: dict[int, str] = {}
+def _keeps_parameters_elsewhere(module: nn.Module) -> bool:
+    """Whether the module also holds parameters, or views of them, in unregistered places, such as lists."""
+    ids = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     held: list[Any] = []
     for child in module.modules():
         held += [value for name, value in vars(child).items() if name not in ("_parameters", "_buffers", "_modules")]
-    for value in _reachable(held):
-        if isinstance(value, Tensor):
-            key = id(_autograd.base_of(value) if value.requires_grad else value)
-            found |= {key: names[key]} if key in names else {}
-    return found
+    tensors = (value for value in _reachable(held) if isinstance(value, Tensor))
+    return any(id(_autograd.base_of(tensor) if tensor.requires_grad else tensor) in ids for tensor in tensors)
 
 
 def _reachable(held: list[Any]) -> Iterator[Any]:
@@ -415,6 +409,11 @@ _KEPT_BY_CRITERION = (
     "stateless: the criterion uses the module's parameter {!r} by a reference of its own, which is not the tensor that the loss is given: "
     "its gradient would be lost. Read it from the module at every call of the criterion, or detach it."
 )
+
+
+def _guarding(names: dict[int, str], message: str = USED_ELSEWHERE) -> contextlib.AbstractContextManager[Any]:
+    """A context that refuses ops on these parameters, in psg's passes and outside of them."""
+    return owning(names, message) if is_looked_at() else _OwnParameterGuard(names, message)
 
 
 class _OwnParameterGuard(TorchFunctionMode):
