@@ -6,6 +6,7 @@ i in, o out; g group; k kernel.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import reduce
 from operator import is_
 from typing import Any, Self
@@ -44,6 +45,9 @@ _LARGE = 1 << 14  # on a CPU, gradients of at least this many entries are square
 _LOST = 1 << 17
 _ROUNDING = 1 << 8
 _FEW = 1 << 7
+
+BOUNDING: ContextVar[bool] = ContextVar("psg_bounding", default=False)
+"""Whether eager calls too raise norms that they could compute exactly: for comparison with a trace, which cannot ask where to."""
 
 
 def _floating_only(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -182,6 +186,11 @@ class Factor(ABC):
         """The number of terms of the sum that the gradient is."""
         return 1
 
+    @property
+    def is_better_formed(self) -> bool:
+        """Whether the gradients are so small that to form them costs next to nothing, where `recover` could only bound a norm."""
+        return self.n * self._bytes() <= _TINY and not _functorch.can_read_now(self._lead)
+
     def recover(self, squared: Tensor, squared_terms: Tensor) -> Tensor:
         """Correct squared norms [n] that were summed from inner products of terms, for samples whose terms nearly cancel.
 
@@ -192,7 +201,7 @@ class Factor(ABC):
         """
         eps = torch.finfo(squared.dtype).eps * max(1, self.positions / _FEW)
         lost = ~(squared >= _LOST * eps * squared_terms)  # includes NaN, from infinite terms that cancel
-        if not _functorch.can_read_now(squared):
+        if BOUNDING.get() or not _functorch.can_read_now(squared):
             return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * squared_terms, squared)
         if not lost.any():
             return squared

@@ -75,7 +75,8 @@ class Planned(Additive):
 
     def _planned_norm(self) -> Tensor:
         """The squared norm, when no weighted sum follows, or when `settle` has already decided against "keep"."""
-        return self._norm_by(plans.choose("norm", self._norm_costs(), self, self._norm_by))
+        costs = self._norm_costs() | ({"chunks": 0.0} if self.is_better_formed else {})
+        return self._norm_by(plans.choose("norm", costs, self, self._norm_by))
 
     @remembered
     def _joint_costs(self) -> Costs:
@@ -88,6 +89,8 @@ class Planned(Additive):
     def _plan(self, more: float = 0) -> str:
         """The plan for norm and sum together; `more` is added to the cost of every plan but "keep"."""
         costs = {plan: cost if plan == "keep" else cost + more for plan, cost in self._joint_costs().items()}
+        if self.is_better_formed:
+            costs["keep"] = 0.0
         if not plans.may_keep(self.n * self._bytes()):
             del costs["keep"]
         return plans.choose("norm", costs, self, self._norm_and_sum_by)

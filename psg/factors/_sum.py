@@ -124,6 +124,8 @@ class Sum(Additive):
             return "chunks"
         if len(self.terms) < 2:
             return "gram"
+        if self.is_better_formed:
+            return plans.choose("norm", {"gram": math.inf, "chunks": 0.0}, self, self._norm_by)
         planned = [term for term in self.terms if isinstance(term, Planned)]
         spread = [term for term in self.terms if _is_spread(term)]
         if not planned or len(planned) + len(spread) < len(self.terms):  # for example rows of a table: few of many entries
