@@ -495,6 +495,33 @@ def test_functions_of_torchscript(device):
     assert widened(x).shape == (N, 6) and torch._C.ScriptFunction.__call__.__module__ != "psg._scripts"
 
 
+SCRIPTED = [
+    *(f"torch.{op}(a)" for op in "sin cos tan asin acos atan sinh cosh asinh atanh log1p log2 log10 expm1 exp2 erf reciprocal".split()),
+    *(f"torch.{op}(a)" for op in "floor ceil round trunc sign".split()),
+    *("torch.acosh(a + 1)", "torch.atan2(a, b)", "torch.hypot(a, b)", "torch.lerp(a, b, 0.3)", "torch.lerp(a, b, c)"),
+    *("torch.addcmul(a, b, c, value=2.0)", "torch.addcdiv(a, b, c)", "torch.where(a > b, a, c)", "torch.clamp(a, b, c)"),
+    *("torch.clamp(a, 0.4, 0.7)", "torch.clamp_min(a, 0.5)", "torch.clamp_max(a, 0.5)", "torch.maximum(a, b)", "torch.minimum(a, b)"),
+    *("a.norm() * c", "torch.norm(a, 2, [0], True) * c", "a.norm(p=1) * b"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("expression", SCRIPTED)
+def test_ops_in_torchscript_under_vmap(expression, device):
+    script = torch.jit.CompilationUnit(f"def run(a: Tensor, b: Tensor, c: Tensor) -> Tensor:\n    return {expression}\n").run
+    w, x = torch.rand(3, 5, device=device), torch.rand(N, 3, device=device)
+
+    def fn(w, x):
+        output = script(0.9 * torch.sigmoid(x @ w), torch.sigmoid(w[0] * x.sum()), w[1].exp())
+        return (output * torch.arange(5.0, device=x.device)).sum()
+
+    for _ in range(3):  # it is specialised in the first calls
+        assert_trees_close(psg.per_sample_grad(fn, method="vmap")(w, x), loop_grad(fn)(w, x), atol=1e-12)
+    found = torch.func.jacrev(lambda w: psg.per_sample_grad(fn, method="vmap")(w, x).sum(0))(w)
+    exact = torch.autograd.functional.hessian(lambda w: torch.stack([fn(w, own) for own in x]).sum(), w)
+    assert_trees_close(found, exact, atol=1e-10, per_sample=False)
+
+
 def _decoder():
     class Decoder(nn.Module):
         def __init__(self):

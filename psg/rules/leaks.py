@@ -143,6 +143,8 @@ _RIGHT_UNSEEN = frozenset(
     """
     linear matmul mm bmm addmm baddbmm t transpose permute view reshape flatten unsqueeze squeeze contiguous expand expand_as cat stack
     chunk split slice select unbind narrow add sub mul div neg rsub pow sqrt rsqrt square exp log abs tanh sigmoid relu relu_ relu6 gelu
+    sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh log1p log2 log10 expm1 exp2 erf reciprocal hypot lerp addcmul addcdiv where
+    clamp clamp_min clamp_max maximum minimum floor ceil round trunc sign norm linalg_vector_norm
     silu elu leaky_relu softplus hardtanh softmax log_softmax mean sum layer_norm conv1d conv2d conv3d _convolution max_pool1d
     max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d dropout batch_norm zeros ones full arange zeros_like
     ones_like to type_as detach clone size dim len numel Int Float Bool IntImplicit FloatImplicit ScalarImplicit NumToTensor __getitem__
