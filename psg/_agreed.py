@@ -8,7 +8,7 @@ from torch import Tensor
 from psg import _functorch, _trees
 from psg._errors import PsgError, Unsupported
 from psg._lifted import Watch
-from psg._ops import CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
+from psg._ops import ARRAYS, CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
 
 
 class Diverged(PsgError):
@@ -34,7 +34,7 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
     Raises:
         Diverged: The Python value, or the number of selected entries, is not the same for all samples.
     """
-    if func in CONVERSIONS and _functorch.is_batched(args[0], watch.level):
+    if (func in CONVERSIONS or func in ARRAYS) and _functorch.is_batched(args[0], watch.level):
         return python_value(watch, func, args, kwargs)
     if func in MASKED:
         if "mask" in kwargs:
@@ -52,13 +52,17 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
 
 
 def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
-    """The Python value that a tensor has for every sample, as in a loop over them; raises Diverged if the samples do not agree."""
+    """The Python value, or NumPy array, that a tensor has for every sample, as in a loop over them.
+
+    Raises:
+        Diverged: The samples do not agree.
+    """
     watch.expect_agreed(args[0])
     with _functorch.below():
-        values = _functorch.physical(args[0], watch.level, watch.n).detach()
-        count = values[0].numel()
-        if count == 0 or count > 1 and func is not Tensor.tolist:
-            return func(values[0], *args[1:], **kwargs)  # raises torch's own error, but for an empty list
+        given = _functorch.physical(args[0], watch.level, watch.n)
+        values, count = given.detach(), given[0].numel()
+        if count == 0 or count > 1 and func is not Tensor.tolist and func not in ARRAYS:
+            return func(values[0], *args[1:], **kwargs)  # raises torch's own error, but for what is empty
         told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, count)
         if _trees.is_inexact(told):
             # Compare bits: 0.0 and -0.0 are equal, but fn may treat them differently.
@@ -66,7 +70,11 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
         distinct, labels = told.unique(dim=0, return_inverse=True)
         if len(distinct) > 1:
             raise Diverged(name_of(func), labels)
-        return func(values[0], *args[1:], **kwargs)
+        if func not in ARRAYS:
+            return func(values[0], *args[1:], **kwargs)
+        array = func(given[0].clone(), *args[1:], **kwargs)
+        array.setflags(write=False)  # a write would not reach the sample, as in a loop
+        return array
 
 
 def asks_for_a_number(error: RuntimeError) -> bool:

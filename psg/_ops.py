@@ -47,10 +47,12 @@ ACCUMULATING = {torch.autograd.backward, Tensor.backward}
 """Calls that add gradients to the `.grad` of leaves."""
 
 CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item, Tensor.tolist}
+ARRAYS = {Tensor.numpy, Tensor.__array__}
+"""Calls that give NumPy arrays."""
 
 # These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (READS), of
 # where to split (_SPLITS), of the tensors in a list (_FROM_LISTS, _INDEXING), or of how many sequences each step of a pack has (_PACKED).
-READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+READS = {Tensor.tolist, *ARRAYS, Tensor.__dlpack__}
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new, torch.sparse_coo_tensor}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}

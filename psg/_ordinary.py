@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
 from psg._higher_order import HIGHER_ORDER
-from psg._ops import CONVERSIONS, DIFFERENTIATING, FACTORIES, LIKENESSES, LOCATING, MASKED, PREDICATES, is_torchs
+from psg._ops import ARRAYS, CONVERSIONS, DIFFERENTIATING, FACTORIES, LIKENESSES, LOCATING, MASKED, PREDICATES, is_torchs
 from psg._outside import REQUIRING
 from psg.rules._registry import TREATED
 from psg.rules.embedding import LOOKUPS
@@ -37,7 +37,7 @@ def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) ->
 
 _ELSEWHERE = {
     *(*PREDICATES, *DIFFERENTIATING, *REQUIRING, Tensor.register_hook, custom_function_call),
-    *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *LIKENESSES, *CONVERSIONS, *MASKED, *LOCATING),
+    *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *LIKENESSES, *CONVERSIONS, *ARRAYS, *MASKED, *LOCATING),
     *(factory for kind in FACTORIES for factory in kind),
 }
 

@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -220,6 +221,35 @@ def test_a_python_value_that_all_samples_share(value, args):
         return plain(w, x) * (1 + value(x))
 
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
+
+
+@pytest.mark.parametrize("read", [lambda index: index.numpy(), np.asarray], ids=["numpy", "asarray"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_arrays_of_numpy(read, alike):
+    """Samples with equal values run together; a tensor that requires grad has no array, as in torch."""
+
+    def fn(w, x):
+        first, second = read(x.topk(2).indices)
+        return (w[int(first)] * x[int(second)]).square()
+
+    w, x = torch.randn(3), torch.randn(8, 3)
+    x = x[:1].expand(8, 3) * torch.arange(1.0, 9)[:, None] if alike else x
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        psg.per_sample_grad(lambda w, x: (w * float(read(w * x).sum())).sum())(w, x)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_an_array_that_is_written_into():
+    """In a loop the array shares the sample's memory."""
+
+    def fn(w, x):
+        x.numpy()[0] = 0
+        return (w * x).sum().square()
+
+    w, x = torch.randn(3), torch.ones(4, 3)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    assert (x == 1).all()
 
 
 def test_lists_that_differ_between_samples_are_captured_apart(device):
