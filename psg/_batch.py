@@ -338,9 +338,12 @@ class _BatchMode(Watch, Looking):
         if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
+        way_out = "Freeze the parameter"
+        if target is not None:
+            way_out = "Make a new tensor instead of the write (index_put, torch.where, torch.cat), freeze the parameter"
         raise InputError(
             f'method="batch": {names} reaches {name_of(func)} at {user_line()}, for which this method has no rule that fits. '
-            'Freeze the parameter, or write fn for one sample and use method="auto".'
+            f'{way_out}, or write fn for one sample and use method="auto".'
         )
 
     def _choice(

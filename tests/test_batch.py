@@ -521,7 +521,7 @@ def test_an_index_out_of_range_is_torch_s_own_error(lookup, beyond, device):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"max_norm": 0.5}, psg.InputError, "for which this method has no rule that fits"),
+        ({"max_norm": 0.5}, psg.InputError, "for which this method has no rule that fits. Freeze"),
         ({"sparse": True}, psg.StateError, "the output of embedding"),
     ],
     ids=["max_norm", "sparse"],
@@ -1484,3 +1484,19 @@ def test_products_of_drawn_shapes(n, t, i, o, scale, frozen):
         return (found.sin().sum((1, 2)) + torch.addmv(x[:, 0, 0], x[:, 0], p["v"], beta=scale)) * torch.linalg.vecdot(x, p["v"]).sum(1)
 
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+def test_a_parameter_written_into_a_constant(device):
+    places = tuple(torch.tril_indices(3, 3, -1, device=device))
+
+    def written(p, x):
+        matrix = torch.eye(3, device=device)
+        matrix[places] = p
+        return (x @ matrix.T).square().sum(-1)
+
+    p, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    with pytest.raises(psg.InputError, match="p reaches __setitem__ .*Make a new tensor instead of the write .index_put"):
+        psg.per_sample_grad(written, method="batch")(p, x)
+    put = lambda p, x: (x @ torch.eye(3, device=device).index_put(places, p).T).square().sum(-1)  # noqa: E731
+    expected = loop_grad(lambda p, x: written(p, x[None])[0])(p, x)
+    assert_trees_close(psg.per_sample_grad(put, method="batch")(p, x), expected)
