@@ -1072,6 +1072,17 @@ def test_norms_of_scaled_gradients_whose_largest_terms_meet_zeros(kind, sizes, t
     assert_trees_close(found, (exact.float(), squares.float()), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_second_derivatives_of_scaled_gradients_at_zero(dtype, device):
+    right, entries = torch.randn(2, 1, 3, device=device, dtype=dtype), torch.rand(4, 3, device=device, dtype=dtype)
+    left = torch.randn(2, 1, 4, device=device, dtype=dtype)
+    left[0] = 0
+    squared = lambda left: Scaled(Outer(left, right), entries.expand(2, 4, 3)).squared_norm().sum()  # noqa: E731
+    dense = lambda left: (left.mT * right * entries).square().sum()  # noqa: E731
+    hessian = torch.autograd.functional.hessian
+    assert_trees_close(hessian(squared, left), hessian(dense, left), per_sample=False, rtol=1e-5)
+
+
 def test_samples_whose_terms_are_zero_are_not_materialised(device):
     left, right = torch.randn(4, 3, 8, device=device), torch.randn(4, 3, 8, device=device)
     left[1], right[2] = 0, 0

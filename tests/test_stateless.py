@@ -1018,6 +1018,17 @@ def test_a_class_is_no_module():
         psg.stateless(nn.Linear)
 
 
+def _expect_backward_s_gradients(module, criterion, x, y):
+    loss, params = psg.stateless(module, criterion)
+    for method in ("auto", "vmap", "loop"):
+        found = psg.per_sample_grad(loss, method=method)(params, x, y)
+        for i in range(N):
+            module.zero_grad()
+            criterion(module(x[i : i + 1]), y[i : i + 1]).backward()
+            expected = {name: p.grad for name, p in module.named_parameters()}
+            assert_trees_close({name: g[i] for name, g in found.items()}, expected, per_sample=False)
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4, bias=False))])
 def test_a_criterion_that_reads_the_module_s_parameters(make, device):
     """A penalty in the criterion is a part of the loss, as it is for `backward()`."""
@@ -1026,15 +1037,7 @@ def test_a_criterion_that_reads_the_module_s_parameters(make, device):
     def criterion(out, target):
         return F.cross_entropy(out, target) + 0.1 * sum(p.square().sum() for p in module.parameters())
 
-    loss, params = psg.stateless(module, criterion)
-    for method in ("auto", "vmap", "loop"):
-        found = psg.per_sample_grad(loss, method=method)(params, x, y)
-        for i in range(N):
-            module.zero_grad()
-            criterion(module(x[i : i + 1]), y[i : i + 1]).backward()
-            assert_trees_close(
-                {name: g[i] for name, g in found.items()}, {name: p.grad for name, p in module.named_parameters()}, per_sample=False
-            )
+    _expect_backward_s_gradients(module, criterion, x, y)
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
@@ -1115,16 +1118,7 @@ def test_a_criterion_that_holds_the_module_s_parameters_as_its_own(hold, device)
             return F.cross_entropy(output, target) + held.square().sum()
 
     criterion = Penalised()
-    loss, params = psg.stateless(module, criterion)
-    x, y = torch.randn(N, 3, device=device), torch.randint(4, (N,), device=device)
-    for method in ("auto", "vmap", "loop"):
-        found = psg.per_sample_grad(loss, method=method)(params, x, y)
-        for i in range(N):
-            module.zero_grad()
-            criterion(module(x[i : i + 1]), y[i : i + 1]).backward()
-            assert_trees_close(
-                {name: g[i] for name, g in found.items()}, {name: p.grad for name, p in module.named_parameters()}, per_sample=False
-            )
+    _expect_backward_s_gradients(module, criterion, torch.randn(N, 3, device=device), torch.randint(4, (N,), device=device))
     assert criterion.held is {"parameter": module[0].weight, "layer": module[0], "module": module}[hold]
 
 

@@ -151,7 +151,7 @@ class Scaled(Factor):
         is of ordinary size: float64 holds them.
         """
         dtype = wide(self.dtype)
-        if dtype == torch.float64 or not _functorch.can_read_now(self._lead):
+        if dtype == torch.float64 or self.is_differentiated or not _functorch.can_read_now(self._lead):
             return self._scaled_terms(shared, spacious(self._lead))
         squared, unit = self._scaled_terms(shared, dtype)
         limits = torch.finfo(dtype)
