@@ -62,7 +62,7 @@ def main() -> None:
     for name in args.workloads.split(","):
         counts: dict[str, Count] = {}
         for method in args.methods.split(","):
-            found = counts[method] = count(name, method, device, getattr(torch, args.dtype), PEAK[args.precision])
+            found = counts[method] = count(name, method, device, getattr(torch, args.dtype), args.precision)
             first = next(iter(counts.values()))
             row = found.summary(first)
             rows.append({"workload": name, "method": method, **row})
@@ -81,12 +81,12 @@ def pretend() -> torch.device:
     return torch.device("pretended:0")
 
 
-def count(workload: str, method: str, device: torch.device, dtype: torch.dtype, peak: float) -> Count:
+def count(workload: str, method: str, device: torch.device, dtype: torch.dtype, precision: str) -> Count:
     """Counts of one call of a method, with model and batch already on the device."""
     real = build(workload, "cpu", dtype, max_samples=2 if workload in SAMPLES else None)
     with FakeTensorMode():
         call = METHODS[method].prepare(moved(real, device, SAMPLES.get(workload)), 1.0)
-        with Count(peak) as counted:
+        with Count(precision) as counted:
             call()
     return counted
 
@@ -111,9 +111,9 @@ def moved(workload: Workload, device: torch.device, samples: int | None) -> Work
 class Count(TorchDispatchMode):
     """Counts kernels, operations, bytes, and the least seconds, by op."""
 
-    def __init__(self, peak: float) -> None:
+    def __init__(self, precision: str) -> None:
         super().__init__()
-        self.peak = peak
+        self.precision = precision
         self.kernels: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -129,8 +129,15 @@ class Count(TorchDispatchMode):
         self.kernels[name] += 1
         self.flops[name] += flops
         self.bytes[name] += count
-        self.seconds[name] += max(flops / self.peak, count / BANDWIDTH, LAUNCH)
+        self.seconds[name] += max(flops and flops / self.peak(func, args), count / BANDWIDTH, LAUNCH)
         return output
+
+    def peak(self, func: Any, args: Any) -> float:
+        """Operations a second. Beside bfloat16, float32 runs as torch's defaults have it: convolutions in TF32, products not."""
+        dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        if self.precision != "bfloat16" or dtype == torch.bfloat16:
+            return PEAK[self.precision]
+        return PEAK["tf32" if "convolution" in func.overloadpacket.__name__ else "float32"]
 
     def summary(self, first: Count) -> dict[str, Any]:
         """One row of the results."""

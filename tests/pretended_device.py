@@ -111,7 +111,7 @@ def kernels(device: torch.device) -> dict[str, list[int]]:
             "add_noise": lambda summed=summed: psg.tree.add_noise(summed, 1.0),
         }
         for name, call in calls.items():
-            with roofline.Count(1.0) as count:
+            with roofline.Count("float32") as count:
                 call()
             counts.setdefault(name, []).append(count.kernels.total())
     return counts
@@ -122,7 +122,7 @@ def halves(device: torch.device) -> dict[str, dict[str, int]]:
     factor = psg.factors.Outer(*(torch.empty(3, 5, size, device=device, dtype=torch.bfloat16) for size in (7, 4)))
     found = {}
     for plan in ("gram", "chunks"):
-        with psg.plans.using(norm=plan), roofline.Count(1.0) as count:
+        with psg.plans.using(norm=plan), roofline.Count("float32") as count:
             assert factor.norm().dtype == torch.float32
         found[plan] = dict(count.kernels)
     return found

@@ -200,13 +200,13 @@ class Factor(ABC):
         raised by the largest possible rounding error.
         """
         eps = torch.finfo(squared.dtype).eps * max(1, self.positions / _FEW)
-        lost = ~(squared >= _LOST * eps * squared_terms)  # includes NaN, from infinite terms that cancel
+        fine = squared >= _LOST * eps * squared_terms  # not NaN, from infinite terms that cancel
         if BOUNDING.get() or not _functorch.can_read_now(squared):
-            return torch.where(lost, squared.clamp(min=0) + _ROUNDING * eps * squared_terms, squared)
-        if not lost.any():
+            return torch.where(fine, squared, torch.add(squared.clamp(min=0), squared_terms, alpha=_ROUNDING * eps))
+        if fine.all():
             return squared
         # A sample whose terms are all zero, like one with a hinge loss of zero, has the norm zero. (Products with infinities gave NaN.)
-        suspects = lost.clone()
+        lost, suspects = ~fine, ~fine
         lost[suspects] = self.take(suspects).to(torch.float64).squared_terms() != 0
         squared = squared.masked_fill(suspects & ~lost, 0)
         if not lost.any():
