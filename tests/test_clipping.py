@@ -700,7 +700,9 @@ def test_clipped_trees_in_a_trace(args):
 
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize(
-    "policy", ["normalize", psg.clipping.bounded(lambda norms, clip_norm: clip_norm / norms)], ids=["normalize", "own"]
+    "policy",
+    ["normalize", psg.clipping.automatic(1e-25), psg.clipping.bounded(lambda norms, clip_norm: clip_norm / norms)],
+    ids=["normalize", "automatic", "own"],
 )
 @pytest.mark.parametrize("most", [4e-23, 1.2e-19])
 def test_terms_of_gradients_whose_squares_underflow_are_within_the_sensitivity(most, policy, flush):
