@@ -707,11 +707,11 @@ def test_clipped_trees_in_a_trace(args):
 @pytest.mark.parametrize("most", [4e-23, 1.2e-19])
 def test_terms_of_gradients_whose_squares_underflow_are_within_the_sensitivity(most, policy, flush):
     """A million entries whose squares are zero, and one whose square is not."""
-    x = torch.full((1, 1 << 20), most / 2)
+    x = torch.full((1, 1 << 20), most / 2, dtype=torch.float32)
     x[0, 0] = most
     flushed = torch.set_flush_denormal(flush)
     try:
-        out = psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0, policy=policy)(torch.zeros(1 << 20), x)
+        out = psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0, policy=policy)(torch.zeros_like(x[0]), x)
     finally:
         torch.set_flush_denormal(False)
     assert flushed and out.grads.double().norm() <= out.sensitivity * (1 + 1e-5)
