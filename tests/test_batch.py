@@ -1352,7 +1352,7 @@ def test_both_readings_of_a_parameter_that_fail_are_told(device):
         (lambda w, x: (torch.rsub(x, w, alpha=2) ** 2).sum(1), torch.ones(1), torch.tensor([[3], [100]], dtype=torch.int8)),
         (lambda w, x: (w / x).sum(1), torch.ones(1), torch.tensor([[1e-5], [2.0]], dtype=torch.float16)),
         (lambda w, x: (w / x).sum(1), torch.ones(1, dtype=torch.float64), torch.tensor([[3], [7]])),
-        (lambda w, x: (x / w).sum(1), torch.full((1,), 1e-39), torch.full((2, 1), 1e-39)),
+        (lambda w, x: (x / w).sum(1), *(torch.full(size, 1e-39, dtype=torch.float32) for size in ((1,), (2, 1)))),
     ],
 )
 def test_operands_of_other_dtypes(fn, w, x, device):

@@ -720,10 +720,10 @@ def test_terms_of_gradients_whose_squares_underflow_are_within_the_sensitivity(m
 @pytest.mark.parametrize("policy", ["clip", "normalize", "automatic", psg.clipping.bounded(lambda norms, clip_norm: clip_norm / norms)])
 @pytest.mark.parametrize("size", [1e20, 1e37])
 def test_a_gradient_of_zero_with_huge_inputs_adds_nothing(size, policy, device):
-    x, c = torch.randn(3, 2, device=device), torch.randn(3, 3, device=device)
+    x, c, w = (torch.randn(3, size, device=device, dtype=torch.float32) for size in (2, 3, 2))
     x[0], c[0] = size, 0
     run = psg.clipped_grad(lambda w, x, c: (F.linear(x, w) * c).sum(), 1.0, policy=policy)
-    out, rest = run(torch.zeros(3, 2, device=device), x, c), run(torch.zeros(3, 2, device=device), x[1:], c[1:])
+    out, rest = run(w, x, c), run(w, x[1:], c[1:])
     assert out.nonfinite == 0 and out.norms[0] == 0
     assert_trees_close(out.grads, rest.grads, per_sample=False)
 
