@@ -1,6 +1,7 @@
 """Matrix products on CPUs for which MKL is not tuned: by oneDNN, and in blocks."""
 
 import sys
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -37,16 +38,26 @@ def untuned(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@contextmanager
+def onednn(enabled):
+    """Switch oneDNN on or off. To set the attribute is an error once torch.testing._internal is imported; torch's context sets TF32 too."""
+    before, *_ = torch.backends.mkldnn.set_flags(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before)
+
+
 @pytest.mark.parametrize(
     "rows, inner, columns", [(192, 5, 7), (256, 1, 192), (260, 3, 1), (194, 5, 7), (192, 2, 1000), (188, 5, 7), (192, 0, 3)]
 )
-def test_products_in_blocks_of_rows(rows, inner, columns, untuned, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+def test_products_in_blocks_of_rows(rows, inner, columns, untuned):
     for left in (torch.randn(rows, inner), torch.randn(inner, rows).T):
         left, right = left.float(), torch.randn(columns, inner).T.float()
         divided = rows % 4 == 0 and rows >= 192 and columns < 1000
         assert _matmul.row_blocks(left, right) == (untuned if divided else 1)
-        torch.testing.assert_close(_matmul.product(left, right), left @ right)
+        with onednn(False):
+            torch.testing.assert_close(_matmul.product(left, right), left @ right)
         assert _matmul.row_blocks(left.double(), right.double()) == 1
 
 
@@ -106,7 +117,7 @@ def test_thin_matrices_are_laid_out_lengthwise(few, layout, tall, untuned):
 @needs_onednn
 @pytest.mark.parametrize("rows, inner, columns", [(1, 1, 1), (5, 1, 3), (1, 6, 4), (7, 64, 33), (0, 2, 3), (2, 0, 3)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_products_by_onednn(rows, inner, columns, transposed, untuned, monkeypatch):
+def test_products_by_onednn(rows, inner, columns, transposed, untuned):
     left = torch.randn(rows, inner).float()
     right = (torch.randn(columns, inner).T if transposed else torch.randn(inner, columns)).float()
     taken = rows * inner * columns > 0
@@ -121,8 +132,8 @@ def test_products_by_onednn(rows, inner, columns, transposed, untuned, monkeypat
     torch.set_num_threads(3)
     assert not _matmul.takes_onednn(left, right)
     torch.set_num_threads(4)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not _matmul.takes_onednn(left, right)
+    with onednn(False):
+        assert not _matmul.takes_onednn(left, right)
 
 
 @needs_onednn
@@ -196,17 +207,16 @@ def recorded(monkeypatch, decision):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("onednn", [pytest.param(True, marks=needs_onednn), False])
-def test_layers(bias, dtype, onednn, untuned, monkeypatch):
+@pytest.mark.parametrize("enabled", [pytest.param(True, marks=needs_onednn), False])
+def test_layers(bias, dtype, enabled, untuned, monkeypatch):
     model = nn.Sequential(nn.Linear(8, 200, bias=bias), nn.ReLU(inplace=True), nn.Linear(200, 192, bias=bias)).float()
     loss, params = psg.stateless(model, lambda output, y: (output * y).float().mean())
     x, y = torch.randn(4, 48, 8).float(), torch.randn(4, 48, 192).float()
     blocks, taken = recorded(monkeypatch, "row_blocks"), recorded(monkeypatch, "takes_onednn")
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    with onednn(enabled), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         found, expected = (psg.clipped_grad(loss, 1e-3, method=method)(params, x, y) for method in ("capture", "loop"))
     assert 4 in blocks
-    assert (True in taken) == (onednn and dtype == torch.float32)
+    assert (True in taken) == (enabled and dtype == torch.float32)
     assert_trees_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 3e-2)
 
 
