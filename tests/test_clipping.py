@@ -69,8 +69,9 @@ def test_clip_norm_zero_gives_a_zero_sum(args):
     assert_trees_close(out.norms, reference_norm(loop_grad(loss)(*args)))
 
 
-def test_clip_norm_infinite_gives_the_plain_sum(args):
-    out = psg.clipped_grad(loss, math.inf)(*args)
+@pytest.mark.parametrize("policy", ["clip", lambda norms, clip_norm: (norms < clip_norm).to(norms)])
+def test_clip_norm_infinite_gives_the_plain_sum(policy, args):
+    out = psg.clipped_grad(loss, math.inf, policy=policy)(*args)
     summed(out.grads, tree_map(lambda leaf: leaf.sum(0), loop_grad(loss)(*args)), "grads")
     assert all((coef == 1).all() for coef in out.clip_coef.values())
 
@@ -565,7 +566,7 @@ def test_no_gradient_can_be_brought_to_infinity(policy, args):
 
 def test_clip_norms_that_are_integers_or_have_a_default(args):
     exact = psg.clipped_grad(loss, PerLeaf(2.0))(*args)
-    found = psg.clipped_grad(loss, PerLeaf({"a": torch.tensor(2), "b": 2, "c": 2.0}))(*args)
+    found = psg.clipped_grad(loss, PerLeaf({"a": 2, "b": torch.tensor(2), "c": 2.0}))(*args)
     assert_trees_close(found.grads, exact.grads, per_sample=False)
     assert_trees_close(found.sensitivity, torch.tensor(12.0).sqrt(), per_sample=False)
     found = psg.clipped_grad(loss, PerGroup(lambda path: path[0], defaultdict(lambda: Fraction(4, 2))))(*args)
@@ -585,6 +586,16 @@ def test_a_mask_that_may_be_fn_s_own(args, device):
     exact = psg.clipped_grad(lambda p, x: masked_loss(p, x, own), 1.0)(params, x)
     for found in (clipped(params, x, own), psg.jit(clipped, backend="eager", buckets=4)(params, x, own)):
         assert_trees_close(found.grads, exact.grads, per_sample=False)
+
+
+@pytest.mark.parametrize("policy", ["clip", "automatic", "normalize"])
+def test_vmap_over_clip_norms(policy, args, device):
+    """The value of such a tensor cannot be read, to check it."""
+    clip_norms = torch.tensor([0.5, 2.0], device=device)
+    clipped = lambda clip_norm: psg.clipped_grad(loss, clip_norm, policy=policy)(*args).grads  # noqa: E731
+    found, expected = torch.func.vmap(clipped)(clip_norms), list(map(clipped, clip_norms))
+    for k, own in enumerate(expected):
+        summed({name: sums[k] for name, sums in found.items()}, own, "grads")
 
 
 @pytest.mark.parametrize("clip_norm", [PerLeaf(1.0), PerGroup(lambda path: 0, {0: 1.0})])

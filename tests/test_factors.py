@@ -408,7 +408,7 @@ def test_project(kind, size, recipe, n, dim, make):
 
 @each_count
 @each_factor
-def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make, monkeypatch):
+def test_projections_moments_and_sums_of_groups_a_little_at_a_time(kind, size, recipe, n, make, monkeypatch):
     factor, tensor = make(recipe, n, size)
     sketches = [Sketch(dim, random.Random(dim)) for dim in (5, 64)]
     whole = [factor.project(sketch) for sketch in sketches]
@@ -416,6 +416,8 @@ def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make,
     monkeypatch.setattr(psg.factors._base, "_LARGE", 1)
     assert_trees_close([factor.project(sketch) for sketch in sketches], whole)
     assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
+    ids = torch.arange(n, device=tensor.device) % 2
+    assert_trees_close(factor._segments_formed(_division.Division(ids, 2)).materialize(), summed(tensor, ids, 2))
 
 
 @each_count
