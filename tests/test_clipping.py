@@ -588,6 +588,15 @@ def test_a_mask_that_may_be_fn_s_own(args, device):
         assert_trees_close(found.grads, exact.grads, per_sample=False)
 
 
+def test_second_derivatives_of_norms_over_groups(device):
+    """A norm of the leaves' norms has none where the gradient of a leaf is zero."""
+    other, zero = torch.randn(2, 3, device=device), torch.zeros(2, 3, device=device)
+    norms = lambda own: psg.tree.clip({"a": own, "b": other}, PerLeaf(1.0)).norms.sum()  # noqa: E731
+    plain = lambda own: torch.cat([own, other], 1).square().sum(1).sqrt().sum()  # noqa: E731
+    hessian = torch.autograd.functional.hessian
+    assert_trees_close(hessian(norms, zero), hessian(plain, zero), per_sample=False)
+
+
 @pytest.mark.parametrize("policy", ["clip", "automatic", "normalize"])
 def test_vmap_over_clip_norms(policy, args, device):
     """The value of such a tensor cannot be read, to check it."""

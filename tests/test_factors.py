@@ -375,8 +375,10 @@ def test_entries_that_are_not_finite(make):
         lambda n, size, generator: (Scaled(Outer(torch.ones(n, 1, 2), torch.ones(n, 1, 2)), entries.expand(n, 2, 2)), entries), 3, ""
     )
     kept = factor.zero(torch.tensor([True, False, True], device=factor.device))
-    assert torch.equal(kept.materialize()[1].cpu(), torch.zeros(2, 2))
-    assert kept.squared_norm().isfinite().tolist() == [False, True, False]
+    of_none = factor.regroup(torch.tensor([[0, 3], [3, 3], [1, 2]], device=factor.device))
+    for found in (kept, of_none):
+        assert torch.equal(found.materialize()[1].cpu(), torch.zeros(2, 2))
+        assert found.squared_norm().isfinite().tolist() == [False, True, False]
 
 
 @each_factor
@@ -619,7 +621,7 @@ def test_formed_segments_are_not_rounded_one_by_one(device):
     # In bfloat16 the gradient of the first sample, 1 + 2^-8, would be rounded to 1.
     terms = torch.tensor([[[1.0], [2.0**-8]], [[2.0**-8], [0.0]]], device=device, dtype=torch.bfloat16)
     found = Outer(terms, torch.ones_like(terms)).segment_sum(torch.zeros(2, dtype=torch.int64, device=device), 1)
-    assert isinstance(found, Dense) and found.materialize().item() == 1 + 2.0**-7
+    assert isinstance(found, Dense) and found.dtype == torch.bfloat16 and found.materialize().item() == 1 + 2.0**-7
 
 
 def test_segments_are_formed_where_gradients_are_tiny(device):
@@ -919,11 +921,14 @@ def test_reductions_accumulate_in_float32(dtype, device):
         factor, _ = recipe(3, size, generator)
         low = factor.to(dtype).map(lambda part: part.to(device))
         exact = low.map(lambda part: part.double() if part.is_floating_point() else part)
-        weights = torch.tensor([1.0, 0.3, 0.7], device=device)
-        for name, *args in (("squared_norm",), ("gram",), ("weighted_sum", weights)):
+        weights, direction = torch.tensor([1.0, 0.3, 0.7], device=device), torch.randn(low.shape, device=device)
+        for name, *args in (("squared_norm",), ("gram",), ("dot", direction), ("weighted_sum", weights)):
             found, wanted = getattr(low, name)(*args), getattr(exact, name)(*args)
             assert found.dtype == torch.float32
-            assert_trees_close(found.double(), wanted, rtol=psg_rtol(dtype), name=f"{size}: {name}", per_sample=not args)
+            assert_trees_close(found.double(), wanted, rtol=psg_rtol(dtype), name=f"{size}: {name}", per_sample=name != "weighted_sum")
+        terms = low.squared_terms()
+        assert terms.dtype == torch.float32
+        assert_trees_close(terms.double(), low.to(torch.float64).squared_terms(), rtol=psg_rtol(dtype), name=f"{size}: squared_terms")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -1162,6 +1167,35 @@ def test_second_derivatives_of_norms_by_shared_entries(kind):
     for entries in (torch.zeros(6, 5), torch.randn(6, 5)):
         found, expected = (torch.autograd.functional.hessian(function, entries) for function in (norms, reference))
         assert_trees_close(found, expected, per_sample=False)
+
+
+@pytest.mark.parametrize("t", [2, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_norms_of_few_positions_that_nearly_cancel(seed, t, device):
+    """As above; rounding would change these norms by 2e-4 if only smaller ones were computed from the gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    u, r, shift = torch.randn(3, 8, 1, 300, generator=generator, dtype=torch.float32).to(device)
+    factor = Outer(torch.cat([r, -r], 1).repeat(1, t // 2, 1), torch.cat([u, u + 0.03 * shift], 1).repeat(1, t // 2, 1))
+    with psg.plans.using(norm="gram"):
+        found = factor.norm()
+    torch.testing.assert_close(found, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
+
+
+def test_norms_of_what_nearly_cancels_are_of_gradients_that_are_not_rounded(device):
+    """The gradient, 2^-6 (1 + 2^-8), is between two numbers of bfloat16."""
+    sides = [torch.tensor([[[1 + 2.0**-7], [last]]], dtype=torch.bfloat16, device=device) for last in (1.0, -1.0)]
+    with psg.plans.using(norm="gram"):
+        assert Outer(*sides).norm().item() == 2.0**-6 + 2.0**-14
+        ones = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
+        assert Scaled(Outer(*sides), ones).norm().item() == 2.0**-6 + 2.0**-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1 << 20,), (1 << 10, 1 << 10)])
+def test_norms_of_many_entries_are_summed_in_blocks(shape, dtype, device):
+    """A single float32 sum over so many squares is off by 1e-5."""
+    values = torch.rand(2, *shape, device=device).to(dtype)
+    torch.testing.assert_close(Dense(values).norm(), values.double().flatten(1).norm(dim=1).float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
