@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import psg
-from psg._owners import codes
+from psg._owners import codes, owners
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
 
@@ -678,6 +678,33 @@ def test_codes_of_samples(n, most):
     assert found.shape[1] == n == len(found.unique(dim=1).T)
     assert found.min() >= 0 and found.max() <= most
     assert len(found.sum(0).unique()) == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_may_be_off_by_rounding_and_no_more(sign, strict, device):
+    """By rounding of the row's own largest entry, or of the largest row's, relative to the weight."""
+    exponents, samples = codes(5, 3).to(device), torch.tensor([4, 0, 5, 3, 1, 2, 2], device=device)
+    rows = sign * (1 + torch.rand(7, 3, device=device))
+    rows[1], rows[2] = rows[1] * 2**-10, 0
+    weights = torch.cat([exponents, torch.zeros_like(exponents[:, :1])], 1)[:, samples].exp2()
+    allowed = 2**-14 * rows.abs().amax(1)
+    if not strict:
+        allowed = allowed.clamp(min=2**-16 * rows.abs().max().item())
+    for share, fits in ((0.9, True), (1.1, False)):
+        for k in (0, 1, 5):
+            off = torch.zeros_like(rows)
+            off[k, 1] = share * allowed[k]
+            found = owners(rows, [weight[:, None] * (rows + off) for weight in weights], exponents, 2**-14, strict)
+            assert torch.equal(found, samples) if fits else found is None
+
+
+@pytest.mark.parametrize("n", [2, 9])
+def test_cotangents_that_weights_bring_beyond_the_dtype(n, device):
+    w, x = torch.randn(1, 3, device=device, dtype=torch.float32), 0.1 * torch.randn(n, 3, device=device, dtype=torch.float32)
+    sizes = torch.tensor([1.0, 3e38], device=device, dtype=torch.float32).repeat(n)[:n]
+    fn = lambda w, x, sizes: F.linear(x, w)[..., 0].sin() * sizes  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x, sizes), psg.per_sample_grad(fn, method="vmap")(w, x, sizes), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

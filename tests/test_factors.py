@@ -321,6 +321,7 @@ class TestOneFactor:
         factor, tensor = make(recipe, n, size)
         assert_trees_close(factor.materialize(), tensor)
         assert (factor.n, factor.shape, factor.dtype, factor.device) == (n, tensor.shape[1:], tensor.dtype, tensor.device)
+        factor.materialize().mul_(0)  # no two entries share memory
 
     def test_squared_norm(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
@@ -329,7 +330,9 @@ class TestOneFactor:
     def test_weighted_sum(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
         weights = torch.linspace(-1, 2, n, device=tensor.device)
-        assert_trees_close(factor.weighted_sum(weights), reference_weighted_sum(tensor, weights), per_sample=False)
+        total = factor.weighted_sum(weights)
+        assert_trees_close(total, reference_weighted_sum(tensor, weights), per_sample=False)
+        total.mul_(0)  # no two entries share memory
 
     def test_dot(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
@@ -946,10 +949,10 @@ def test_sums_are_rounded_once(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e25])
-def test_outer_products_of_a_small_and_a_large_side(scale, dtype, device):
+@pytest.mark.parametrize("scales", [(1e-25, 1e25), (1e-18, 1e18), (1e18, 1e-18), (1e25, 1e-25)])
+def test_outer_products_of_a_small_and_a_large_side(scales, dtype, device):
     # A loss scaled by 1e25, of inputs scaled by 1e-25, has ordinary gradients; the squares of both sides do not fit float32.
-    left, right = (torch.randn(4, 1, size, device=device, dtype=torch.float32) * s for size, s in ((3, scale), (5, 1 / scale)))
+    left, right = (torch.randn(4, 1, size, device=device, dtype=torch.float32) * s for size, s in zip((3, 5), scales, strict=True))
     left[1] = 0
     factor = Outer(left.to(dtype), right.to(dtype))
     exact = reference_norm(factor.to(torch.float64).materialize())
@@ -962,6 +965,14 @@ def test_outer_products_of_a_small_and_a_large_side(scale, dtype, device):
     assert_trees_close(batched[0], exact.float(), rtol=1e-5)
     tracked = Outer(factor.left.clone().requires_grad_(), factor.right)
     assert_trees_close(tracked.squared_norm().detach(), exact.square().float(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scales", [(1e25, 1.0), (1.0, 1e25), (1e-25, 1.0), (1.0, 1e-25)])
+def test_norms_of_outer_products_whose_squares_do_not_fit(scales, device):
+    left, right = (torch.randn(4, 1, size, device=device, dtype=torch.float32) * s for size, s in zip((3, 5), scales, strict=True))
+    exact = reference_norm(Outer(left.double(), right.double()).materialize()).float()
+    for norm in (lambda left, right: Outer(left, right).norm(), make_fx(lambda left, right: Outer(left, right).norm())(left, right)):
+        assert_trees_close(norm(left, right), exact, rtol=1e-5)
 
 
 def psg_rtol(dtype):
@@ -1167,6 +1178,9 @@ def test_second_derivatives_of_norms_by_shared_entries(kind):
     for entries in (torch.zeros(6, 5), torch.randn(6, 5)):
         found, expected = (torch.autograd.functional.hessian(function, entries) for function in (norms, reference))
         assert_trees_close(found, expected, per_sample=False)
+    root, plain = Scaled(factor, entries.requires_grad_().expand(2, 6, 5)).norm(), (factor.materialize() * entries).flatten(1).norm(dim=1)
+    assert_trees_close(root.detach(), plain.detach())
+    assert_trees_close(*(torch.autograd.grad(norm.sum(), entries) for norm in (root, plain)), per_sample=False)
 
 
 @pytest.mark.parametrize("t", [2, 16])
