@@ -291,6 +291,7 @@ def test_linear_maps(kind, size, recipe, n, make):
         "premultiplied": (_maps.premultiplied(factor, matrix), matrix @ tensor),
         "in a row": (_maps.reshaped(factor, torch.Size((a * b,))), tensor.reshape(n, a * b)),
         "its first rows": (_maps.narrowed(factor, 0, 0, a - 1), tensor[:, :-1]),
+        "its last rows": (_maps.narrowed(factor, 0, 1, a - 1), tensor[:, 1:]),
         "its last column": (_maps.narrowed(factor, 1, b - 1, 1), tensor[:, :, -1:]),
     }
     for shape in ((), (a, 1), (b,), (a, b)):
@@ -312,6 +313,35 @@ def test_regions_that_share_no_entry():
     for joined in (diagonal, over_the_end, of_two_rows):
         assert not joined.is_apart(right, shape) and not right.is_apart(joined, shape)
     assert not Region((0, 6), (6, 1), 0).is_apart(right, torch.Size((0, 6)))
+    assert not Region((6, 0), (1, 1), 0).is_apart(right, torch.Size((6, 0)))
+    assert Region((1, 0), (1, 1), 0).is_apart(Region((1, 1), (1, 1), 0), torch.Size((1, 1)))
+
+
+@st.composite
+def views_of(draw, shape):
+    """A view of a parameter of this shape, by slices and transposes; whether it is a box in the parameter's dimensions; its region."""
+    whole = torch.arange(shape.numel()).reshape(shape)
+    view, is_box = whole, True
+    for dim, size in enumerate(shape):
+        start, step = draw(st.integers(0, size - 1)), draw(st.sampled_from([1, 1, 2]))
+        stop = draw(st.integers(start + 1, size))
+        view = view[(slice(None),) * dim + (slice(start, stop, step),)]
+        is_box &= step == 1 or stop - start == 1
+    if draw(st.booleans()):
+        view = view.movedim(0, -1)
+    if draw(st.booleans()) and view.is_contiguous():
+        is_box &= sum(size > 1 for size in view.shape) < 2
+        view = view.reshape(-1)
+    return view, is_box, Region(tuple(view.shape), view.stride(), view.storage_offset())
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=3).map(torch.Size))
+def test_regions_are_apart_if_they_share_no_entry(data, shape):
+    (one, is_box, region), (other, is_other_box, other_region) = (data.draw(views_of(shape)) for _ in range(2))
+    disjoint = not set(one.flatten().tolist()) & set(other.flatten().tolist())
+    found = region.is_apart(other_region, shape)
+    assert found == other_region.is_apart(region, shape)
+    assert disjoint if found else not (disjoint and is_box and is_other_box)
 
 
 @each_count
@@ -625,6 +655,12 @@ def test_formed_segments_are_not_rounded_one_by_one(device):
     terms = torch.tensor([[[1.0], [2.0**-8]], [[2.0**-8], [0.0]]], device=device, dtype=torch.bfloat16)
     found = Outer(terms, torch.ones_like(terms)).segment_sum(torch.zeros(2, dtype=torch.int64, device=device), 1)
     assert isinstance(found, Dense) and found.dtype == torch.bfloat16 and found.materialize().item() == 1 + 2.0**-7
+    # In a trace, too, where the sizes of segments cannot be read.
+    ones = torch.ones_like(terms)
+    held, one = Segments(Outer(terms, ones), torch.tensor([2], device=device)), Outer(ones[:1, :1], ones[:1, :1])
+    products = lambda held, one: (held.norm(), held.inner(one), held.gram(one)[0])  # noqa: E731
+    for found in (products(held, one), make_fx(products)(held, one)(held, one)):
+        assert [value.item() for value in found] == [1 + 2.0**-7] * 3
 
 
 def test_segments_are_formed_where_gradients_are_tiny(device):
