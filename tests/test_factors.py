@@ -732,11 +732,14 @@ def test_gram(first, second, size, make):
 
 @pytest.mark.parametrize("positions", [(1, 1), (2, 3), (4, 4)])
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
-def test_gram_of_more_pairs_than_a_cache_holds(positions, chunk, monkeypatch, device):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gram_of_more_pairs_than_a_cache_holds(dtype, positions, chunk, monkeypatch, device):
     monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: chunk)
-    x, y = (Outer(*torch.randn(2, n, t, 40, device=device)) for n, t in zip((7, 5), positions, strict=True))
-    assert_trees_close(x.gram(y), reference_gram(x.materialize(), y.materialize()))
-    assert_trees_close(x.gram(), reference_gram(x.materialize()))
+    x, y = (Outer(*torch.randn(2, n, t, 40, device=device).to(dtype)) for n, t in zip((7, 5), positions, strict=True))
+    left, right = (factor.to(torch.float64).materialize() for factor in (x, y))
+    rounding = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-3}
+    assert_trees_close(x.gram(y).double(), reference_gram(left, right), **rounding)
+    assert_trees_close(x.gram().double(), reference_gram(left), **rounding)
 
 
 @pytest.mark.parametrize("size", CONVS)
@@ -1229,6 +1232,19 @@ def test_norms_of_few_positions_that_nearly_cancel(seed, t, device):
     with psg.plans.using(norm="gram"):
         found = factor.norm()
     torch.testing.assert_close(found, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
+
+
+def test_norms_of_sums_of_terms_that_each_nearly_cancel(device):
+    """Inner products of two terms are then rounded as much as those of the positions of each."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        Outer(torch.cat([r, -r], 1), torch.cat([u, u + 3e-3 * shift], 1))
+        for u, r, shift in torch.randn(2, 3, 8, 1, 300, generator=generator, dtype=torch.float32).to(device)
+    )
+    both = Sum([first, second], first.left[:, 0, :0], first.shape)
+    with psg.plans.using(norm="gram"):
+        found = both.norm()
+    torch.testing.assert_close(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
 
 
 def test_norms_of_what_nearly_cancels_are_of_gradients_that_are_not_rounded(device):
