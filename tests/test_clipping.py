@@ -251,6 +251,11 @@ def test_a_user_whose_samples_cancel_is_clipped_in_half_precision(dtype, differe
     assert max(lengths) <= 1 + torch.finfo(dtype).eps
 
 
+def test_coefficients_that_a_bounded_policy_does_not_take(device):
+    own = psg.clipping.bounded(lambda norms, clip_norm: norms.new_tensor([-1.0, math.nan, 0.25, math.inf]))
+    assert own(torch.full((4,), 2.0, device=device), 1.0).tolist() == [0.0, 0.0, 0.25, 0.5]
+
+
 def test_only_a_function_can_be_bounded():
     with pytest.raises(psg.InputError, match="expected a function"):
         psg.clipping.bounded("clip")
@@ -484,6 +489,17 @@ def test_adapt_draws_noise_of_the_stated_size(device):
     drawn = torch.stack([psg.clipping.adapt(1.0, norms, 4, rate=1.0, std=2.0, generator=generator) for _ in range(2000)])
     assert abs(drawn.log().std().item() - 2.0 / 4) < 0.03
     assert abs(drawn.log().mean().item() + 0.5) < 0.05
+    before = torch.get_rng_state()
+    first, again = (psg.clipping.adapt(1.0, norms, 4, std=2.0, generator=generator.manual_seed(1)) for _ in range(2))
+    assert first == again and psg.clipping.adapt(1.0, norms, 4).item() == pytest.approx(math.exp(-0.1))  # which draws nothing
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_adapt_takes_the_ends_of_its_ranges(device):
+    norms = torch.tensor([0.5, 3.0], device=device)
+    assert psg.clipping.adapt(1.0, norms, 2, rate=0) == 1.0
+    for quantile in (0, 1):
+        assert_trees_close(psg.clipping.adapt(1.0, norms, 2, rate=1, quantile=quantile), torch.exp(norms.new_tensor(quantile - 0.5)))
 
 
 def test_adapted_clip_norms_clip_their_share(args):
@@ -505,6 +521,8 @@ def test_adapted_clip_norms_clip_their_share(args):
         ),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(4)), r"adapt: mask: expected a bool tensor .*got torch\.float"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=[True] * 4), r"adapt: mask: expected a bool tensor .*got list"),
+        (lambda norms: psg.clipping.adapt(torch.ones(2), norms, 4), r"clip_norm: expected a number or a scalar tensor"),
+        (lambda norms: psg.clipping.adapt("1", norms, 4), r"clip_norm: expected a number, .*got str"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 0), r"adapt: expected_batch_size=0: expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, "a"), r"adapt: expected_batch_size='a': expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=1.5), r"adapt: quantile=1\.5: expected a number in \[0, 1\]"),
