@@ -842,6 +842,17 @@ def test_gradients_that_a_backward_adds_to_leaves_are_not_lost(way, first, devic
         psg.per_sample_grad(fn, method="batch")(p, x)
 
 
+def test_gradients_that_fn_itself_adds_to_leaves_are_not_lost(device):
+    """Also where an op that no function mode sees leads to a parameter."""
+
+    def fn(w, x):
+        Unseen.apply(w).sum().backward()
+        return F.linear(x, w).sin().sum(1)
+
+    with pytest.raises(psg.InputError, match=r"backward\(\) at .* would add to the .grad of w"):
+        psg.per_sample_grad(fn, method="batch")(torch.randn(3, 3, device=device), torch.randn(4, 3, device=device))
+
+
 def test_a_frozen_part_may_run_again(device):
     way = RECOMPUTED["backward again"]
     p, frozen, x = torch.randn(3, 3, device=device), torch.randn(3, 3, device=device), torch.randn(4, 3, device=device)
@@ -1527,3 +1538,26 @@ def test_a_parameter_written_into_a_constant(device):
     put = lambda p, x: (x @ torch.eye(3, device=device).index_put(places, p).T).square().sum(-1)  # noqa: E731
     expected = loop_grad(lambda p, x: written(p, x[None])[0])(p, x)
     assert_trees_close(psg.per_sample_grad(put, method="batch")(p, x), expected)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda p, x, s, t: F.linear(x, p["w"]) + p["b"] * s,
+        lambda p, x, s, t: F.linear(x, p["w"]) * torch.where(s > 0, p["b"], s),
+        lambda p, x, s, t: x @ (p["w"].T @ t.T),
+    ],
+    ids=["product", "where", "matrix product"],
+)
+def test_shared_arguments_that_require_grad(op, device):
+    """What is computed from them and parameters is one value for all samples, whether or not the caller differentiates further."""
+    params = {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}
+    x, s, t = (torch.randn(shape, device=device) for shape in ((5, 3), (4,), (2, 4)))
+
+    def fn(p, x, s, t):
+        return op(p, x, s, t).sin().sum(-1)
+
+    expected = loop_grad(lambda p, x: fn(p, x, s, t))(params, x)
+    for shared in ((s, t), (s.clone().requires_grad_(), t.clone().requires_grad_())):
+        found = psg.per_sample_grad(fn, method="batch", in_dims=(None, 0, None, None))(params, x, *shared)
+        assert_trees_close({name: grad.detach() for name, grad in found.items()}, expected)
