@@ -1187,6 +1187,15 @@ def test_what_is_one_tensor_for_all_samples_stays_one_when_they_are_joined(alike
         assert (joined.entries.stride(0) == 0) is alike
 
 
+def test_joined_factors_have_the_derivatives_of_each(device):
+    ones, entries = Expanded(torch.ones(2, 1, 1, device=device), torch.Size([4, 3])), torch.rand(2, 4, 3, device=device)
+    entries[1] = entries[0]
+    entries.requires_grad_()
+    joined = psg.factors.concat([Scaled(ones, own.expand(2, 4, 3)) for own in entries])
+    (slope,) = torch.autograd.grad(joined.weighted_sum(torch.tensor([1.0, 1.0, 2.0, 3.0], device=device)).sum(), entries)
+    assert_trees_close(slope, torch.tensor([2.0, 5.0], device=device)[:, None, None].expand(2, 4, 3))
+
+
 def test_what_the_samples_share_stays_shared_within_sums_and_views(make):
     def recipe(n, size, generator):
         (left, tensor), (right, other) = (scaled(outer)(n, size, generator) for _ in range(2))
