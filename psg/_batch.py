@@ -511,7 +511,7 @@ class _BatchMode(Watch, Looking):
                 "hides. Each loss must depend on rows of its own: normalise over no batch, and keep the samples in front of the dimensions "
                 "of a parameter that is added, multiplied or repeated. Against rounding use a smaller chunk_size or a wider dtype."
             )
-        if self.n > 1 and any(_hides(tap, samples == self.n) for tap, _, samples in told):
+        if any(_hides(tap, samples == self.n) for tap, _, samples in told):
             raise NotFinite(losses)
         with torch.no_grad():
             for tap, own, samples in told:

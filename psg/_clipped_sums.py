@@ -140,7 +140,7 @@ def clipped_sums(
     factors = [factor.settle() for factor in factors]
     joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
     norms = norm_of(joints)
-    apart = [norms] if len(groups) == 1 else [joint.norm for joint in joints]
+    apart = [joint.norm for joint in joints]
     keep, nonfinite = None, torch.zeros((), dtype=torch.int64, device=norms.device)
     if not _all_count(norms, mask):
         finite = norms < math.inf  # False for NaN

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import psg
-from psg._owners import codes
+from psg._owners import codes, owners
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
 
@@ -680,6 +680,33 @@ def test_codes_of_samples(n, most):
     assert len(found.sum(0).unique()) == 1
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_may_be_off_by_rounding_and_no_more(sign, strict, device):
+    """By rounding of the row's own largest entry, or of the largest row's, relative to the weight."""
+    exponents, samples = codes(5, 3).to(device), torch.tensor([4, 0, 5, 3, 1, 2, 2], device=device)
+    rows = sign * (1 + torch.rand(7, 3, device=device))
+    rows[1], rows[2] = rows[1] * 2**-10, 0
+    weights = torch.cat([exponents, torch.zeros_like(exponents[:, :1])], 1)[:, samples].exp2()
+    allowed = 2**-14 * rows.abs().amax(1)
+    if not strict:
+        allowed = allowed.clamp(min=2**-16 * rows.abs().max().item())
+    for share, fits in ((0.9, True), (1.1, False)):
+        for k in (0, 1, 5):
+            off = torch.zeros_like(rows)
+            off[k, 1] = share * allowed[k]
+            found = owners(rows, [weight[:, None] * (rows + off) for weight in weights], exponents, 2**-14, strict)
+            assert torch.equal(found, samples) if fits else found is None
+
+
+@pytest.mark.parametrize("n", [2, 9])
+def test_cotangents_that_weights_bring_beyond_the_dtype(n, device):
+    w, x = torch.randn(1, 3, device=device, dtype=torch.float32), 0.1 * torch.randn(n, 3, device=device, dtype=torch.float32)
+    sizes = torch.tensor([1.0, 3e38], device=device, dtype=torch.float32).repeat(n)[:n]
+    fn = lambda w, x, sizes: F.linear(x, w)[..., 0].sin() * sizes  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x, sizes), psg.per_sample_grad(fn, method="vmap")(w, x, sizes), rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [3, 32, 300])
 def test_cotangents_of_other_samples_that_cancel_are_no_share(dtype, n, device):
@@ -813,6 +840,17 @@ def test_gradients_that_a_backward_adds_to_leaves_are_not_lost(way, first, devic
 
     with pytest.raises(psg.InputError, match=r"backward\(\) at .* would add to the .grad of p\['w'\]|pass use_reentrant=False"):
         psg.per_sample_grad(fn, method="batch")(p, x)
+
+
+def test_gradients_that_fn_itself_adds_to_leaves_are_not_lost(device):
+    """Also where an op that no function mode sees leads to a parameter."""
+
+    def fn(w, x):
+        Unseen.apply(w).sum().backward()
+        return F.linear(x, w).sin().sum(1)
+
+    with pytest.raises(psg.InputError, match=r"backward\(\) at .* would add to the .grad of w"):
+        psg.per_sample_grad(fn, method="batch")(torch.randn(3, 3, device=device), torch.randn(4, 3, device=device))
 
 
 def test_a_frozen_part_may_run_again(device):
@@ -1500,3 +1538,26 @@ def test_a_parameter_written_into_a_constant(device):
     put = lambda p, x: (x @ torch.eye(3, device=device).index_put(places, p).T).square().sum(-1)  # noqa: E731
     expected = loop_grad(lambda p, x: written(p, x[None])[0])(p, x)
     assert_trees_close(psg.per_sample_grad(put, method="batch")(p, x), expected)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda p, x, s, t: F.linear(x, p["w"]) + p["b"] * s,
+        lambda p, x, s, t: F.linear(x, p["w"]) * torch.where(s > 0, p["b"], s),
+        lambda p, x, s, t: x @ (p["w"].T @ t.T),
+    ],
+    ids=["product", "where", "matrix product"],
+)
+def test_shared_arguments_that_require_grad(op, device):
+    """What is computed from them and parameters is one value for all samples, whether or not the caller differentiates further."""
+    params = {"w": torch.randn(4, 3, device=device), "b": torch.randn(4, device=device)}
+    x, s, t = (torch.randn(shape, device=device) for shape in ((5, 3), (4,), (2, 4)))
+
+    def fn(p, x, s, t):
+        return op(p, x, s, t).sin().sum(-1)
+
+    expected = loop_grad(lambda p, x: fn(p, x, s, t))(params, x)
+    for shared in ((s, t), (s.clone().requires_grad_(), t.clone().requires_grad_())):
+        found = psg.per_sample_grad(fn, method="batch", in_dims=(None, 0, None, None))(params, x, *shared)
+        assert_trees_close({name: grad.detach() for name, grad in found.items()}, expected)

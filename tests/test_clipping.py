@@ -69,8 +69,9 @@ def test_clip_norm_zero_gives_a_zero_sum(args):
     assert_trees_close(out.norms, reference_norm(loop_grad(loss)(*args)))
 
 
-def test_clip_norm_infinite_gives_the_plain_sum(args):
-    out = psg.clipped_grad(loss, math.inf)(*args)
+@pytest.mark.parametrize("policy", ["clip", lambda norms, clip_norm: (norms < clip_norm).to(norms)])
+def test_clip_norm_infinite_gives_the_plain_sum(policy, args):
+    out = psg.clipped_grad(loss, math.inf, policy=policy)(*args)
     summed(out.grads, tree_map(lambda leaf: leaf.sum(0), loop_grad(loss)(*args)), "grads")
     assert all((coef == 1).all() for coef in out.clip_coef.values())
 
@@ -248,6 +249,11 @@ def test_a_user_whose_samples_cancel_is_clipped_in_half_precision(dtype, differe
         user = psg.tree.segment_sum(samples, torch.zeros(2, dtype=torch.int64, device=device), 1)
         lengths.append(psg.tree.clip(user, 1.0).grads.double().norm().item())
     assert max(lengths) <= 1 + torch.finfo(dtype).eps
+
+
+def test_coefficients_that_a_bounded_policy_does_not_take(device):
+    own = psg.clipping.bounded(lambda norms, clip_norm: norms.new_tensor([-1.0, math.nan, 0.25, math.inf]))
+    assert own(torch.full((4,), 2.0, device=device), 1.0).tolist() == [0.0, 0.0, 0.25, 0.5]
 
 
 def test_only_a_function_can_be_bounded():
@@ -483,6 +489,17 @@ def test_adapt_draws_noise_of_the_stated_size(device):
     drawn = torch.stack([psg.clipping.adapt(1.0, norms, 4, rate=1.0, std=2.0, generator=generator) for _ in range(2000)])
     assert abs(drawn.log().std().item() - 2.0 / 4) < 0.03
     assert abs(drawn.log().mean().item() + 0.5) < 0.05
+    before = torch.get_rng_state()
+    first, again = (psg.clipping.adapt(1.0, norms, 4, std=2.0, generator=generator.manual_seed(1)) for _ in range(2))
+    assert first == again and psg.clipping.adapt(1.0, norms, 4).item() == pytest.approx(math.exp(-0.1))  # which draws nothing
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_adapt_takes_the_ends_of_its_ranges(device):
+    norms = torch.tensor([0.5, 3.0], device=device)
+    assert psg.clipping.adapt(1.0, norms, 2, rate=0) == 1.0
+    for quantile in (0, 1):
+        assert_trees_close(psg.clipping.adapt(1.0, norms, 2, rate=1, quantile=quantile), torch.exp(norms.new_tensor(quantile - 0.5)))
 
 
 def test_adapted_clip_norms_clip_their_share(args):
@@ -504,6 +521,8 @@ def test_adapted_clip_norms_clip_their_share(args):
         ),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(4)), r"adapt: mask: expected a bool tensor .*got torch\.float"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=[True] * 4), r"adapt: mask: expected a bool tensor .*got list"),
+        (lambda norms: psg.clipping.adapt(torch.ones(2), norms, 4), r"clip_norm: expected a number or a scalar tensor"),
+        (lambda norms: psg.clipping.adapt("1", norms, 4), r"clip_norm: expected a number, .*got str"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 0), r"adapt: expected_batch_size=0: expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, "a"), r"adapt: expected_batch_size='a': expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=1.5), r"adapt: quantile=1\.5: expected a number in \[0, 1\]"),
@@ -565,7 +584,7 @@ def test_no_gradient_can_be_brought_to_infinity(policy, args):
 
 def test_clip_norms_that_are_integers_or_have_a_default(args):
     exact = psg.clipped_grad(loss, PerLeaf(2.0))(*args)
-    found = psg.clipped_grad(loss, PerLeaf({"a": torch.tensor(2), "b": 2, "c": 2.0}))(*args)
+    found = psg.clipped_grad(loss, PerLeaf({"a": 2, "b": torch.tensor(2), "c": 2.0}))(*args)
     assert_trees_close(found.grads, exact.grads, per_sample=False)
     assert_trees_close(found.sensitivity, torch.tensor(12.0).sqrt(), per_sample=False)
     found = psg.clipped_grad(loss, PerGroup(lambda path: path[0], defaultdict(lambda: Fraction(4, 2))))(*args)
@@ -585,6 +604,25 @@ def test_a_mask_that_may_be_fn_s_own(args, device):
     exact = psg.clipped_grad(lambda p, x: masked_loss(p, x, own), 1.0)(params, x)
     for found in (clipped(params, x, own), psg.jit(clipped, backend="eager", buckets=4)(params, x, own)):
         assert_trees_close(found.grads, exact.grads, per_sample=False)
+
+
+def test_second_derivatives_of_norms_over_groups(device):
+    """A norm of the leaves' norms has none where the gradient of a leaf is zero."""
+    other, zero = torch.randn(2, 3, device=device), torch.zeros(2, 3, device=device)
+    norms = lambda own: psg.tree.clip({"a": own, "b": other}, PerLeaf(1.0)).norms.sum()  # noqa: E731
+    plain = lambda own: torch.cat([own, other], 1).square().sum(1).sqrt().sum()  # noqa: E731
+    hessian = torch.autograd.functional.hessian
+    assert_trees_close(hessian(norms, zero), hessian(plain, zero), per_sample=False)
+
+
+@pytest.mark.parametrize("policy", ["clip", "automatic", "normalize"])
+def test_vmap_over_clip_norms(policy, args, device):
+    """The value of such a tensor cannot be read, to check it."""
+    clip_norms = torch.tensor([0.5, 2.0], device=device)
+    clipped = lambda clip_norm: psg.clipped_grad(loss, clip_norm, policy=policy)(*args).grads  # noqa: E731
+    found, expected = torch.func.vmap(clipped)(clip_norms), list(map(clipped, clip_norms))
+    for k, own in enumerate(expected):
+        summed({name: sums[k] for name, sums in found.items()}, own, "grads")
 
 
 @pytest.mark.parametrize("clip_norm", [PerLeaf(1.0), PerGroup(lambda path: 0, {0: 1.0})])

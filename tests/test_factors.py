@@ -291,6 +291,7 @@ def test_linear_maps(kind, size, recipe, n, make):
         "premultiplied": (_maps.premultiplied(factor, matrix), matrix @ tensor),
         "in a row": (_maps.reshaped(factor, torch.Size((a * b,))), tensor.reshape(n, a * b)),
         "its first rows": (_maps.narrowed(factor, 0, 0, a - 1), tensor[:, :-1]),
+        "its last rows": (_maps.narrowed(factor, 0, 1, a - 1), tensor[:, 1:]),
         "its last column": (_maps.narrowed(factor, 1, b - 1, 1), tensor[:, :, -1:]),
     }
     for shape in ((), (a, 1), (b,), (a, b)):
@@ -312,6 +313,35 @@ def test_regions_that_share_no_entry():
     for joined in (diagonal, over_the_end, of_two_rows):
         assert not joined.is_apart(right, shape) and not right.is_apart(joined, shape)
     assert not Region((0, 6), (6, 1), 0).is_apart(right, torch.Size((0, 6)))
+    assert not Region((6, 0), (1, 1), 0).is_apart(right, torch.Size((6, 0)))
+    assert Region((1, 0), (1, 1), 0).is_apart(Region((1, 1), (1, 1), 0), torch.Size((1, 1)))
+
+
+@st.composite
+def views_of(draw, shape):
+    """A view of a parameter of this shape, by slices and transposes; whether it is a box in the parameter's dimensions; its region."""
+    whole = torch.arange(shape.numel()).reshape(shape)
+    view, is_box = whole, True
+    for dim, size in enumerate(shape):
+        start, step = draw(st.integers(0, size - 1)), draw(st.sampled_from([1, 1, 2]))
+        stop = draw(st.integers(start + 1, size))
+        view = view[(slice(None),) * dim + (slice(start, stop, step),)]
+        is_box &= step == 1 or stop - start == 1
+    if draw(st.booleans()):
+        view = view.movedim(0, -1)
+    if draw(st.booleans()) and view.is_contiguous():
+        is_box &= sum(size > 1 for size in view.shape) < 2
+        view = view.reshape(-1)
+    return view, is_box, Region(tuple(view.shape), view.stride(), view.storage_offset())
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=3).map(torch.Size))
+def test_regions_are_apart_if_they_share_no_entry(data, shape):
+    (one, is_box, region), (other, is_other_box, other_region) = (data.draw(views_of(shape)) for _ in range(2))
+    disjoint = not set(one.flatten().tolist()) & set(other.flatten().tolist())
+    found = region.is_apart(other_region, shape)
+    assert found == other_region.is_apart(region, shape)
+    assert disjoint if found else not (disjoint and is_box and is_other_box)
 
 
 @each_count
@@ -321,6 +351,7 @@ class TestOneFactor:
         factor, tensor = make(recipe, n, size)
         assert_trees_close(factor.materialize(), tensor)
         assert (factor.n, factor.shape, factor.dtype, factor.device) == (n, tensor.shape[1:], tensor.dtype, tensor.device)
+        factor.materialize().mul_(0)  # no two entries share memory
 
     def test_squared_norm(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
@@ -329,7 +360,9 @@ class TestOneFactor:
     def test_weighted_sum(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
         weights = torch.linspace(-1, 2, n, device=tensor.device)
-        assert_trees_close(factor.weighted_sum(weights), reference_weighted_sum(tensor, weights), per_sample=False)
+        total = factor.weighted_sum(weights)
+        assert_trees_close(total, reference_weighted_sum(tensor, weights), per_sample=False)
+        total.mul_(0)  # no two entries share memory
 
     def test_dot(self, kind, size, recipe, n, make):
         factor, tensor = make(recipe, n, size)
@@ -375,8 +408,10 @@ def test_entries_that_are_not_finite(make):
         lambda n, size, generator: (Scaled(Outer(torch.ones(n, 1, 2), torch.ones(n, 1, 2)), entries.expand(n, 2, 2)), entries), 3, ""
     )
     kept = factor.zero(torch.tensor([True, False, True], device=factor.device))
-    assert torch.equal(kept.materialize()[1].cpu(), torch.zeros(2, 2))
-    assert kept.squared_norm().isfinite().tolist() == [False, True, False]
+    of_none = factor.regroup(torch.tensor([[0, 3], [3, 3], [1, 2]], device=factor.device))
+    for found in (kept, of_none):
+        assert torch.equal(found.materialize()[1].cpu(), torch.zeros(2, 2))
+        assert found.squared_norm().isfinite().tolist() == [False, True, False]
 
 
 @each_factor
@@ -408,7 +443,7 @@ def test_project(kind, size, recipe, n, dim, make):
 
 @each_count
 @each_factor
-def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make, monkeypatch):
+def test_projections_moments_and_sums_of_groups_a_little_at_a_time(kind, size, recipe, n, make, monkeypatch):
     factor, tensor = make(recipe, n, size)
     sketches = [Sketch(dim, random.Random(dim)) for dim in (5, 64)]
     whole = [factor.project(sketch) for sketch in sketches]
@@ -416,6 +451,8 @@ def test_projections_and_moments_a_little_at_a_time(kind, size, recipe, n, make,
     monkeypatch.setattr(psg.factors._base, "_LARGE", 1)
     assert_trees_close([factor.project(sketch) for sketch in sketches], whole)
     assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
+    ids = torch.arange(n, device=tensor.device) % 2
+    assert_trees_close(factor._segments_formed(_division.Division(ids, 2)).materialize(), summed(tensor, ids, 2))
 
 
 @each_count
@@ -605,6 +642,16 @@ def test_terms_that_cancel_are_not_rounded_one_by_one(device):
     assert_trees_close(total, 0.5 * ones(4, 3).float(), rtol=0, per_sample=False)
 
 
+@pytest.mark.parametrize("ids", list(itertools.permutations(range(3))))
+def test_segments_of_samples_in_any_order(ids, make, monkeypatch):
+    monkeypatch.setattr(_base, "_TINY", 0)
+    factor, tensor = make(outer, 3, "wide")
+    at = torch.tensor(ids, device=tensor.device)
+    found = factor.segment_sum(at, 3)
+    assert isinstance(found, Segments)
+    assert_trees_close(found.materialize(), summed(tensor, at, 3))
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_segments_of_gradients_of_any_strides(order, device):
     back = [order.index(dim) for dim in range(4)]
@@ -617,7 +664,13 @@ def test_formed_segments_are_not_rounded_one_by_one(device):
     # In bfloat16 the gradient of the first sample, 1 + 2^-8, would be rounded to 1.
     terms = torch.tensor([[[1.0], [2.0**-8]], [[2.0**-8], [0.0]]], device=device, dtype=torch.bfloat16)
     found = Outer(terms, torch.ones_like(terms)).segment_sum(torch.zeros(2, dtype=torch.int64, device=device), 1)
-    assert isinstance(found, Dense) and found.materialize().item() == 1 + 2.0**-7
+    assert isinstance(found, Dense) and found.dtype == torch.bfloat16 and found.materialize().item() == 1 + 2.0**-7
+    # In a trace, too, where the sizes of segments cannot be read.
+    ones = torch.ones_like(terms)
+    held, one = Segments(Outer(terms, ones), torch.tensor([2], device=device)), Outer(ones[:1, :1], ones[:1, :1])
+    products = lambda held, one: (held.norm(), held.inner(one), held.gram(one)[0])  # noqa: E731
+    for found in (products(held, one), make_fx(products)(held, one)(held, one)):
+        assert [value.item() for value in found] == [1 + 2.0**-7] * 3
 
 
 def test_segments_are_formed_where_gradients_are_tiny(device):
@@ -689,11 +742,14 @@ def test_gram(first, second, size, make):
 
 @pytest.mark.parametrize("positions", [(1, 1), (2, 3), (4, 4)])
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
-def test_gram_of_more_pairs_than_a_cache_holds(positions, chunk, monkeypatch, device):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gram_of_more_pairs_than_a_cache_holds(dtype, positions, chunk, monkeypatch, device):
     monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: chunk)
-    x, y = (Outer(*torch.randn(2, n, t, 40, device=device)) for n, t in zip((7, 5), positions, strict=True))
-    assert_trees_close(x.gram(y), reference_gram(x.materialize(), y.materialize()))
-    assert_trees_close(x.gram(), reference_gram(x.materialize()))
+    x, y = (Outer(*torch.randn(2, n, t, 40, device=device).to(dtype)) for n, t in zip((7, 5), positions, strict=True))
+    left, right = (factor.to(torch.float64).materialize() for factor in (x, y))
+    rounding = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-3}
+    assert_trees_close(x.gram(y).double(), reference_gram(left, right), **rounding)
+    assert_trees_close(x.gram().double(), reference_gram(left), **rounding)
 
 
 @pytest.mark.parametrize("size", CONVS)
@@ -718,7 +774,8 @@ def test_single_pixels_of_any_strides(dims, n, device):
     input = torch.randn(n, 1, 9, *steps, device=device).as_strided((n, 1, 9, *steps), (9, 9, 1, *(9,) * dims))
     cotangent, geometry = torch.randn(n, 1, 6, *steps, device=device), Geometry(kernel, steps, steps, steps, 3)
     plain = Conv(cotangent, torch.empty(input.shape, device=device).copy_(input), geometry)
-    assert_trees_close(Conv(cotangent, input, geometry).materialize(), plain.materialize())
+    with psg.plans.using(materialize="convolution"):
+        assert_trees_close(Conv(cotangent, input, geometry).materialize(), plain.materialize())
     weights = torch.rand(n, device=device)
     assert_trees_close(Conv(cotangent, input, geometry).weighted_sum(weights), plain.weighted_sum(weights), per_sample=False)
 
@@ -917,11 +974,14 @@ def test_reductions_accumulate_in_float32(dtype, device):
         factor, _ = recipe(3, size, generator)
         low = factor.to(dtype).map(lambda part: part.to(device))
         exact = low.map(lambda part: part.double() if part.is_floating_point() else part)
-        weights = torch.tensor([1.0, 0.3, 0.7], device=device)
-        for name, *args in (("squared_norm",), ("gram",), ("weighted_sum", weights)):
+        weights, direction = torch.tensor([1.0, 0.3, 0.7], device=device), torch.randn(low.shape, device=device)
+        for name, *args in (("squared_norm",), ("gram",), ("dot", direction), ("weighted_sum", weights)):
             found, wanted = getattr(low, name)(*args), getattr(exact, name)(*args)
             assert found.dtype == torch.float32
-            assert_trees_close(found.double(), wanted, rtol=psg_rtol(dtype), name=f"{size}: {name}", per_sample=not args)
+            assert_trees_close(found.double(), wanted, rtol=psg_rtol(dtype), name=f"{size}: {name}", per_sample=name != "weighted_sum")
+        terms = low.squared_terms()
+        assert terms.dtype == torch.float32
+        assert_trees_close(terms.double(), low.to(torch.float64).squared_terms(), rtol=psg_rtol(dtype), name=f"{size}: squared_terms")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -939,10 +999,10 @@ def test_sums_are_rounded_once(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e25])
-def test_outer_products_of_a_small_and_a_large_side(scale, dtype, device):
+@pytest.mark.parametrize("scales", [(1e-25, 1e25), (1e-18, 1e18), (1e18, 1e-18), (1e25, 1e-25)])
+def test_outer_products_of_a_small_and_a_large_side(scales, dtype, device):
     # A loss scaled by 1e25, of inputs scaled by 1e-25, has ordinary gradients; the squares of both sides do not fit float32.
-    left, right = (torch.randn(4, 1, size, device=device, dtype=torch.float32) * s for size, s in ((3, scale), (5, 1 / scale)))
+    left, right = (torch.randn(4, 1, size, device=device, dtype=torch.float32) * s for size, s in zip((3, 5), scales, strict=True))
     left[1] = 0
     factor = Outer(left.to(dtype), right.to(dtype))
     exact = reference_norm(factor.to(torch.float64).materialize())
@@ -955,6 +1015,14 @@ def test_outer_products_of_a_small_and_a_large_side(scale, dtype, device):
     assert_trees_close(batched[0], exact.float(), rtol=1e-5)
     tracked = Outer(factor.left.clone().requires_grad_(), factor.right)
     assert_trees_close(tracked.squared_norm().detach(), exact.square().float(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scales", [(1e25, 1.0), (1.0, 1e25), (1e-25, 1.0), (1.0, 1e-25)])
+def test_norms_of_outer_products_whose_squares_do_not_fit(scales, device):
+    left, right = (torch.randn(4, 1, size, device=device, dtype=torch.float32) * s for size, s in zip((3, 5), scales, strict=True))
+    exact = reference_norm(Outer(left.double(), right.double()).materialize()).float()
+    for norm in (lambda left, right: Outer(left, right).norm(), make_fx(lambda left, right: Outer(left, right).norm())(left, right)):
+        assert_trees_close(norm(left, right), exact, rtol=1e-5)
 
 
 def psg_rtol(dtype):
@@ -1130,6 +1198,15 @@ def test_what_is_one_tensor_for_all_samples_stays_one_when_they_are_joined(alike
         assert (joined.entries.stride(0) == 0) is alike
 
 
+def test_joined_factors_have_the_derivatives_of_each(device):
+    ones, entries = Expanded(torch.ones(2, 1, 1, device=device), torch.Size([4, 3])), torch.rand(2, 4, 3, device=device)
+    entries[1] = entries[0]
+    entries.requires_grad_()
+    joined = psg.factors.concat([Scaled(ones, own.expand(2, 4, 3)) for own in entries])
+    (slope,) = torch.autograd.grad(joined.weighted_sum(torch.tensor([1.0, 1.0, 2.0, 3.0], device=device)).sum(), entries)
+    assert_trees_close(slope, torch.tensor([2.0, 5.0], device=device)[:, None, None].expand(2, 4, 3))
+
+
 def test_what_the_samples_share_stays_shared_within_sums_and_views(make):
     def recipe(n, size, generator):
         (left, tensor), (right, other) = (scaled(outer)(n, size, generator) for _ in range(2))
@@ -1160,6 +1237,51 @@ def test_second_derivatives_of_norms_by_shared_entries(kind):
     for entries in (torch.zeros(6, 5), torch.randn(6, 5)):
         found, expected = (torch.autograd.functional.hessian(function, entries) for function in (norms, reference))
         assert_trees_close(found, expected, per_sample=False)
+    root, plain = Scaled(factor, entries.requires_grad_().expand(2, 6, 5)).norm(), (factor.materialize() * entries).flatten(1).norm(dim=1)
+    assert_trees_close(root.detach(), plain.detach())
+    assert_trees_close(*(torch.autograd.grad(norm.sum(), entries) for norm in (root, plain)), per_sample=False)
+
+
+@pytest.mark.parametrize("t", [2, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_norms_of_few_positions_that_nearly_cancel(seed, t, device):
+    """As above; rounding would change these norms by 2e-4 if only smaller ones were computed from the gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    u, r, shift = torch.randn(3, 8, 1, 300, generator=generator, dtype=torch.float32).to(device)
+    factor = Outer(torch.cat([r, -r], 1).repeat(1, t // 2, 1), torch.cat([u, u + 0.03 * shift], 1).repeat(1, t // 2, 1))
+    with psg.plans.using(norm="gram"):
+        found = factor.norm()
+    torch.testing.assert_close(found, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
+
+
+def test_norms_of_sums_of_terms_that_each_nearly_cancel(device):
+    """Inner products of two terms are then rounded as much as those of the positions of each."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        Outer(torch.cat([r, -r], 1), torch.cat([u, u + 3e-3 * shift], 1))
+        for u, r, shift in torch.randn(2, 3, 8, 1, 300, generator=generator, dtype=torch.float32).to(device)
+    )
+    both = Sum([first, second], first.left[:, 0, :0], first.shape)
+    with psg.plans.using(norm="gram"):
+        found = both.norm()
+    torch.testing.assert_close(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
+
+
+def test_norms_of_what_nearly_cancels_are_of_gradients_that_are_not_rounded(device):
+    """The gradient, 2^-6 (1 + 2^-8), is between two numbers of bfloat16."""
+    sides = [torch.tensor([[[1 + 2.0**-7], [last]]], dtype=torch.bfloat16, device=device) for last in (1.0, -1.0)]
+    with psg.plans.using(norm="gram"):
+        assert Outer(*sides).norm().item() == 2.0**-6 + 2.0**-14
+        ones = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
+        assert Scaled(Outer(*sides), ones).norm().item() == 2.0**-6 + 2.0**-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1 << 20,), (1 << 10, 1 << 10)])
+def test_norms_of_many_entries_are_summed_in_blocks(shape, dtype, device):
+    """A single float32 sum over so many squares is off by 1e-5."""
+    values = torch.rand(2, *shape, device=device).to(dtype)
+    torch.testing.assert_close(Dense(values).norm(), values.double().flatten(1).norm(dim=1).float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

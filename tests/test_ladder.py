@@ -1029,3 +1029,10 @@ def test_a_function_of_no_module_falls_back_with_the_warning():
 def test_errors_of_fn_say_what_it_was_given(fn, options, note):
     with pytest.raises((RuntimeError, TypeError, IndexError), match=note):  # pytest matches notes, too
         psg.per_sample_grad(fn, **options)(torch.ones(3, 4), torch.ones(5, 4))
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_a_function_that_returns_its_parameter(method, device):
+    params, x = {"a": torch.tensor(2.0, device=device), "b": torch.ones(2, device=device)}, torch.zeros(3, device=device)
+    found = psg.per_sample_grad(lambda p, x: p["a"], method=method)(params, x)
+    assert_trees_close(found, {"a": torch.ones(3, device=device), "b": torch.zeros(3, 2, device=device)})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
-from psg.testing import assert_trees_close, loop_value_and_grad, tensors
+from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad, tensors
 
 
 class Calls(TorchDispatchMode):
@@ -337,3 +337,27 @@ def test_losses_under_autocast_are_those_of_float32(name):
 def test_what_losses_with_margins_refuse(fn):
     with pytest.raises((RuntimeError, ValueError)):
         psg.per_sample_grad(fn)(torch.randn(3), torch.randn(4, 2, 3))
+
+
+OLD = {  # losses of rows [2, 4], given a parameter [4]
+    "cross_entropy": lambda x, y, **options: F.cross_entropy(x, y, **options),
+    "cross_entropy, smoothed and weighted": lambda x, y, **options: F.cross_entropy(
+        x, y, x[0].detach().exp(), label_smoothing=0.1, **options
+    ),
+    "multi_margin_loss": lambda x, y, **options: F.multi_margin_loss(x, y, **options),
+    "multilabel_margin_loss": lambda x, y, **options: F.multilabel_margin_loss(x, torch.stack([y, y + 1, -y.sign(), y], 1) % 4, **options),
+    "soft_margin_loss": lambda x, y, **options: F.soft_margin_loss(x, torch.ones_like(x).detach(), **options),
+    "kl_div": lambda x, y, **options: F.kl_div(x, x.detach().softmax(1), **options),
+    "margin_ranking_loss": lambda x, y, **options: F.margin_ranking_loss(x[0], x[1], y.repeat(2).sign(), **options),
+    "triplet_margin_loss": lambda x, y, **options: F.triplet_margin_loss(x, x.cos(), x.sin(), **options),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated", "ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}], ids=str)
+@pytest.mark.parametrize("name", OLD)
+def test_the_old_arguments_of_losses(name, options, device):
+    """They come before `reduction`, whose default is the mean."""
+    w, x, y = torch.randn(4, device=device), torch.randn(3, 2, 4, device=device), torch.randint(1, 4, (3, 2), device=device)
+    fn = lambda w, x, y: OLD[name](w * x, y, **options).sin().sum()  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(fn)(w, x, y), loop_grad(fn)(w, x, y))

@@ -193,12 +193,12 @@ for _product in (inner, gram):
 
 @inner.of(Segments, Factor)
 def _(x: Segments, y: Factor) -> Tensor:
-    return x.by_size(lambda own, members: own.inner(y.take(members)))
+    return x.by_size(lambda own, members: own.inner(y.take(members).to(own.dtype)))
 
 
 @gram.of(Segments, Factor)
 def _(x: Segments, y: Factor) -> Tensor:
-    return x.by_size(lambda own, members: own.gram(y))
+    return x.by_size(lambda own, members: own.gram(y.to(own.dtype)))
 
 
 # Views x Views of the same regions: region by region

@@ -202,7 +202,7 @@ class Scaled(Factor):
         shared = self.shared
         if shared is None:
             return Dense(self.materialize()).dot(direction)
-        return self.factor.dot(widen(direction) * widen(shared))
+        return self.factor.dot(widen(direction) * shared)
 
     def take(self, index: Tensor | slice) -> Self:
         factor = self.factor.take(index)

@@ -88,9 +88,13 @@ class Segments(Factor):
         return total
 
     def _joined(self) -> Iterator[tuple[Tensor, Factor]]:
-        """Yield groups of segments of similar size, at least one: ascending indices, and the factor. Empty segments may be left out."""
+        """Yield groups of segments of similar size, at least one: ascending indices, and the factor. Empty segments may be left out.
+
+        In a trace there is one group, whose gradients are formed, in the `wide` dtype.
+        """
         if not _functorch.can_read(self.sizes):
-            total = add_up(self.factor.parts(), self.ids, self.n).to(self.dtype)
+            # Not rounded one by one, as in a weighted sum: a norm must be that of what is added up.
+            total = add_up(self.factor.to(wide(self.dtype)).parts(), self.ids, self.n)
             yield torch.arange(self.n, device=self.device), Dense(total)
         elif self._tables:
             yield from ((members, self.factor.regroup(table)) for members, table in self._tables)

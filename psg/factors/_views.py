@@ -58,8 +58,8 @@ class Region(NamedTuple):
         for size, stride in zip(self.size, self.stride, strict=True):
             if size == 1:
                 continue
-            k = next(k for k, own in enumerate(strides) if own <= stride and shape[k] > 1)  # strides descend to 1
-            if stride % strides[k] or stops[k] > starts[k] + 1:
+            k = next(k for k, own in enumerate(strides) if own <= stride)  # strides descend to 1
+            if stride % strides[k]:
                 return None
             stops[k] += (size - 1) * stride // strides[k]
             if stops[k] > shape[k]:

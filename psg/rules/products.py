@@ -314,7 +314,7 @@ def sum_to(cotangent: Tensor, shape: torch.Size) -> Tensor:
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
     """y = beta b + alpha x W: ([t,o], [t,i], [i,o]) -> [t,o]."""
     names, equation = ("mat1", "mat2"), "ti,io->to"
-    if set(shared) != {"input", "mat2"} or input.shape != mat2.shape[1:] or mat1.ndim != 3 or beta == 0 or mat2.is_complex():
+    if set(shared) != {"input", "mat2"} or input.shape != mat2.shape[1:] or mat1.ndim != 3 or mat2.is_complex():
         return _added(input, names, (mat1, mat2), equation, shared, beta, alpha)
     # One flat product that adds the bias as it goes.
     if beta == alpha == 1:

@@ -67,7 +67,7 @@ def _shifted(input: Tensor, weight: Tensor) -> Any:
 def _broadcast(cotangent: Tensor, weight: Tensor, shape: torch.Size) -> Dense:
     """The gradient of a weight that was broadcast, which may be real where the data is complex."""
     summed = sum_to(cotangent, shape)
-    return Dense((summed if weight.is_complex() or not summed.is_complex() else summed.real).reshape(len(cotangent), *weight.shape))
+    return Dense((summed if weight.is_complex() else summed.real).reshape(len(cotangent), *weight.shape))
 
 
 ELEMENTWISE = {
