@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg import _functorch, _trees
-from psg._errors import PsgError, Unsupported
+from psg._errors import PsgError, Unsupported, user_line
 from psg._lifted import Watch
 from psg._ops import ARRAYS, CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
 
@@ -20,7 +20,7 @@ class Diverged(PsgError):
     """
 
     def __init__(self, op: str, labels: Tensor) -> None:
-        super().__init__(f"{op} gives different Python values for different samples")
+        super().__init__(f"{op} at {user_line()} gives different Python values for different samples")
         count = int(labels.max()) + 1
         self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
 

@@ -93,6 +93,8 @@ def test_the_warning_says_why_and_what_it_costs(fn, reached, passed, args):
     text = str(warning.message)
     for part in (f"per_sample_grad({fn.__name__})", f"method={reached!r}", "cost"):
         assert part in text
+    line = f"{__file__}:{fn.__code__.co_firstlineno + 2}"
+    assert f"item at {line} gives" in text and f"RuntimeError at {line}: vmap" in text or fn is not asks_the_sample
     for above in passed:
         assert f"{above} could not run it (" in text
     assert ("held in full" if reached == "vmap" else "for every sample") in text
@@ -134,8 +136,8 @@ def test_a_pinned_method_does_not_warn(fn, method, args):
 @pytest.mark.parametrize(
     "fn, method, error, message",
     [
-        (asks_the_sample, "capture", psg.PsgError, "item gives different Python values for different samples"),
-        (lambda w, x: plain(w, x) * len(f"{x.sum()}"), "capture", psg.PsgError, "__format__ gives different Python values"),
+        (asks_the_sample, "capture", psg.PsgError, r"item at .*test_ladder.py:\d+ gives different Python values for different samples"),
+        (lambda w, x: plain(w, x) * len(f"{x.sum()}"), "capture", psg.PsgError, "__format__ at .* gives different Python values"),
         # An op that reads a number which is no size: it was run again and again, up to Python's limit.
         (lambda w, x: plain(w, x) * torch.tensor([x.sum(), 1.0]).sum(), "capture", RuntimeError, "calling .item()"),
         (asks_the_sample, "vmap", RuntimeError, "vmap"),
