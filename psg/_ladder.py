@@ -107,9 +107,12 @@ def _refuse_stale(call: Call, error: Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says and, unless psg says it there, where in fn it was raised."""
+    """What an error says, and where in fn it was raised."""
     text = (str(error).strip().splitlines() or ["no message"])[0].partition(" For (1): ")[0]  # torch's advice for those who call vmap
-    return text if isinstance(error, PsgError) else f"{type(error).__name__} at {user_line(error)}: {text}"
+    line = user_line(error, "")
+    if isinstance(error, PsgError):
+        return f"{text}, at {line}" if line else text
+    return f"{type(error).__name__} at {line}: {text}" if line else f"{type(error).__name__}: {text}"
 
 
 _COST = {

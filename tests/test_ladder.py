@@ -93,8 +93,9 @@ def test_the_warning_says_why_and_what_it_costs(fn, reached, passed, args):
     text = str(warning.message)
     for part in (f"per_sample_grad({fn.__name__})", f"method={reached!r}", "cost"):
         assert part in text
-    line = f"{__file__}:{fn.__code__.co_firstlineno + 2}"
-    assert f"item at {line} gives" in text and f"RuntimeError at {line}: vmap" in text or fn is not asks_the_sample
+    line = f"{__file__}:{fn.__code__.co_firstlineno + (2 if fn is asks_the_sample else 3)}"
+    own = (f"item at {line} gives", f"RuntimeError at {line}: vmap") if fn is asks_the_sample else (f"a view of one, at {line})",)
+    assert all(reason in text for reason in own)
     for above in passed:
         assert f"{above} could not run it (" in text
     assert ("held in full" if reached == "vmap" else "for every sample") in text
