@@ -77,6 +77,15 @@ class TestReductions:
         assert sparse["table"][0].is_sparse == isinstance(kind(tree)["table"][0], Rows)
         assert_trees_close(tree_map(lambda leaf: leaf.to_dense() if leaf.is_sparse else leaf, sparse), expected, per_sample=False)
 
+    def test_many_weightings_and_directions(self, kind, n, device):
+        tree = factored_tree(n, device)
+        dense, weightings = dense_tree(tree), torch.randn(3, n, device=device)
+        found = torch.func.vmap(lambda weights: psg.tree.weighted_sum(kind(tree), weights))(weightings)
+        expected = [reference_weighted_sum(dense, weights) for weights in weightings]
+        assert_trees_close(found, optree.tree_map(lambda *leaves: torch.stack(leaves), *expected), per_sample=False)
+        expected = torch.stack([reference_dot(dense, direction) for direction in expected], 1)
+        assert_trees_close(psg.tree.gram(kind(tree), found), expected, atol=1e-12)
+
     def test_sum_and_mean(self, kind, n, device):
         tree = factored_tree(n, device)
         dense = dense_tree(tree)

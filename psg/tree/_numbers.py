@@ -64,6 +64,8 @@ def norm(tree: Any) -> Tensor:
 def dot(tree: Any, direction: Any) -> Tensor:
     """<g_n, v>, the inner product of each sample's gradient with one direction.
 
+    Many directions, stacked to a tree of tensors [k, *shape], are like the gradients of k samples: `gram(tree, directions)` is [n, k].
+
     Args:
         tree: Per-sample gradients.
         direction: A tree like the parameters, with tensors [*shape].
