@@ -1,12 +1,13 @@
 """Ops under vmap whose result must be one for all samples: Python values, selections by masks, constants that fn may keep."""
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from psg import _functorch, _trees
-from psg._errors import PsgError, Unsupported
+from psg._errors import PsgError, Unsupported, user_line
 from psg._lifted import Watch
 from psg._ops import ARRAYS, CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
 
@@ -19,7 +20,7 @@ class Diverged(PsgError):
     """
 
     def __init__(self, op: str, labels: Tensor) -> None:
-        super().__init__(f"{op} gives different Python values for different samples")
+        super().__init__(f"{op} at {user_line()} gives different Python values for different samples")
         count = int(labels.max()) + 1
         self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
 
@@ -35,7 +36,8 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
         Diverged: The Python value, or the number of selected entries, is not the same for all samples.
     """
     if (func in CONVERSIONS or func in ARRAYS) and _functorch.is_batched(args[0], watch.level):
-        return python_value(watch, func, args, kwargs)
+        if func is not Tensor.__format__ or not args[0].ndim:  # a tensor with dimensions is formatted as print shows it
+            return python_value(watch, func, args, kwargs)
     if func in MASKED:
         if "mask" in kwargs:
             args, kwargs = (*args, kwargs["mask"]), {}
@@ -86,21 +88,25 @@ def with_numbers(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a call with numbers for the integer tensors [] that torch reads: sizes, bounds of slices.
 
     Raises:
+        RuntimeError: There are none: the call fails as it has before.
         Diverged: Such a number is not the same for all samples.
     """
+    found = False
 
     def number(leaf: Any) -> Any:
+        nonlocal found
         if isinstance(leaf, slice):
             return slice(number(leaf.start), number(leaf.stop), number(leaf.step))
         if not isinstance(leaf, Tensor) or leaf.ndim or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
             return leaf
         if not _functorch.is_batched(leaf, watch.level):
             return leaf
+        found = True
         return python_value(watch, Tensor.__index__, (leaf,), {})
 
     kept = 1 if func in vars(Tensor).values() or hasattr(func, "__objclass__") else 0  # a method's own tensor
     args, kwargs = (*args[:kept], *substitute(args[kept:], number)), substitute(kwargs, number)
-    with watch:
+    with watch if found else contextlib.nullcontext():  # under `watch` the same call would come back here, without end
         return func(*args, **kwargs)
 
 

@@ -380,6 +380,8 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
                 )
             elif isinstance(leaf, Iterator):
                 way_out = "Parameters of a module: pass dict(module.named_parameters()), or what psg.stateless returned."
+            elif hasattr(leaf, "__array__"):
+                way_out = "Convert it with torch.as_tensor."
             raise InputError(
                 f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}"
             )

@@ -117,14 +117,14 @@ def code_of(function: Any) -> Hashable:
     return getattr(function, "__code__", type(function))
 
 
-def user_line(error: BaseException | None = None) -> str:
-    """The innermost line of user code that is running now or, given an error, the one that raised it."""
+def user_line(error: BaseException | None = None, unknown: str = "an unknown line") -> str:
+    """The innermost line of user code that is running now or, given an error, the one that raised it; `unknown` if there is none."""
     if error is None:
         frames = ((frame, frame.f_lineno) for frame, _ in traceback.walk_stack(sys._getframe(1)))  # the innermost first
     else:
         frames = reversed(list(traceback.walk_tb(error.__traceback__)))
     line = next(((frame.f_code.co_filename, number) for frame, number in frames if not _is_internal(frame)), None)
-    return "an unknown line" if line is None else f"{line[0]}:{line[1]}"
+    return unknown if line is None else f"{line[0]}:{line[1]}"
 
 
 def _stack_level() -> int:

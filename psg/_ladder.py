@@ -9,7 +9,7 @@ from torch import nn
 
 from psg import _ambient, _functorch, _pass, _random
 from psg._call import Call, sharing
-from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, unwrapped, warn_once
+from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, unwrapped, user_line, warn_once
 from psg._rungs import RUNGS, Result
 from psg.rules._registry import are_disabled
 
@@ -107,9 +107,12 @@ def _refuse_stale(call: Call, error: Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    kind = "" if isinstance(error, PsgError) else f"{type(error).__name__}: "
-    return kind + (text[0] if text else "no message")
+    """What an error says, and where in fn it was raised."""
+    text = (str(error).strip().splitlines() or ["no message"])[0].partition(" For (1): ")[0]  # torch's advice for those who call vmap
+    line = user_line(error, "")
+    if isinstance(error, PsgError):
+        return f"{text}, at {line}" if line else text
+    return f"{type(error).__name__} at {line}: {text}" if line else f"{type(error).__name__}: {text}"
 
 
 _COST = {

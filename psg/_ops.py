@@ -46,7 +46,16 @@ DIFFERENTIATING = {torch.autograd.grad, Tensor.backward}
 ACCUMULATING = {torch.autograd.backward, Tensor.backward}
 """Calls that add gradients to the `.grad` of leaves."""
 
-CONVERSIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item, Tensor.tolist}
+CONVERSIONS = {
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__complex__,
+    Tensor.__index__,
+    Tensor.__format__,
+    Tensor.item,
+    Tensor.tolist,
+}
 ARRAYS = {Tensor.numpy, Tensor.__array__}
 """Calls that give NumPy arrays."""
 

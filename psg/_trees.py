@@ -171,6 +171,16 @@ def paths(tree: Any, root: str, is_leaf: Callable[[Any], bool] | None = None) ->
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)]
 
 
+def apart(spec: optree.PyTreeSpec, other: optree.PyTreeSpec, names: tuple[str, str]) -> str:
+    """How two structures, called `names`, differ: in leaves that only one has or, where there are none, as a list and a tuple do."""
+    places = [[accessor.codify("tree") for accessor in own.accessors()] for own in (spec, other)]
+    lacks = []
+    for name, own, others in zip(names, places, map(set, reversed(places)), strict=True):
+        if alone := [place for place in own if place not in others]:
+            lacks.append(f"only the {name} has {', '.join(alone[:3])}" + (f" and {len(alone) - 3} more" if len(alone) > 3 else ""))
+    return ", ".join(lacks) or f"the {names[0]} is {spec}, the {names[1]} {other}"
+
+
 def broadcast(prefix: Any, tree: Any, name: str) -> list[Any]:
     """The leaves of `prefix` (None counts as one), repeated over the leaves of `tree` below each.
 

@@ -286,7 +286,8 @@ def factored_grad(
 
     Returns:
         A function that takes fn's arguments for a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor`,
-        which stands for a tensor [n, *shape], at every leaf; with has_aux `(tree, aux)`.
+        which stands for a tensor [n, *shape], at every leaf; with has_aux `(tree, aux)`. For the losses too, let fn return
+        `(loss, loss)`.
 
     Raises:
         InputError: `fn` is not a function, or an option has a value that is not allowed.

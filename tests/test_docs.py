@@ -69,6 +69,17 @@ def test_readme_s_jacobians():
     assert_trees_close(kernel, torch.einsum("nap,mbp->namb", flat, flat), rtol=1e-4)
 
 
+def test_readme_s_unfolded_convolution():
+    """The Outer over patches is the convolution's factor."""
+    torch.set_default_dtype(torch.float32)
+    namespace: dict = {"__name__": "readme"}
+    source = blocks((ROOT / "README.md").read_text(), "python")
+    for block in [source[0], *(block for block in source if "unfolded = " in block)]:
+        exec(block, namespace)
+    f, unfolded = (namespace[name] for name in ("f", "unfolded"))
+    assert_trees_close(unfolded.materialize(), f.materialize().flatten(2), rtol=1e-4)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook(path, monkeypatch, tmp_path):
     for name, value in {**SMALL, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}.items():

@@ -597,6 +597,12 @@ def test_a_module_s_parameters_in_the_place_of_a_tree(x, device):
         psg.per_sample_grad(fn)(model.parameters(), x)
 
 
+def test_parameters_that_are_an_array(x):
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(psg.InputError, match=r"params\['w'\] is a ndarray; expected a tensor.*torch\.as_tensor"):
+        psg.per_sample_grad(lambda params, x: (x * params["w"]).sum())({"w": numpy.zeros(3)}, x)
+
+
 def test_the_arguments_of_stateless_in_messages(params, x, device):
     fn, params = psg.stateless(torch.nn.Linear(3, 4, device=device), lambda output, y: output.sum() * y)
     with pytest.raises(psg.InputError, match=r"sample\[0\] has 3, sample\[1\] has 2"):

@@ -93,6 +93,9 @@ def test_the_warning_says_why_and_what_it_costs(fn, reached, passed, args):
     text = str(warning.message)
     for part in (f"per_sample_grad({fn.__name__})", f"method={reached!r}", "cost"):
         assert part in text
+    line = f"{__file__}:{fn.__code__.co_firstlineno + (2 if fn is asks_the_sample else 3)}"
+    own = (f"item at {line} gives", f"RuntimeError at {line}: vmap") if fn is asks_the_sample else (f"a view of one, at {line})",)
+    assert all(reason in text for reason in own)
     for above in passed:
         assert f"{above} could not run it (" in text
     assert ("held in full" if reached == "vmap" else "for every sample") in text
@@ -134,7 +137,10 @@ def test_a_pinned_method_does_not_warn(fn, method, args):
 @pytest.mark.parametrize(
     "fn, method, error, message",
     [
-        (asks_the_sample, "capture", psg.PsgError, "item gives different Python values for different samples"),
+        (asks_the_sample, "capture", psg.PsgError, r"item at .*test_ladder.py:\d+ gives different Python values for different samples"),
+        (lambda w, x: plain(w, x) * len(f"{x.sum()}"), "capture", psg.PsgError, "__format__ at .* gives different Python values"),
+        # An op that reads a number which is no size: it was run again and again, up to Python's limit.
+        (lambda w, x: plain(w, x) * torch.tensor([x.sum(), 1.0]).sum(), "capture", RuntimeError, "calling .item()"),
         (asks_the_sample, "vmap", RuntimeError, "vmap"),
         (writes_into_the_parameter, "capture", psg.PsgError, "writes into a parameter"),
     ],
@@ -213,8 +219,9 @@ def test_what_fails_only_when_it_is_said_to_be_compiled_goes_apart(device):
 @pytest.mark.parametrize(
     "value",
     [lambda x: bool(x.sum() < 1e9), lambda x: int(x.abs().sum() * 0), lambda x: float(x[0] * 0), lambda x: (x > 1e9).sum().item(),
-     lambda x: [3, 4][(x > 1e9).any()], lambda x: 7.0 in x, lambda x: sum((x > 1e9).tolist()), lambda x: len(x[:0].tolist())],
-    ids=["bool", "int", "float", "item", "index", "in", "tolist", "tolist of nothing"],
+     lambda x: [3, 4][(x > 1e9).any()], lambda x: 7.0 in x, lambda x: sum((x > 1e9).tolist()), lambda x: len(x[:0].tolist()),
+     lambda x: float(f"{(x > 1e9).sum():.1f}")],
+    ids=["bool", "int", "float", "item", "index", "in", "tolist", "tolist of nothing", "format"],
 )  # fmt: skip
 def test_a_python_value_that_all_samples_share(value, args):
     def fn(w, x):

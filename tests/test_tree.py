@@ -77,6 +77,15 @@ class TestReductions:
         assert sparse["table"][0].is_sparse == isinstance(kind(tree)["table"][0], Rows)
         assert_trees_close(tree_map(lambda leaf: leaf.to_dense() if leaf.is_sparse else leaf, sparse), expected, per_sample=False)
 
+    def test_many_weightings_and_directions(self, kind, n, device):
+        tree = factored_tree(n, device)
+        dense, weightings = dense_tree(tree), torch.randn(3, n, device=device)
+        found = torch.func.vmap(lambda weights: psg.tree.weighted_sum(kind(tree), weights))(weightings)
+        expected = [reference_weighted_sum(dense, weights) for weights in weightings]
+        assert_trees_close(found, optree.tree_map(lambda *leaves: torch.stack(leaves), *expected), per_sample=False)
+        expected = torch.stack([reference_dot(dense, direction) for direction in expected], 1)
+        assert_trees_close(psg.tree.gram(kind(tree), found), expected, atol=1e-12)
+
     def test_sum_and_mean(self, kind, n, device):
         tree = factored_tree(n, device)
         dense = dense_tree(tree)
@@ -651,13 +660,15 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.norm([VALUES, VALUES[:2]]), r"psg\.tree\.norm: .*disagree.*: tree\[0\] has 3 and tree\[1\] 2\. .*sums"),
         (lambda: psg.tree.sparse_weighted_sum(VALUES, torch.ones(2)), r"psg\.tree\.sparse_weighted_sum: expected .*\(3,\), got \(2,\)"),
         (lambda: psg.tree.weighted_sum(VALUES, torch.ones(2)), r"psg\.tree\.weighted_sum: expected .*\(3,\), got \(2,\)"),
-        (lambda: psg.tree.dot({"a": VALUES}, {"b": VALUES[0]}), r"psg\.tree\.dot: .*structure"),
+        (lambda: psg.tree.dot({"a": VALUES}, {"b": VALUES[0]}), r"structure: only the direction has tree\['b'\], only .*\['a'\]\.$"),
+        # The thousand names of a large model are no message.
+        (lambda: psg.tree.gram(dict.fromkeys("abcdefg", VALUES), {"a": VALUES}), r": only the first has (tree\['.'\],? ){3}and 3 more\.$"),
         (lambda: psg.tree.dot(VALUES, torch.ones(5)), r"psg\.tree\.dot: direction has shape \(5,\), expected \(2,\)"),
         (lambda: psg.tree.dot({"a": Dense(VALUES), "w": VALUES}, {"a": VALUES[0], "w": VALUES}), r"direction\['w'\] has shape \(3, 2\)"),
         (lambda: psg.tree.dot([VALUES], [1.0]), r"psg\.tree\.dot: direction\[0\] is a float, expected \(2,\)"),
         (lambda: psg.tree.inner(VALUES, VALUES[:2]), r"psg\.tree\.inner: .*3 and 2 samples.*gram"),
         (lambda: psg.tree.inner([VALUES], [VALUES, VALUES]), r"psg\.tree\.inner: .*differ in structure"),
-        (lambda: psg.tree.gram([VALUES], (VALUES,)), r"psg\.tree\.gram: .*differ in structure"),
+        (lambda: psg.tree.gram([VALUES], (VALUES,)), r"psg\.tree\.gram: .*structure: the first is .*\[\*\].*, the second .*\(\*,\)"),
         (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: expected .*got 1; .*slice\(k, k \+ 1\)"),
         (lambda: psg.tree.take(VALUES, [[0], [1]]), r"psg\.tree\.take: expected .*got \[\[0\], \[1\]\]"),
         (lambda: psg.tree.take(VALUES, torch.tensor(1)), r"psg\.tree\.take: expected .*got tensor\(1\)"),
@@ -716,7 +727,7 @@ def test_results_can_be_saved(device):
 @pytest.mark.parametrize(
     "diagonal, message",
     [
-        ({"v": torch.ones(3)}, "the diagonal has the structure"),
+        ({"v": torch.ones(3)}, "the diagonal and the gradients differ in structure"),
         ({"w": torch.ones(2)}, r"diagonal\['w'\] has shape \(2,\), expected \(3,\)"),
         ({"w": torch.ones(3, dtype=torch.complex128)}, "expected a real diagonal"),
     ],

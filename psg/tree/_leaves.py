@@ -52,7 +52,8 @@ def beside(tree: Any, other: Any, name: str, what: str) -> tuple[list[Factor], l
     factors, spec = factors_of(tree, name)
     leaves, own = _trees.flatten(other)
     if spec != own:
-        raise InputError(f"psg.tree.{name}: the {what} has the structure {own}, the gradients have {spec}.")
+        difference = _trees.apart(own, spec, (what, "tree of gradients"))
+        raise InputError(f"psg.tree.{name}: the {what} and the gradients differ in structure: {difference}.")
     for i, (factor, leaf) in enumerate(zip(factors, leaves, strict=True)):
         if not isinstance(leaf, Tensor) or factor.shape != leaf.shape:
             got = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"

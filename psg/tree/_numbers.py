@@ -64,6 +64,8 @@ def norm(tree: Any) -> Tensor:
 def dot(tree: Any, direction: Any) -> Tensor:
     """<g_n, v>, the inner product of each sample's gradient with one direction.
 
+    Many directions, stacked to a tree of tensors [k, *shape], are like the gradients of k samples: `gram(tree, directions)` is [n, k].
+
     Args:
         tree: Per-sample gradients.
         direction: A tree like the parameters, with tensors [*shape].
@@ -203,7 +205,8 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
     factors, spec = factors_of(tree, name)
     others, other_spec = (factors, spec) if other is tree else factors_of(other, name)
     if spec != other_spec:
-        raise InputError(f"psg.tree.{name}: the trees differ in structure: {spec} and {other_spec}.")
+        difference = _trees.apart(spec, other_spec, ("first", "second"))
+        raise InputError(f"psg.tree.{name}: the trees differ in structure: {difference}.")
     for i, (x, y) in enumerate(zip(factors, others, strict=True)):
         if x.shape != y.shape:
             place = place_of(tree, "tree", i)

@@ -177,8 +177,8 @@ def concat(trees: Iterable[Any]) -> Any:
     if not trees:
         raise InputError("psg.tree.concat: expected at least one tree.")
     columns, specs = zip(*(factors_of(tree, "concat", computes=False) for tree in trees), strict=True)
-    if any(spec != specs[0] for spec in specs):
-        raise InputError(f"psg.tree.concat: the trees differ in structure: {', '.join(map(str, dict.fromkeys(specs)))}.")
+    if (other := next((spec for spec in specs if spec != specs[0]), None)) is not None:
+        raise InputError(f"psg.tree.concat: the trees differ in structure: {_trees.apart(specs[0], other, ('first', 'other'))}.")
     for i, column in enumerate(zip(*columns, strict=True)):
         if len({factor.shape for factor in column}) > 1:
             shapes = ", ".join(str(tuple(factor.shape)) for factor in column)

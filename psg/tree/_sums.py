@@ -20,6 +20,8 @@ from psg.tree._leaves import factors_of
 def weighted_sum(tree: Any, weights: Tensor) -> Any:
     """sum_n weights[n] g_n.
 
+    For many weightings of factored gradients, [k, n], vmap it: `torch.func.vmap(lambda w: weighted_sum(tree, w))(weightings)`.
+
     Args:
         tree: Per-sample gradients.
         weights: [n], real and finite. A weight of zero does not exclude a gradient that is not finite, because 0 times NaN is NaN: use
