@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from psg import _autograd, _copies, _functorch, _kernels, _pass, _trees
+from psg import _autograd, _copies, _functorch, _kernels, _pass, _random, _trees
 from psg._autocast import cast_of
 from psg._call import Call
 from psg._capture import Captured, Function
@@ -96,6 +96,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
     """
     choices, copied = _Choices({}, set()), habits_of(call.fn).copied
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
+    state = _random.get_state(call.tensors)
     while True:
         try:
             return _one_pass(call, function, copied, choices)
@@ -113,6 +114,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
                 raise failure from None
             failure = failure or type(error)(*error.args)
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
+        _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
 _Choice = tuple[str, str, tuple[tuple[int, ...], ...]]
@@ -176,8 +178,7 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
                 raise
             raise InputError(f'method="batch": {why} {_FOR_ONE_SAMPLE}') from error
     pull_back(mode.values, values, n)
-    factors = [value.factor(n).detach() for value in values]
-    return Captured(tuple(output.detach() for output in outputs), factors, uses)
+    return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
 
 
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'

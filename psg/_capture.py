@@ -155,7 +155,4 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
-    # If fn returns a parameter or an input itself, clone it: the result must not share the caller's memory.
-    held = [*call.tensors, *call.keyword_tensors]
-    outputs = tuple(output.detach().clone() if _functorch.shares_memory(output, held) else output.detach() for output in outputs)
-    return Captured(outputs, factors, [value.uses for value in lifted], backward.freed), mode.differentiates
+    return Captured(call.detached(outputs), factors, [value.uses for value in lifted], backward.freed), mode.differentiates
