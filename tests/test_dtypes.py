@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.factors import Dense, Outer
+from psg.factors import Dense, Expanded, Outer, Scaled
 from psg.testing import assert_trees_close, loop_grad, reference_clipped_sum, reference_norm
 from psg.testing._loop import tree_map
 
@@ -119,6 +119,15 @@ def test_clipped_sums_of_half_precision_keep_their_bound(device):
             with psg.plans.using(norm=norm):
                 out = psg.clipped_grad(fn, clip_norm=2e-3)(args[0], args[1][:1])
             assert abs(out.grads.double().norm() / 2e-3 - 1) < 0.01
+
+
+def test_clipped_sums_of_scaled_half_precision_keep_their_bound(device):
+    """The product of a factor and its entries may be beyond float16 where its norm is not; samples may have entries of their own."""
+    values, entries = torch.tensor([[300.0], [1.0]], device=device).half(), torch.tensor([[300.0, 3.0], [2.0, 1.0]], device=device).half()
+    out = psg.tree.clip(Scaled(Expanded(values, torch.Size([2])), entries), 1.0)
+    exact = values.float() * entries.float()
+    assert_trees_close(out.grads, F.normalize(exact).sum(0), per_sample=False)
+    assert out.nonfinite == 0
 
 
 def test_autocast_of_a_recurrent_layer_of_data_in_the_low_dtype(device):
