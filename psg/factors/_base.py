@@ -177,14 +177,14 @@ class Factor(ABC):
     def squared_norm(self) -> Tensor:
         """sum over all entries of |gradient|^2 -> [n], real, at least float32, never negative."""
 
-    @abstractmethod
-    def squared_terms(self) -> Tensor:
-        """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
-
     @property
     def positions(self) -> int:
         """The number of terms of the sum that the gradient is."""
         return 1
+
+    def squared_terms(self) -> Tensor:
+        """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
+        return self.squared_norm()
 
     @property
     def is_better_formed(self) -> bool:
@@ -410,9 +410,6 @@ class Dense(Factor):
         if self.is_differentiated:
             return widen(real_rows(self.values)).square().sum(1)
         return self.norm().square()  # one read and no temporary, but no second derivative at zero
-
-    def squared_terms(self) -> Tensor:
-        return self.squared_norm()
 
     def norm(self) -> Tensor:
         return super().norm() if self.is_differentiated else norm_of_norms(self.partial_norms())

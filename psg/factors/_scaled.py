@@ -56,9 +56,6 @@ class Expanded(Factor):
     def squared_norm(self) -> Tensor:
         return Dense(widen(self.values) * self._times**0.5).squared_norm()
 
-    def squared_terms(self) -> Tensor:
-        return self.squared_norm()
-
     @property
     def _times(self) -> float:
         """How many entries of the gradient share one value."""
