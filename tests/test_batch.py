@@ -1,6 +1,7 @@
 """Functions of a whole batch (method="batch"), each against the loop over batches of one."""
 
 import dataclasses
+import operator
 from functools import partial
 
 import pytest
@@ -1499,3 +1500,19 @@ def test_a_parameter_written_into_a_constant(device):
     put = lambda p, x: (x @ torch.eye(3, device=device).index_put(places, p).T).square().sum(-1)  # noqa: E731
     expected = loop_grad(lambda p, x: written(p, x[None])[0])(p, x)
     assert_trees_close(psg.per_sample_grad(put, method="batch")(p, x), expected)
+
+
+@pytest.mark.parametrize("method", ["batch", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("op", [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.matmul])
+def test_an_operand_that_is_no_tensor_may_handle_the_op(op, method, device):
+    """Tensor's own methods then return NotImplemented."""
+
+    class Doubling:
+        def doubled(self, tensor):
+            return 2 * tensor.sin()
+
+        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = doubled
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    found = psg.per_sample_grad(lambda w, x: x @ op(w, Doubling()), method=method)(w, x)
+    assert_trees_close(found, 2 * w.cos() * x)
