@@ -10,9 +10,6 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 
-from psg._errors import InputError
-from psg.factors import Factor
-
 REQUIRES_GRAD, GRAD_FN, IS_LEAF = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
 METADATA = {
@@ -363,18 +360,6 @@ def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str,
         elif replaced[name] is arguments[name]:
             replaced[name] = [values.get((name, i), item) for i, item in enumerate(arguments[name])]
     return replaced
-
-
-def builder_at(op: str, builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
-    """The builder that a rule gives for the factor of the parameter in this place.
-
-    Raises:
-        InputError: The rule gives none.
-    """
-    name, index = place
-    if name not in builders:
-        raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
-    return builders[name] if index is None else builders[name][index]
 
 
 def place_name(place: Place) -> str:
