@@ -208,7 +208,6 @@ class _BatchMode(Watch, Looking):
         self.sampled = sampled
         self.look = look
         self.choices = choices
-        self.derived: set[Any] = set()  # the storages of derived values
         self.level = _functorch.current_level()
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
@@ -374,7 +373,7 @@ class _BatchMode(Watch, Looking):
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
-        if self.derived.intersection(map(_functorch.storage_of, written(target))):
+        if memories & self.derived_at:
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into what was computed from parameters, which would be another '
                 "value for what has read it before. Use the op that gives a new tensor."
@@ -387,9 +386,7 @@ class _BatchMode(Watch, Looking):
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
             output = func(*args, **kwargs)
-        output, values, _ = self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())
-        self.derived.update(_functorch.storage_of(value.leaf) for value in values)
-        return output
+        return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
         """Whether to compute one value for all samples, rather than rows of each sample's own. If this is unknown, guess what is likely."""

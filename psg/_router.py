@@ -70,7 +70,6 @@ class Router(Watch, Looking):
         self.habits = habits
         self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
-        self.derived_at: set[int] = set()  # the storage addresses of values derived from parameters
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.constants_at: set[int] = set()
         self.differentiates = False
@@ -474,7 +473,6 @@ class Router(Watch, Looking):
         shared = any(value.shared for value in lifted) or any(leaf.is_floating_point() for leaf in others)
         for value in values:
             value.shared = shared
-        self.derived_at.update(_functorch.memory_of(value.leaf) for value in values)
         self.constants += constants
         self.constants_at.update(map(_functorch.memory_of, constants))
         self.own.mark(constants)
