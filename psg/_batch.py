@@ -33,6 +33,7 @@ from psg import _autograd, _copies, _functorch, _kernels, _pass, _random, _trees
 from psg._autocast import cast_of
 from psg._call import Call
 from psg._capture import Captured, Function
+from psg._carries import derives
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._habits import Retry, habits_of, remember
 from psg._higher_order import HIGHER_ORDER
@@ -46,7 +47,6 @@ from psg._ops import (
     PREDICATES,
     Node,
     Place,
-    derives,
     foreign_handler,
     leaves_of,
     name_of,

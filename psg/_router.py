@@ -11,6 +11,7 @@ from torch._functorch.autograd_function import custom_function_call
 from psg import _ambient, _autograd, _functions, _functorch, _random, _trees
 from psg._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
 from psg._autocast import cast_of
+from psg._carries import derives
 from psg._errors import PsgError, Unsupported
 from psg._habits import Habits, Retry
 from psg._higher_order import HIGHER_ORDER
@@ -29,7 +30,6 @@ from psg._ops import (
     REQUIRES_GRAD,
     Node,
     call_key,
-    derives,
     foreign_handler,
     is_torchs,
     may_draw,
