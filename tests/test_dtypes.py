@@ -60,6 +60,21 @@ def test_autocast_outside_the_call(device):
     assert_trees_close(grads, expected, rtol=psg.testing.default_rtol(torch.bfloat16), name="grads")
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_a_backward_pass_runs_fn_under_the_autocast_of_its_call(called, device):
+    """It runs fn again, and autocast may be on then that was off before, or off that was on."""
+    w, x = torch.randn(8, 6, device=device).float(), torch.randn(N, 5, 6, device=device).float()
+
+    def slope(differentiated):
+        own = w.clone().requires_grad_()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=called):
+            norms = psg.per_sample_norm(lambda w, x: F.linear(x, w).float().sin().sum())(own, x)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=differentiated):
+            return torch.autograd.grad(norms.sum(), own)[0]
+
+    assert torch.equal(slope(False), slope(True))
+
+
 def test_trees_are_computed_with_as_outside_of_autocast(device):
     """What psg computes around fn is not in autocast's low dtype, nor an inference tensor."""
     left, right = torch.randn(3, 2, 4, device=device).float(), torch.randn(3, 2, 5, device=device).float()
