@@ -93,7 +93,8 @@ class Factor(ABC):
     """A per-sample gradient tensor [n, *shape] in factored form.
 
     Every kind is a pytree node, to optree and to torch: tree_map sees the tensors. All kinds have the same operations. No operation but
-    `materialize` forms the whole gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better.
+    `materialize` forms the whole gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better; under
+    autocast call them by `psg.tree`, which switches it off.
 
     Attributes:
         fields: Names of the attributes that hold the data: tensors with the samples in dim 0, factors, tuples of factors. The constructor
