@@ -765,6 +765,31 @@ def test_threads_take_turns_in_a_module(scripted, hasty_threads, device):
     assert [parameter.data_ptr() for parameter in module.parameters()] == own
 
 
+@pytest.mark.parametrize("method", ["loop", "batch"])
+def test_a_backward_pass_stays_in_the_thread_that_has_the_locks(method, device):
+    """In a thread of an accelerator's own a checkpointed loss, called again, would wait for the module's lock for ever."""
+    threaded = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            threaded.append(torch._C._is_multithreading_enabled())
+            return cotangent
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Noting.apply(super().forward(x))
+
+    loss, params = psg.stateless(Net(3, 2).to(device), lambda output, y: (output * y).sum(-1), batch_dim=None)
+    args = params, torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(*args), loop_grad(loss)(*args))
+    assert threaded and not any(threaded) and torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.parametrize("hold", [lambda w: [w], lambda w: {"w": w}, lambda w: (w,)], ids=["list", "dict", "tuple"])
 def test_a_parameter_held_in_a_list_is_refused_where_it_is_used(hold, device):
     """`functional_call` does not swap such a parameter: its gradient would be lost."""
