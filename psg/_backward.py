@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -82,10 +83,11 @@ class Backward:
         waiting = [tap]  # emptied by the hook, so that the tap is freed with its cotangent
         self._waiting.append(waiting)
         node, index = tap.edges[0].node, tap.edges[0].output_nr
+        context = copy_context()  # `plans.using`, say: an accelerator's cotangents arrive in a thread of autograd's own
 
         def take(cotangents: tuple[Tensor | None, ...]) -> None:
             with torch.no_grad():
-                self._collect(waiting.pop(), [cotangents[index]], alone)
+                context.run(self._collect, waiting.pop(), [cotangents[index]], alone)
 
         node.register_prehook(take)
 

@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from psg import _autograd, _copies, _functorch, _kernels, _pass, _trees
+from psg import _autograd, _copies, _functorch, _kernels, _pass, _random, _trees
 from psg._autocast import cast_of
 from psg._call import Call
 from psg._capture import Captured, Function
+from psg._carries import derives
 from psg._errors import InputError, PsgError, StateError, user_line
 from psg._habits import Retry, habits_of, remember
 from psg._higher_order import HIGHER_ORDER
@@ -46,7 +47,6 @@ from psg._ops import (
     PREDICATES,
     Node,
     Place,
-    derives,
     foreign_handler,
     leaves_of,
     name_of,
@@ -96,6 +96,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
     """
     choices, copied = _Choices({}, set()), habits_of(call.fn).copied
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
+    state = _random.get_state(call.tensors)
     while True:
         try:
             return _one_pass(call, function, copied, choices)
@@ -113,6 +114,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
                 raise failure from None
             failure = failure or type(error)(*error.args)
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
+        _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
 
 _Choice = tuple[str, str, tuple[tuple[int, ...], ...]]
@@ -176,8 +178,7 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
                 raise
             raise InputError(f'method="batch": {why} {_FOR_ONE_SAMPLE}') from error
     pull_back(mode.values, values, n)
-    factors = [value.factor(n).detach() for value in values]
-    return Captured(tuple(output.detach() for output in outputs), factors, uses)
+    return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
 
 
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
@@ -207,7 +208,6 @@ class _BatchMode(Watch, Looking):
         self.sampled = sampled
         self.look = look
         self.choices = choices
-        self.derived: set[Any] = set()  # the storages of derived values
         self.level = _functorch.current_level()
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
@@ -373,7 +373,7 @@ class _BatchMode(Watch, Looking):
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
-        if self.derived.intersection(map(_functorch.storage_of, written(target))):
+        if memories & self.derived_at:
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into what was computed from parameters, which would be another '
                 "value for what has read it before. Use the op that gives a new tensor."
@@ -386,9 +386,7 @@ class _BatchMode(Watch, Looking):
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
             output = func(*args, **kwargs)
-        output, values, _ = self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())
-        self.derived.update(_functorch.storage_of(value.leaf) for value in values)
-        return output
+        return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
         """Whether to compute one value for all samples, rather than rows of each sample's own. If this is unknown, guess what is likely."""

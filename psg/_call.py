@@ -167,6 +167,11 @@ class Call:
                 )
         return output, aux
 
+    def detached(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What fn has returned, without history; if that is a parameter or an input itself, a clone that shares no memory with it."""
+        held = [*self.tensors, *self.keyword_tensors]
+        return tuple(output.detach().clone() if _functorch.shares_memory(output, held) else output.detach() for output in outputs)
+
     def sample(self, i: int) -> list[Any]:
         """Copies of the leaves for sample i, which fn may write into: every sample gets them as the caller gave them."""
 

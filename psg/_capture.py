@@ -103,6 +103,28 @@ def _refuse(script: Any, arguments: list[Any]) -> None:
     raise Unsupported(f"fn calls {script.name}, which is TorchScript: use it before torch.jit has compiled it")
 
 
+def _run(function: Function, samples: Sequence[Tensor], mode: Router) -> tuple[Tensor, ...]:
+    """Call the function under the router, which must have seen all that the outputs depend on."""
+    habits = mode.habits
+    try:
+        with mode, _scripts.watched(_refuse), _functions.shown() if habits.shows else contextlib.nullcontext():
+            outputs = function(samples, habits.copied)
+    except RuntimeError as error:
+        if _functions.is_refusal(error):
+            if not habits.shows:
+                raise Retry("fn calls an autograd.Function in the old style", shows=True) from error
+            raise Unsupported(_functions.UNSEEN) from error
+        if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
+            raise
+        raise Retry("a constant computed from parameters may have been written into", derives=False) from error
+    if mode.failure is not None:
+        # The function caught an error that may be vmap's or psg's, and took a path that no sample would take in a loop.
+        raise Unsupported(f"the function handles an error: {mode.failure}")
+    mode.own.owns(outputs)  # raises if fn returns what it has kept from an earlier call
+    mode.aliases.read("the result", outputs)
+    return outputs
+
+
 def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits, state: _random.State) -> tuple[Captured, bool]:
     """Run one pass on these tensors, from this state of the generators; returns its result, and whether the function called autograd."""
     dims, n = list(call.tensor_dims), call.n
@@ -122,23 +144,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in call.tensor_params])
-        try:
-            with mode, _scripts.watched(_refuse), _functions.shown() if habits.shows else contextlib.nullcontext():
-                outputs = function(samples, habits.copied)
-        except RuntimeError as error:
-            if _functions.is_refusal(error):
-                if not habits.shows:
-                    raise Retry("fn calls an autograd.Function in the old style", shows=True) from error
-                raise Unsupported(_functions.UNSEEN) from error
-            if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
-                raise
-            raise Retry("a constant computed from parameters may have been written into", derives=False) from error
-        if mode.failure is not None:
-            # The function caught an error that may be vmap's or psg's, and took a path that no sample would take in a loop.
-            raise Unsupported(f"the function handles an error: {mode.failure}")
-        mode.own.owns(outputs)  # raises if fn returns what it has kept from an earlier call
-        mode.aliases.read("the result", outputs)
-        return outputs
+        return _run(function, samples, mode)
 
     try:
         with torch.enable_grad():
@@ -155,7 +161,4 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
-    # If fn returns a parameter or an input itself, clone it: the result must not share the caller's memory.
-    held = [*call.tensors, *call.keyword_tensors]
-    outputs = tuple(output.detach().clone() if _functorch.shares_memory(output, held) else output.detach() for output in outputs)
-    return Captured(outputs, factors, [value.uses for value in lifted], backward.freed), mode.differentiates
+    return Captured(call.detached(outputs), factors, [value.uses for value in lifted], backward.freed), mode.differentiates

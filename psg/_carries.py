@@ -7,6 +7,7 @@ all entries, to one number gives multiples c_n E of one tensor E. So G is never 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg import _functorch, _trees
-from psg._ops import LIKE_ANOTHER, name_of, operands_of, substitute
+from psg._ops import LIKE_ANOTHER, is_torchs, name_of, operands_of, substitute
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
@@ -436,20 +437,20 @@ def _cast(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
 
 _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),
-    **dict.fromkeys(("sub", "__sub__"), _sub),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), _sub),
     **dict.fromkeys(("rsub", "__rsub__"), _swapped(_sub)),
-    "neg": _neg,
+    **dict.fromkeys(("neg", "negative"), _neg),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _div),
     "__rdiv__": _swapped(_div),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
-    **dict.fromkeys(("matmul", "mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
+    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("outer", "ger"), _outer),
     "softmax": _softmax,
     "log_softmax": _log_softmax,
-    **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshape),
+    **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),
     **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
     **dict.fromkeys(
         ("__getitem__", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part
@@ -515,3 +516,46 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
 }
 """Composites written out; they return NotImplemented for forms of the call that are something else."""
+
+
+# Ops that are computed once on parameters and constants
+
+# Deterministic, functional ops, which have one value for all samples: those above, whose factors are carried over, and these, whose
+# gradients are pulled back. An op that is not named is lifted, which is right too; an op that draws random numbers must not be named, nor
+# one whose backward vmap gets wrong (cdist). An output without a derivative, such as a mask, is a constant. (custom_function_call is every
+# autograd.Function: the router's `_compute` sees if one has drawn.)
+_DERIVING = frozenset({*_CARRIES, *_POINTWISE, *_REDUCING}) | frozenset(
+    """
+    batch_norm interpolate cumsum cumprod normalize bmm einsum kron tensordot repeat repeat_interleave tile index_select gather diagonal
+    diag stack hstack vstack flip roll pad as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d
+    adaptive_avg_pool1d adaptive_avg_pool2d glu type_as _weight_norm detach sign sgn round floor ceil trunc fake_quantize_per_channel_affine
+    gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite max min argmax
+    argmin inner addmv addr baddbmm cross trace diff block_diag matrix_power matrix_exp linalg_matrix_exp mH H adjoint linalg_solve
+    linalg_solve_triangular linalg_inv inverse pinverse linalg_pinv linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet
+    linalg_householder_product orgqr real imag conj resolve_conj view_as_real view_as_complex complex polar fft_fft fft_ifft fft_rfft
+    fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
+    stft istft fmod remainder ldexp frac fix deg2rad rad2deg lgamma mvlgamma digamma polygamma i0 igamma igammac
+    special_entr special_erfcx special_erfinv special_exp2 special_expm1 special_log1p special_logit special_log_ndtr special_ndtr
+    special_ndtri special_gammaln special_multigammaln special_digamma special_psi special_polygamma special_zeta special_i0 special_i0e
+    special_i1 special_i1e special_sinc special_round special_xlogy special_xlog1py special_softmax special_log_softmax special_logsumexp
+    softmin _threshold prelu layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist
+    renorm median nanmedian quantile nanquantile kthvalue mode topk sort msort argsort aminmax cummax cummin logcumsumexp cov corrcoef
+    trapezoid trapz cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin greater greater_equal
+    less less_equal not_equal logical_xor searchsorted bucketize masked_scatter index_put index_add index_copy index_fill index_reduce
+    scatter scatter_add scatter_reduce put take take_along_dim select_scatter slice_scatter diagonal_scatter unfold fold rot90 fliplr
+    flipud diagflat diag_embed broadcast_tensors meshgrid cartesian_prod combinations column_stack row_stack dstack dsplit hsplit vsplit
+    unsafe_chunk unsafe_split constant_pad_nd sum_to_size atleast_1d atleast_2d atleast_3d conj_physical pixel_shuffle pixel_unshuffle
+    channel_shuffle grid_sample affine_grid conv_transpose1d conv_transpose2d conv_transpose3d max_pool3d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d linalg_svd linalg_svdvals svd linalg_eig linalg_eigvals
+    linalg_eigh linalg_eigvalsh linalg_lu linalg_lu_factor linalg_lu_factor_ex lu lu_unpack qr cholesky linalg_cholesky_ex cholesky_inverse
+    cholesky_solve linalg_inv_ex linalg_solve_ex linalg_lstsq linalg_tensorinv linalg_tensorsolve triangular_solve det slogdet linalg_cond
+    linalg_matrix_norm linalg_matrix_rank linalg_matrix_power linalg_multi_dot linalg_cross linalg_diagonal linalg_vander
+    linalg_vecdot mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits
+    poisson_nll_loss hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss custom_function_call
+    """.split()
+)
+
+
+@cache
+def derives(func: Any) -> bool:
+    return name_of(func) in _DERIVING and is_torchs(func)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch, _random, _trees
+from psg import _ambient, _functorch, _random, _trees
 from psg._call import Call
 from psg._errors import code_of, warn_once
 from psg._outside import Recorded, Replaced
@@ -87,7 +87,7 @@ class _Primitive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         create_graph, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
-        with torch.enable_grad():
+        with _ambient.off(), torch.enable_grad():  # fn runs under the autocast of its call, whatever holds now
             # Aliases: this gradient stops at them; it goes on to the originals if the backward pass is itself differentiated.
             inputs = tuple(tensor.view_as(tensor) if want else tensor for tensor, want in zip(ctx.saved_tensors, wanted, strict=True))
             outputs = ctx.again(inputs)

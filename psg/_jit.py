@@ -32,7 +32,7 @@ from psg.factors._base import BOUNDING
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
-from psg.transforms import MADE, batching_of
+from psg.transforms import MADE, batching_of, first_samples
 
 _log = logging.getLogger("psg.jit")
 
@@ -166,7 +166,7 @@ class Jitted:
             return self._fn(*args, **kwargs)  # tracers and modes cannot see the ops of a compiled graph, which carries no tangents either
         if self._sizes is not None and self._batching is not None:
             args, kwargs, n = self._batching.pad(args, kwargs, self._sizes)
-            return self._batching.trim(self._run(args, kwargs), n)
+            return first_samples(self._run(args, kwargs), n)
         return self._run(args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

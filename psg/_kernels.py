@@ -7,8 +7,9 @@ with only batch and channel dimensions whose weights or running statistics have 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from psg.rules.leaks import UPDATING
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -44,17 +45,4 @@ def _without_gaps(value: Any) -> Any:
 
 
 _aten = torch.ops.aten
-_BATCH_NORMS = {
-    F.batch_norm,
-    F.instance_norm,
-    torch.batch_norm,
-    torch.instance_norm,
-    torch.native_batch_norm,
-    # in the graphs of exported programs
-    _aten.batch_norm.default,
-    _aten.instance_norm.default,
-    _aten.native_batch_norm.default,
-    _aten._native_batch_norm_legit.default,
-    _aten._native_batch_norm_legit.no_stats,
-    _aten._native_batch_norm_legit_no_training.default,
-}
+_BATCH_NORMS = {*UPDATING, _aten._native_batch_norm_legit.no_stats, _aten._native_batch_norm_legit_no_training.default}

@@ -161,6 +161,7 @@ class Watch(TorchFunctionMode):
         n: The number of samples.
         params: The lifted parameters.
         values: The lifted parameters and, as they appear, the values derived from them.
+        derived_at: The storage addresses of the latter.
         by_handle: The lifted values by the id() of the wrapper that the function holds.
         taps: The taps whose cotangents the backward pass will take.
         level: The level of the transform in which the function runs; -1 outside of all.
@@ -173,6 +174,7 @@ class Watch(TorchFunctionMode):
         self.params = params
         self._inputs = inputs
         self.values = list(params)
+        self.derived_at: set[int] = set()
         self.by_handle: dict[int, Lifted] = {}
         self.taps: list[Tap] = []
 
@@ -223,6 +225,7 @@ class Watch(TorchFunctionMode):
             elif isinstance(part, Tensor) and id(part) not in given:
                 constants.append(part)
         self.values += values
+        self.derived_at.update(_functorch.memory_of(value.leaf) for value in values)
         for value in parents:
             value.uses.append(f"{name_of(func)}: derived")
         if several:

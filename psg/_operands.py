@@ -1,5 +1,6 @@
 """Sorts the tensors of a call for the rule that runs it (lifted values, data, frozen parameters, numbers), and runs the rule."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -7,8 +8,10 @@ from torch import Tensor
 
 from psg import _functorch
 from psg._agreed import python_value
+from psg._errors import InputError
 from psg._lifted import Lifted, Watch
-from psg._ops import Place, builder_at, place_name, places_of, replace_at
+from psg._ops import Place, place_name, places_of, replace_at
+from psg.factors import Factor
 from psg.rules._registry import Rule, outputs_and_builders
 
 
@@ -109,8 +112,20 @@ def run_rule(
     outputs, builders = outputs_and_builders(op, result, n)
     single = isinstance(result[0], Tensor)
     if own and torch.is_grad_enabled():
-        targets = [(place_name(place), value, builder_at(op, builders, place)) for place, value in own.items()]
+        targets = [(place_name(place), value, _builder_at(op, builders, place)) for place, value in own.items()]
         outputs = watch.tap(op, outputs, single, targets, (*data.values(), *shared.values()), guess)
     for value in own.values():
         value.uses.append(f"{op}: rule")
     return outputs[0] if single else outputs
+
+
+def _builder_at(op: str, builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
+    """The builder that a rule gives for the factor of the parameter in this place.
+
+    Raises:
+        InputError: The rule gives none.
+    """
+    name, index = place
+    if name not in builders:
+        raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
+    return builders[name] if index is None else builders[name][index]

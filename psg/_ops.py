@@ -10,9 +10,6 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 
-from psg._errors import InputError
-from psg.factors import Factor
-
 REQUIRES_GRAD, GRAD_FN, IS_LEAF = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
 METADATA = {
@@ -117,57 +114,6 @@ FACTORIES: list[set[Any]] = [
 # Ops whose results often become masks, and are seldom written into.
 CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 
-# Deterministic, functional ops: on parameters and constants alone, they have one value for all samples. An op that is not named here is
-# lifted, which is right too; an op that draws random numbers must not be named, nor one whose backward vmap gets wrong (cdist). An output
-# without a derivative, such as a mask, is a constant. (custom_function_call is every autograd.Function: `_compute` sees if one has drawn.)
-_DERIVING = frozenset(
-    """
-    add sub rsub mul div true_divide neg pow exp expm1 log log1p sqrt rsqrt square reciprocal abs sigmoid tanh softplus softmax
-    log_softmax relu silu gelu elu clamp clamp_min clamp_max clip where maximum minimum sum mean var std norm
-    linalg_norm linalg_vector_norm var_mean std_mean batch_norm interpolate cumsum cumprod prod amax amin logsumexp normalize lerp
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rpow__ __matmul__
-    __getitem__ matmul mm mv bmm addmm einsum linear outer dot kron tensordot
-    t T mT transpose swapaxes swapdims permute movedim moveaxis reshape view view_as reshape_as flatten unflatten squeeze unsqueeze expand
-    expand_as broadcast_to repeat repeat_interleave tile chunk split split_with_sizes tensor_split unbind narrow select index_select gather
-    diagonal diag tril triu cat concat concatenate stack hstack vstack flip roll pad as_strided
-    conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
-    relu6 leaky_relu hardtanh hardswish hardsigmoid mish selu celu glu
-    to type type_as float double half bfloat16 contiguous clone _weight_norm detach
-    sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc special_erf special_expit logaddexp hypot nan_to_num
-    sign sgn round floor ceil trunc fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
-    gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite
-    max min argmax argmin
-    vdot inner addmv addr addcmul addcdiv baddbmm cross trace diff block_diag matrix_power matrix_exp linalg_matrix_exp mH H adjoint
-    linalg_solve linalg_solve_triangular linalg_inv inverse pinverse linalg_pinv linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet
-    linalg_householder_product orgqr real imag conj resolve_conj view_as_real view_as_complex complex polar
-    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfft fft_ihfft
-    fft_fftshift fft_ifftshift stft istft
-    absolute negative positive multiply divide subtract __rdiv__ fmod remainder float_power ldexp copysign frac fix sinc deg2rad rad2deg
-    exp2 log2 log10 logit logaddexp2 xlogy arcsin arccos arctan arctan2 arcsinh arccosh arctanh erfinv lgamma mvlgamma digamma polygamma i0
-    igamma igammac special_entr special_erfcx special_erfinv special_exp2 special_expm1 special_log1p special_logit special_log_ndtr
-    special_ndtr special_ndtri special_gammaln special_multigammaln special_digamma special_psi special_polygamma special_zeta special_i0
-    special_i0e special_i1 special_i1e special_sinc special_round special_xlogy special_xlog1py special_softmax special_log_softmax
-    special_logsumexp softmin softsign tanhshrink softshrink hardshrink threshold _threshold log_sigmoid prelu
-    layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist renorm norm_except_dim
-    nansum nanmean median nanmedian quantile nanquantile kthvalue mode topk sort msort argsort aminmax fmax fmin cummax cummin logcumsumexp
-    cov corrcoef trapezoid trapz cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin
-    greater greater_equal less less_equal not_equal logical_xor searchsorted bucketize
-    masked_fill masked_scatter index_put index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce put take
-    take_along_dim select_scatter slice_scatter diagonal_scatter
-    ravel unfold fold rot90 fliplr flipud diagflat diag_embed broadcast_tensors meshgrid cartesian_prod combinations column_stack row_stack
-    dstack dsplit hsplit vsplit unsafe_chunk unsafe_split constant_pad_nd sum_to_size atleast_1d atleast_2d atleast_3d conj_physical
-    pixel_shuffle pixel_unshuffle channel_shuffle grid_sample affine_grid conv_transpose1d conv_transpose2d conv_transpose3d
-    max_pool3d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d
-    linalg_svd linalg_svdvals svd linalg_eig linalg_eigvals linalg_eigh linalg_eigvalsh linalg_lu linalg_lu_factor linalg_lu_factor_ex lu
-    lu_unpack qr cholesky linalg_cholesky_ex cholesky_inverse cholesky_solve linalg_inv_ex linalg_solve_ex linalg_lstsq linalg_tensorinv
-    linalg_tensorsolve triangular_solve det slogdet linalg_cond linalg_matrix_norm linalg_matrix_rank linalg_matrix_power linalg_matmul
-    linalg_multi_dot linalg_cross linalg_diagonal linalg_vander linalg_vecdot ger
-    mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits
-    poisson_nll_loss hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss custom_function_call
-    """.split()
-)
-
-
 # Functions with several names that compare equal, and so share one key of a cache.
 _ALIASES = {"dsmm": "mm", "spmm": "mm", "hsmm": "hspmm", "saddmm": "sspaddmm"}
 
@@ -216,11 +162,6 @@ def _renamed(func: Any) -> dict[str, str]:
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name_of(func)}")
     own = {argument.name for schema in schemas for argument in schema.arguments}
     return {name: "input" if known == "self" else known for name, known in _NUMPYS.items() if name not in own and known in own}
-
-
-@cache
-def derives(func: Any) -> bool:
-    return name_of(func) in _DERIVING and is_torchs(func)
 
 
 @cache
@@ -372,18 +313,6 @@ def replace_at(arguments: dict[str, Any], values: dict[Place, Any]) -> dict[str,
         elif replaced[name] is arguments[name]:
             replaced[name] = [values.get((name, i), item) for i, item in enumerate(arguments[name])]
     return replaced
-
-
-def builder_at(op: str, builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
-    """The builder that a rule gives for the factor of the parameter in this place.
-
-    Raises:
-        InputError: The rule gives none.
-    """
-    name, index = place
-    if name not in builders:
-        raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
-    return builders[name] if index is None else builders[name][index]
 
 
 def place_name(place: Place) -> str:

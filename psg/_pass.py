@@ -48,8 +48,11 @@ class Pass:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A context for the backward pass, in which the owners hold their tensors."""
-        with contextlib.ExitStack() as stack:
+        """A context for the backward pass, in which the owners hold their tensors.
+
+        Autograd stays in this thread, also for an accelerator's tensors: what runs again may call owners, whose locks this thread holds.
+        """
+        with contextlib.ExitStack() as stack, torch.autograd.set_multithreading_enabled(False):
             # In one order everywhere, to avoid deadlocks: each context waits for its module's lock.
             for _, (_, held) in sorted(self._held.items()):
                 stack.enter_context(held())

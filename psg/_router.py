@@ -11,6 +11,7 @@ from torch._functorch.autograd_function import custom_function_call
 from psg import _ambient, _autograd, _functions, _functorch, _random, _trees
 from psg._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
 from psg._autocast import cast_of
+from psg._carries import derives
 from psg._errors import PsgError, Unsupported
 from psg._habits import Habits, Retry
 from psg._higher_order import HIGHER_ORDER
@@ -29,7 +30,6 @@ from psg._ops import (
     REQUIRES_GRAD,
     Node,
     call_key,
-    derives,
     foreign_handler,
     is_torchs,
     may_draw,
@@ -70,7 +70,6 @@ class Router(Watch, Looking):
         self.habits = habits
         self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
-        self.derived_at: set[int] = set()  # the storage addresses of values derived from parameters
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.constants_at: set[int] = set()
         self.differentiates = False
@@ -474,7 +473,6 @@ class Router(Watch, Looking):
         shared = any(value.shared for value in lifted) or any(leaf.is_floating_point() for leaf in others)
         for value in values:
             value.shared = shared
-        self.derived_at.update(_functorch.memory_of(value.leaf) for value in values)
         self.constants += constants
         self.constants_at.update(map(_functorch.memory_of, constants))
         self.own.mark(constants)

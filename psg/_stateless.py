@@ -141,7 +141,7 @@ def stateless(
                 return criterion(output, *target)
 
         try:
-            with lock, _ambient.uncached():
+            with _ambient.uncached(), lock:
                 return _call(module, criterion, params, run, lock, kept_elsewhere, memory)
         except TypeError as error:
             if takes_target and not inputs and not shared:
@@ -217,10 +217,10 @@ def _call(
     params = _under_all_names(module, params, own)
     # Parameters that are not in `params` are constants, like frozen ones: detached, or the result would require grad for them.
     constants: dict[int, Tensor] = {}  # by id, so that a tied parameter has one for all its names
-    others = {name: parameter for name, parameter in own.items() if name not in params and parameter.requires_grad}
+    others = {name: own[name] for name in own if name not in params and (own[name].requires_grad or own[name].is_inference())}
     if (called := CALLED.get()) is not None:
         called.constants.update((id(parameter), parameter) for parameter in others.values())
-    rest = {name: constants.setdefault(id(parameter), parameter.detach()) for name, parameter in others.items()}
+    rest = {name: constants.setdefault(id(parameter), _ambient.usable(parameter.detach())) for name, parameter in others.items()}
     buffers = {name: _ambient.usable(buffer) for name, buffer in _held(buffer_slots).items()}
     slots |= buffer_slots
     frozen = {name: parameter for name, parameter in own.items() if name not in params and name not in rest}
@@ -281,7 +281,7 @@ def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dic
 @contextlib.contextmanager
 def _locked(lock: Any, held: _pass.Held) -> Iterator[None]:
     """The context that `held` makes, entered by one thread at a time."""
-    with lock, _ambient.uncached(), held():
+    with _ambient.uncached(), lock, held():
         yield
 
 

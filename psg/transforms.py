@@ -68,20 +68,18 @@ __all__ = ["ClippedGrad", "clipped_grad", "factored_grad", "per_sample_grad", "p
 
 
 class Batching(NamedTuple):
-    """A function that a transform has made: its label, and how `psg.jit` pads its batches and trims its results; see `batching_of`.
+    """A function that a transform has made: its label, and how `psg.jit` pads its batches; see `batching_of`.
 
     Attributes:
         name: The function's name in messages.
         fn: The function of one sample.
         pad: (args, kwargs, size_for) -> (args, kwargs, n): a batch of n samples, padded to size_for(n) >= n samples. The padding repeats
             the last sample, and is masked where the function takes a mask.
-        trim: (result, n) -> the result for the first n samples.
     """
 
     name: str
     fn: Callable[..., Any]
     pad: Callable[[tuple[Any, ...], dict[str, Any], Callable[[int], int]], tuple[tuple[Any, ...], dict[str, Any], int]]
-    trim: Callable[[Any, int], Any]
 
 
 class ClippedGrad(NamedTuple):
@@ -389,7 +387,7 @@ def clipped_grad(
         bound = sensitivity(groups, chosen)
         return ClippedGrad(grads, found.norms, coefs, values, aux, found.nonfinite, bound, group_norms)
 
-    return _over_batches("clipped_grad", fn, options, "reductions", clipped, _first_clipped, masked=True)
+    return _over_batches("clipped_grad", fn, options, "reductions", clipped, masked=True)
 
 
 # Shared by the five transforms
@@ -421,7 +419,7 @@ def _transform(
 ) -> Callable[..., Any]:
     """The public function: it runs a call chunk by chunk, reduces each chunk, and makes the result of all reductions by `finish`."""
     run = _chunk_by_chunk(options, kept, collector)
-    return _over_batches(name, fn, options, kept, lambda call, mask: finish(call, run(call, reduce)), _first)
+    return _over_batches(name, fn, options, kept, lambda call, mask: finish(call, run(call, reduce)))
 
 
 def _chunk_by_chunk(options: Options, kept: _Kept, collector: Callable[[int], Any]) -> Callable[[Call, _Reduce], _Reduced]:
@@ -458,7 +456,6 @@ def _over_batches(
     options: Options,
     kept: _Kept,
     compute: Callable[[Call, Any], Any],
-    trim: Callable[[Any, int], Any],
     masked: bool = False,
 ) -> Callable[..., Any]:
     """The public function: it prepares a call and gives it to `compute`, with the keyword `mask` if it is `masked`, else None."""
@@ -493,7 +490,7 @@ def _over_batches(
 
     del transformed.__wrapped__
     made = _ambient.untraced(transformed)
-    MADE[made] = Batching(label, fn, pad, trim)
+    MADE[made] = Batching(label, fn, pad)
     return made
 
 
@@ -543,14 +540,12 @@ def _pop_mask(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return kwargs.pop("mask")
 
 
-def _first(result: Any, n: int) -> Any:
-    """The first n samples of a result whose tensors all have the samples in dim 0."""
+def first_samples(result: Any, n: int) -> Any:
+    """The result of a transform for the first n samples; sums as they are, to which masked padding adds zero."""
+    if isinstance(result, ClippedGrad):
+        rows = ("norms", "clip_coef", "values", "aux", "group_norms")
+        return result._replace(**{name: first_samples(getattr(result, name), n) for name in rows})
     return _trees.map_tensors(lambda tensor: tensor[:n], result)
-
-
-def _first_clipped(result: ClippedGrad, n: int) -> ClippedGrad:
-    rows = ("norms", "clip_coef", "values", "aux", "group_norms")
-    return result._replace(**{name: _first(getattr(result, name), n) for name in rows})
 
 
 # How a transform reduces one chunk

@@ -1,6 +1,7 @@
 """Functions of a whole batch (method="batch"), each against the loop over batches of one."""
 
 import dataclasses
+import operator
 from functools import partial
 
 import pytest
@@ -407,8 +408,7 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
         after = torch.rand(3)
         torch.manual_seed(1)
         twice = scale.clone()
-        F.dropout(x.new_ones(8, 3), 0.5)
-        F.dropout(x.new_ones(8, 3), 0.5)  # drawn twice: the first call wrote into its input, so psg called again with a copy
+        F.dropout(x.new_ones(8, 3), 0.5)  # drawn once, though the first call wrote into its input, so that psg called again with a copy
         assert torch.equal(torch.rand(3), after)
         assert torch.equal(scale, twice) and torch.equal(scale, torch.ones_like(scale))
     assert gradients[0].isfinite().all()
@@ -1561,3 +1561,19 @@ def test_shared_arguments_that_require_grad(op, device):
     for shared in ((s, t), (s.clone().requires_grad_(), t.clone().requires_grad_())):
         found = psg.per_sample_grad(fn, method="batch", in_dims=(None, 0, None, None))(params, x, *shared)
         assert_trees_close({name: grad.detach() for name, grad in found.items()}, expected)
+
+
+@pytest.mark.parametrize("method", ["batch", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("op", [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.matmul])
+def test_an_operand_that_is_no_tensor_may_handle_the_op(op, method, device):
+    """Tensor's own methods then return NotImplemented."""
+
+    class Doubling:
+        def doubled(self, tensor):
+            return 2 * tensor.sin()
+
+        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = doubled
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    found = psg.per_sample_grad(lambda w, x: x @ op(w, Doubling()), method=method)(w, x)
+    assert_trees_close(found, 2 * w.cos() * x)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg.factors import Dense, Outer
+from psg.factors import Dense, Expanded, Outer, Scaled
 from psg.testing import assert_trees_close, loop_grad, reference_clipped_sum, reference_norm
 from psg.testing._loop import tree_map
 
@@ -58,6 +58,21 @@ def test_autocast_outside_the_call(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         grads, expected = psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x)
     assert_trees_close(grads, expected, rtol=psg.testing.default_rtol(torch.bfloat16), name="grads")
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_backward_pass_runs_fn_under_the_autocast_of_its_call(called, device):
+    """It runs fn again, and autocast may be on then that was off before, or off that was on."""
+    w, x = torch.randn(8, 6, device=device).float(), torch.randn(N, 5, 6, device=device).float()
+
+    def slope(differentiated):
+        own = w.clone().requires_grad_()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=called):
+            norms = psg.per_sample_norm(lambda w, x: F.linear(x, w).float().sin().sum())(own, x)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=differentiated):
+            return torch.autograd.grad(norms.sum(), own)[0]
+
+    assert torch.equal(slope(False), slope(True))
 
 
 def test_trees_are_computed_with_as_outside_of_autocast(device):
@@ -119,6 +134,15 @@ def test_clipped_sums_of_half_precision_keep_their_bound(device):
             with psg.plans.using(norm=norm):
                 out = psg.clipped_grad(fn, clip_norm=2e-3)(args[0], args[1][:1])
             assert abs(out.grads.double().norm() / 2e-3 - 1) < 0.01
+
+
+def test_clipped_sums_of_scaled_half_precision_keep_their_bound(device):
+    """The product of a factor and its entries may be beyond float16 where its norm is not; samples may have entries of their own."""
+    values, entries = torch.tensor([[300.0], [1.0]], device=device).half(), torch.tensor([[300.0, 3.0], [2.0, 1.0]], device=device).half()
+    out = psg.tree.clip(Scaled(Expanded(values, torch.Size([2])), entries), 1.0)
+    exact = values.float() * entries.float()
+    assert_trees_close(out.grads, F.normalize(exact).sum(0), per_sample=False)
+    assert out.nonfinite == 0
 
 
 def test_autocast_of_a_recurrent_layer_of_data_in_the_low_dtype(device):

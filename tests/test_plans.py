@@ -1,6 +1,7 @@
 """How plans for norms and sums are chosen, and that no choice changes a result."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from cases import N
 from torch import nn
 
 import psg
-from psg import plans
+from psg import _autograd, _backward, plans
 from psg.factors import Conv, Dense, Geometry, Outer, Rows, _planned
 from psg.testing import assert_trees_close
 
@@ -173,6 +174,28 @@ def test_settings_are_those_of_a_thread():
         left.set()
         thread.join()
     assert plans.settings_key() == before
+
+
+def test_settings_hold_in_autograds_threads(device, monkeypatch):
+    """An accelerator's cotangents arrive in a thread of autograd's own, where large ones become factors at once."""
+    gradients, asked = _autograd.gradients, []
+
+    def elsewhere(*args):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(gradients, *args).result()
+
+    def choice(factor, costs):
+        asked.append(threading.current_thread())
+        return "gram"
+
+    monkeypatch.setattr(_autograd, "gradients", elsewhere)
+    monkeypatch.setattr(_backward, "LARGE", 1)
+    params = {"a": torch.randn(4, 3, device=device), "b": torch.randn(4, 4, device=device)}
+    with plans.using(norm=choice):
+        psg.clipped_grad(lambda p, x: F.linear(F.linear(x, p["a"]).sin(), p["b"]).sin().sum(), 1.0)(
+            params, torch.randn(N, 50, 3, device=device)
+        )
+    assert len(set(asked)) == 2
 
 
 def test_a_function_may_choose_for_one_parameter(device):

@@ -171,6 +171,19 @@ def test_randomness_same_draws_one_mask_however_often_a_pass_starts(device):
     assert_trees_close(grads, psg.per_sample_grad(fn, randomness="same", method="loop")(p, x))
 
 
+def test_a_batch_draws_the_same_however_often_its_pass_starts(device):
+    def fn(p, x):
+        kept = F.dropout(x, 0.5)
+        x.zero_()  # makes the first call's pass start again; later calls begin with copies
+        return kept @ p
+
+    args, drawn = (torch.ones(16, device=device), torch.ones(3, 16, device=device)), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        drawn.append((psg.per_sample_grad(fn, method="batch")(*args), torch.rand(1)))
+    assert_trees_close(*drawn)
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize(
     "draw",

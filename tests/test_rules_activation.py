@@ -56,8 +56,11 @@ def test_prelu_at_infinite_cotangents(slopes, device):
         return (F.prelu(x, w) - 1).abs().sqrt().sum()
 
     w, x = torch.full((slopes,), 0.25, device=device), torch.tensor([[[-2.0], [1.0], [3.0]], [[1.0], [-2.0], [1.0]]], device=device)
-    assert_trees_close(psg.per_sample_grad(fn)(w, x[:, None]), loop_grad(fn)(w, x[:, None]))
+    expected = loop_grad(fn)(w, x[:, None])
+    assert_trees_close(psg.per_sample_grad(fn)(w, x[:, None]), expected)
     assert psg.clipped_grad(fn, 1.0)(w, x[:, None]).nonfinite == 0
+    batch = psg.per_sample_grad(lambda w, x: (F.prelu(x, w) - 1).abs().sqrt().sum((1, 2)), method="batch")
+    assert_trees_close(batch(w, x), expected)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -228,6 +228,7 @@ def test_group_norm_of_a_part_of_the_channels(norm, method, device):
         lambda x, w, v, eps: torch.batch_norm(x, w, v, None, None, training=True, momentum=0.1, eps=eps, cudnn_enabled=False),
         lambda x, w, v, eps: torch.native_layer_norm(x.mT, w.shape, w, v, eps)[0],
         lambda x, w, v, eps: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, v, True, 0.1, eps)[0],
+        lambda x, w, v, eps: torch.ops.aten._native_batch_norm_legit(x, w, v, True, 0.1, eps)[0],
     ],
 )
 def test_norms_under_their_other_names(norm, n, b, c, t, eps):

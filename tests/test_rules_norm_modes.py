@@ -244,7 +244,10 @@ def test_batch_norm_to_which_no_cotangent_comes(gradients, device):
     assert_trees_close(gradients(loss)(w, torch.randn(4, 5, 3, device=device)), (2 * w).expand(4, 3))
 
 
-@pytest.mark.parametrize("op", [torch.ops.aten.batch_norm.default, torch.ops.aten.native_batch_norm.default])
+_ATEN = torch.ops.aten
+
+
+@pytest.mark.parametrize("op", [_ATEN.batch_norm.default, _ATEN.native_batch_norm.default, _ATEN.batch_norm, _ATEN.native_batch_norm])
 def test_running_statistics_in_graphs_of_exported_programs(op, device):
     def loss(w, x):
         options = () if "native" in str(op) else (False,)

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 import types
 import warnings
 from collections import OrderedDict, namedtuple
@@ -152,6 +153,19 @@ def test_buffers_made_under_inference_mode(device):
     with torch.inference_mode():
         assert_trees_close(psg.per_sample_grad(loss)(*args), expected)
     assert module.scale.is_inference()
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_frozen_parameters_made_under_inference_mode(method, device):
+    with torch.inference_mode():
+        module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    own = dict(module[0].requires_grad_(False).named_parameters())
+    loss, params = psg.stateless(module, F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    usual, all_params = psg.stateless(copy.deepcopy(module).requires_grad_(), F.mse_loss)
+    expected = loop_grad(usual)({name: p.clone() for name, p in all_params.items()}, x, y)
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x, y), {name: expected[name] for name in params})
+    assert all(getattr(module[0], name) is p and p.is_inference() for name, p in own.items())
 
 
 def test_a_tied_parameter_appears_once(device):
@@ -416,6 +430,33 @@ def test_parametrised_modules_within_cached(method, device):
         assert_trees_close(psg.per_sample_grad(loss, method=method)(doubled, x, y), expected_doubled)
         assert module[0].weight is cached
     assert module[0].weight is not module[0].weight
+
+
+def test_threads_within_cached_take_locks_in_one_order(device):
+    """A call waited for its turn of the cache while it held the module's lock, for which a trace waited that had the turn."""
+    loss, params = psg.stateless(nn.Linear(3, 2).to(device), F.mse_loss)
+    args = params, torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    norms, tracing, found = psg.per_sample_norm(loss), threading.Event(), []
+
+    def slow(*args):
+        tracing.set()
+        time.sleep(0.2)
+        return norms(*args)
+
+    def wait(*args):
+        tracing.wait(60)
+        return norms(*args)
+
+    works = [threading.Thread(target=lambda fn=fn: found.append(fn(*args)), daemon=True) for fn in (psg.jit(slow, backend="eager"), wait)]
+    expected = norms(*args)
+    with nn.utils.parametrize.cached():
+        for work in works:
+            work.start()
+        for work in works:
+            work.join(20)
+    assert len(found) == 2
+    for own in found:
+        assert_trees_close(own, expected)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")  # scripted modules stay in use, and psg takes them
@@ -722,6 +763,31 @@ def test_threads_take_turns_in_a_module(scripted, hasty_threads, device):
     for i, want in enumerate(expected):
         assert len(found[i]) == 20 and all(torch.equal(got, want) for got in found[i])
     assert [parameter.data_ptr() for parameter in module.parameters()] == own
+
+
+@pytest.mark.parametrize("method", ["loop", "batch"])
+def test_a_backward_pass_stays_in_the_thread_that_has_the_locks(method, device):
+    """In a thread of an accelerator's own a checkpointed loss, called again, would wait for the module's lock for ever."""
+    threaded = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            threaded.append(torch._C._is_multithreading_enabled())
+            return cotangent
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Noting.apply(super().forward(x))
+
+    loss, params = psg.stateless(Net(3, 2).to(device), lambda output, y: (output * y).sum(-1), batch_dim=None)
+    args = params, torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(*args), loop_grad(loss)(*args))
+    assert threaded and not any(threaded) and torch._C._is_multithreading_enabled()
 
 
 @pytest.mark.parametrize("hold", [lambda w: [w], lambda w: {"w": w}, lambda w: (w,)], ids=["list", "dict", "tuple"])

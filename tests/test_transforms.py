@@ -258,12 +258,12 @@ def test_what_a_transform_has_made_is_no_function_of_one_sample(transform):
         psg.clipped_grad(made, 1.0)
 
 
-@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop", "batch"])
 def test_results_share_no_memory(method, device):
     params, x = {"a": torch.ones(2, device=device), "b": torch.ones(2, device=device)}, torch.ones(3, 2, device=device)
 
     def fn(p, x):
-        return ((p["a"] + p["b"]) * x).square().sum(), x
+        return ((p["a"] + p["b"]) * x).square().sum(-1), x
 
     grads, aux = psg.per_sample_grad(fn, has_aux=True, method=method)(params, x)
     for leaf in (*grads.values(), aux):

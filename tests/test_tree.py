@@ -603,7 +603,10 @@ def test_noise_follows_its_generator_and_leaves_the_rest_alone(device):
     assert len({leaf.untyped_storage().data_ptr() for leaf in (*noisy, *sums)}) == 4  # no two tensors share memory
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128]
+)
 def test_noise_keeps_the_dtype(dtype, device):
     sums = {"x": torch.full((40_000,), 2.0, dtype=dtype, device=device), "other": torch.zeros(3, dtype=torch.float32, device=device)}
     noisy = psg.tree.add_noise(sums, 0.5, generator=generator_of(device))

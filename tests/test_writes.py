@@ -123,6 +123,20 @@ def test_a_mask_of_the_sample_is_filled(target, mask, value, device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(fn)(params, x))
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@pytest.mark.parametrize("value", [7, 2.5, "number"])
+def test_large_integers_beside_those_that_a_mask_fills(value, method, device):
+    """`torch.where` of integers and a float is a float, which rounds them."""
+
+    def fn(p, ids):
+        ids = ids.clone()
+        ids[ids % 2 == 0] = p.sum().detach() if value == "number" else value
+        return (p * (ids % 5)).sum()
+
+    args = torch.rand(4, device=device), 2**60 + torch.arange(12, device=device).reshape(3, 4) ** 2
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))
+
+
 # --- inputs that are written into ------------------------------------------------------------------------------
 
 

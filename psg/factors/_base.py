@@ -93,7 +93,8 @@ class Factor(ABC):
     """A per-sample gradient tensor [n, *shape] in factored form.
 
     Every kind is a pytree node, to optree and to torch: tree_map sees the tensors. All kinds have the same operations. No operation but
-    `materialize` forms the whole gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better.
+    `materialize` forms the whole gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better; under
+    autocast call them by `psg.tree`, which switches it off.
 
     Attributes:
         fields: Names of the attributes that hold the data: tensors with the samples in dim 0, factors, tuples of factors. The constructor
@@ -177,14 +178,14 @@ class Factor(ABC):
     def squared_norm(self) -> Tensor:
         """sum over all entries of |gradient|^2 -> [n], real, at least float32, never negative."""
 
-    @abstractmethod
-    def squared_terms(self) -> Tensor:
-        """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
-
     @property
     def positions(self) -> int:
         """The number of terms of the sum that the gradient is."""
         return 1
+
+    def squared_terms(self) -> Tensor:
+        """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
+        return self.squared_norm()
 
     @property
     def is_better_formed(self) -> bool:
@@ -410,9 +411,6 @@ class Dense(Factor):
         if self.is_differentiated:
             return widen(real_rows(self.values)).square().sum(1)
         return self.norm().square()  # one read and no temporary, but no second derivative at zero
-
-    def squared_terms(self) -> Tensor:
-        return self.squared_norm()
 
     def norm(self) -> Tensor:
         return super().norm() if self.is_differentiated else norm_of_norms(self.partial_norms())

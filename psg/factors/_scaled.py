@@ -56,9 +56,6 @@ class Expanded(Factor):
     def squared_norm(self) -> Tensor:
         return Dense(widen(self.values) * self._times**0.5).squared_norm()
 
-    def squared_terms(self) -> Tensor:
-        return self.squared_norm()
-
     @property
     def _times(self) -> float:
         """How many entries of the gradient share one value."""
@@ -185,24 +182,24 @@ class Scaled(Factor):
         squared, unit = self._squared_terms_in_units(self.shared)
         return (squared * unit.square()).to(wide(self.dtype))
 
+    def _formed(self) -> Dense:
+        # Wide, as for the norm: a product of 16-bit numbers may be infinite where the norm is not.
+        return Dense(self.to(wide(self.dtype)).materialize())
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         shared = self.shared
-        if shared is None:
-            return Dense(self.materialize()).weighted_sum(weights)
-        return self.factor.weighted_sum(weights) * shared
+        return self._formed().weighted_sum(weights) if shared is None else self.factor.weighted_sum(weights) * shared
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         shared = self.shared
         if shared is None:
-            return Dense(self.materialize()).moment_sums()
+            return self._formed().moment_sums()
         total, squares = self.factor.moment_sums()
         return total * shared, squares * square(shared)
 
     def dot(self, direction: Tensor) -> Tensor:
         shared = self.shared
-        if shared is None:
-            return Dense(self.materialize()).dot(direction)
-        return self.factor.dot(widen(direction) * shared)
+        return self._formed().dot(direction) if shared is None else self.factor.dot(widen(direction) * shared)
 
     def take(self, index: Tensor | slice) -> Self:
         factor = self.factor.take(index)

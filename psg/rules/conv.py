@@ -35,8 +35,8 @@ def _convolution(dims: int) -> Any:
     def convolution(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
     ) -> Any:
-        if weight.is_complex() or input.ndim not in (dims + 2, dims + 3):
-            return NotImplemented
+        if weight.is_complex() or weight.numel() == 0 or input.ndim not in (dims + 2, dims + 3):
+            return NotImplemented  # without entries, torch raises its own error, or leaves out the output channels
         kernel, stride, dilation = tuple(weight.shape[2:]), _each(stride, dims), _each(dilation, dims)
         if padding == "valid":
             padding = 0

@@ -96,19 +96,11 @@ leak(
 OWN_GENERATOR = "fn draws from a torch.Generator: one that fn seeds has to give every sample the same numbers, and under vmap would not"
 
 # The position of the argument running_mean, and the name of the flag that enables its update, which is at position 5.
-UPDATING: dict[Any, tuple[int, str]] = {
-    F.batch_norm: (1, "training"),
-    F.instance_norm: (1, "use_input_stats"),
-    torch.batch_norm: (3, "training"),
-    torch.instance_norm: (3, "use_input_stats"),
-    torch.native_batch_norm: (3, "training"),
-    torch._native_batch_norm_legit: (3, "training"),  # pyright: ignore[reportPrivateImportUsage]
-    torch.ops.aten.batch_norm.default: (3, "training"),
-    torch.ops.aten.instance_norm.default: (3, "use_input_stats"),
-    torch.ops.aten.native_batch_norm.default: (3, "training"),
-    torch.ops.aten._native_batch_norm_legit: (3, "training"),
-    torch.ops.aten._native_batch_norm_legit.default: (3, "training"),
-}
+UPDATING: dict[Any, tuple[int, str]] = {F.batch_norm: (1, "training"), F.instance_norm: (1, "use_input_stats")}
+for _name in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit"):
+    _packet = getattr(torch.ops.aten, _name)  # exported programs call its overload
+    _flag = "use_input_stats" if _name == "instance_norm" else "training"
+    UPDATING |= dict.fromkeys((getattr(torch, _name), _packet, _packet.default), (3, _flag))
 
 
 def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
@@ -126,7 +118,7 @@ def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
         return args[position] if position < len(args) else kwargs.get(name, _default(func, name))
 
     mean, flag = UPDATING[func]
-    if argument(mean, "running_mean") is not None and argument(5, flag):
+    if isinstance(argument(mean, "running_mean"), Tensor) and argument(5, flag):  # a form without statistics has a flag in their place
         raise StateError(
             f"a {func.__name__} in training mode updates its running statistics, so that one sample's gradient would depend on the others. "
             "Put the module in eval mode, or use GroupNorm, LayerNorm or an InstanceNorm without running statistics."

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from psg import _functorch
 from psg._ops import leaves_of
+from psg._trees import is_inexact
 from psg.factors._arithmetic import widen
 from psg.rules._registry import decomposition, reshape, rule
 
@@ -152,6 +153,10 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
     is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
     if not (is_mask and is_number and _functorch.is_vmapped(index)):
         return NotImplemented
+    if isinstance(value, Tensor):
+        value = value.to(self.dtype)
+    elif not is_inexact(self):
+        value = self.new_full((), value)  # of a float and integers, torch.where makes float32, which rounds the integers
     self.copy_(torch.where(index.reshape(index.shape + (1,) * (self.ndim - index.ndim)), value, self))
 
 

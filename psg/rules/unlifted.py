@@ -187,8 +187,9 @@ def _attention(
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """y = max(x, 0) + w min(x, 0): ([b,c,*], [c] or [1]) -> [b,c,*]."""
-    return input.relu() + input.clamp(max=0) * weight.reshape(-1, *(1,) * (input.ndim - 2))
+    """y = x where x > 0, else w x: ([b,c,*], [c] or [1]) -> [b,c,*]. There an infinite cotangent must not meet a zero."""
+    positive = input > 0
+    return torch.where(positive, input, input.masked_fill(positive, 0) * weight.reshape(-1, *(1,) * (input.ndim - 2)))
 
 
 def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:

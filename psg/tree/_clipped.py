@@ -156,7 +156,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         pieces = [piece.view(shape) for piece, shape in zip(drawn.split([shape.numel() for shape in shapes]), shapes, strict=True)]
         sums = _add([widen(parts[i]) for i in alike], pieces)
         noisy |= zip(alike, sums, strict=True)
-    results = [torch.view_as_complex(noisy[i]) if leaf.is_complex() else noisy[i].to(leaf.dtype) for i, leaf in enumerate(leaves)]
+    results = [(torch.view_as_complex(noisy[i]) if leaf.is_complex() else noisy[i]).to(leaf.dtype) for i, leaf in enumerate(leaves)]
     return _trees.unflatten(spec, results)
 
 
