@@ -249,6 +249,12 @@ REFUSED = {
         normal(N, 4, 3),
         ids(4, N, 2),
     ),
+    "index_add of an index below zero": lambda: (
+        lambda w, x, i: score(torch.index_add(w * x, 0, i, x[:2])),
+        normal(3),
+        normal(N, 4, 3),
+        torch.cat([ids(4, 1, 2), -1 - ids(4, N - 1, 2)]),
+    ),
     "index_add out of range": lambda: (
         lambda w, x, i: score(torch.index_add(w * x, 0, i, x[:2])),
         normal(3),
@@ -355,6 +361,14 @@ REFUSED = {
         normal(4, 4),
         normal(N, 5, 1, 4),
     ),
+    **{
+        f"pack_padded_sequence of lengths {lengths}": lambda lengths=lengths: (
+            lambda w, x: score(torch._VF._pack_padded_sequence(w * x, torch.tensor(lengths), False)[0]),
+            normal(3),
+            normal(N, 4, 3, 3),
+        )
+        for lengths in ([3, 1, 2], [5, 1, 1], [2, 1, 0], [2, 1])
+    },
     "pad_packed_sequence to too few steps": lambda: (
         lambda w, x: score(torch._VF._pad_packed_sequence(w * x, torch.tensor([2, 2]), False, 0.0, 1)[0]),
         normal(3),
