@@ -592,6 +592,7 @@ STAYS = {
     "allclose of nan": lambda w, x: (
         (w @ x).sum() if not torch.allclose(x / 0, x) and torch.allclose(x * torch.nan, x * torch.nan, equal_nan=True) else w.sum()
     ),
+    "allclose of infinities": lambda w, x: (w @ x).sum() if not torch.allclose(x, x / 0) and torch.allclose(x / 0, x / 0) else w.sum(),
     "is_nonzero": lambda w, x: (w @ x).sin().sum() if torch.is_nonzero(x.square().sum()) else w.sum(),
     **{
         f"index_add, {name}": lambda w, x, add=add: (add(w * x, x[:3].abs().mul(2).long() % 4, (w @ w.T)[:3] * x) @ x).sin().sum()
@@ -651,9 +652,11 @@ STAYS = {
         F.adaptive_avg_pool2d((w * x)[None, None].expand(1, 3, 4, 4).contiguous(memory_format=torch.channels_last), (1, 1)).sin().sum()
         + F.adaptive_avg_pool3d((w * x)[None, None], 1).sin().sum()
     ),
-    "padded sequences": lambda w, x: torch.nn.utils.rnn.pad_sequence([w @ x, (w @ x)[:2]], batch_first=True, padding_value=2.0).sin().sum(),
+    "padded sequences": lambda w, x: (
+        torch.nn.utils.rnn.pad_sequence([w @ x, (w @ x)[:2]], batch_first=True, padding_value=2.0).cumsum(1).sin().sum()
+    ),
     "sequences padded on the left": lambda w, x: (
-        (torch.nn.utils.rnn.pad_sequence([w * x, (w * x)[:2]], padding_side="left") * torch.arange(2.0, device=x.device)[:, None])
+        (torch.nn.utils.rnn.pad_sequence([w * x, (w * x)[:2]], padding_side="left") * torch.arange(4.0, device=x.device)[:, None, None])
         .sin()
         .sum()
     ),
@@ -666,7 +669,7 @@ STAYS = {
         for q, dim in ((0.3, None), (0.5, 0), (1.0, -1))
     },
     "several quantiles": lambda w, x: (
-        torch.quantile(w * x, torch.tensor([0.0, 0.3, 1.0], device=x.device), dim=1, keepdim=True).sin().sum()
+        (torch.quantile(w * x, torch.tensor([0.0, 0.3, 1.0], device=x.device), dim=1, keepdim=True) * x).sin().sum()
         + (w * x).nanquantile(torch.tensor([0.6], device=x.device)).cos().sum()
         + (w @ x).quantile(torch.tensor(0.2, device=x.device), 0, True).exp().sum()
     ),

@@ -59,6 +59,7 @@ MATRICES = {
         lambda p: torch.negative(torch.subtract(p["w"].ravel().view(OUT, IN), torch.linalg.matmul(p["b"], p["a"]), alpha=2)),
         dict.fromkeys("wab", Outer),
     ),
+    "plus twice a low rank": (lambda p: torch.add(p["w"], p["b"].mm(p["a"]), alpha=2), dict.fromkeys("wab", Outer)),
     "transposed": (lambda p: (p["a"].T @ p["b"].T).T, {"a": Outer, "b": Outer}),
     "two uses of one": (lambda p: p["w"] * 2 + p["w"].clone(), {"w": Outer}),
     "magnitude and direction": (dora, {"w": Outer, "a": Outer, "b": Outer, "gain": Dense}),
@@ -74,12 +75,14 @@ MATRICES = {
     "masked": (lambda p: p["w"] * torch.ones_like(p["w"]).tril(), {"w": Scaled}),
     "triangular": (lambda p: p["w"].triu(), {"w": Scaled}),
     "positive": (lambda p: F.softplus(p["w"]), {"w": Scaled}),
+    "the larger of two": (lambda p: torch.maximum(p["w"], p["columns"]), {"w": Dense, "columns": Dense}),
     "clamped, in part": (lambda p: torch.where(p["w"].detach() > -1, p["w"].clamp(max=0.5), 0.0), {"w": Scaled}),
     "a draw of weights": (lambda p: p["w"] + p["c"].exp() * torch.linspace(-1, 1, IN, device=p["w"].device), {"w": Outer, "c": Scaled}),
     "weight norm": (lambda p: torch._weight_norm(p["w"], p["gain"], 0), {"w": Sum, "gain": Dense}),
     "weight norm of columns": (lambda p: torch._weight_norm(p["w"], p["columns"][None], 1), {"w": Sum, "columns": Dense}),
     "normalised rows": (lambda p: F.normalize(p["w"], dim=1), {"w": Sum}),
     "normalised": (lambda p: p["w"] / p["w"].norm(), {"w": Sum}),
+    "normalised rows, in part": (lambda p: F.normalize(p["w"], p=3.0, dim=-1, eps=1.5), {"w": Sum}),
     "standardised": (lambda p: (p["w"] - p["w"].mean(1, keepdim=True)) / p["w"].std(1, keepdim=True), {"w": Sum}),
     "standardised, without the dimension": (lambda p: p["w"] / torch.var_mean(p["w"], 0)[0].sqrt(), {"w": Sum}),
     "standardised by batch norm": (lambda p: F.batch_norm(p["w"].T, None, None, training=True).T, {"w": Sum}),
@@ -87,6 +90,7 @@ MATRICES = {
     "softmax of columns": (lambda p: nn.Softmax(dim=0)(p["w"] / p["s"]), {"w": Sum, "s": Dense}),
     "softmax over all": (lambda p: F.softmax(p["w"].view(-1), 0, dtype=torch.float64).view(OUT, IN), {"w": Sum}),
     "softmax of some": (lambda p: p["w"].masked_fill(torch.ones_like(p["w"]).triu(1) > 0, -math.inf).softmax(-1), {"w": Sum}),
+    "softmax of a number": (lambda p: p["w"] * p["s"].softmax(0), {"w": Outer, "s": Dense}),
     "logarithms of probabilities": (lambda p: torch.log_softmax(p["w"], 1), {"w": Sum}),
     "a softmax called in another way": (lambda p: torch.softmax(p["w"], 1, torch.float64), {"w": Sum}),
     "matrix exponential": (lambda p: p["b"] @ torch.matrix_exp(p["a"][:, :RANK]) @ p["a"], {"a": Sum, "b": Outer}),
@@ -211,6 +215,14 @@ KERNELS = {
     "standardised by batch norm": (
         lambda w, s: F.batch_norm(w.reshape(1, 4, -1), None, None, s * 0.3, training=True, momentum=0.0, eps=1e-6).reshape_as(w),
         Sum,
+    ),
+    "standardised by batch norm, with a bias": (
+        lambda w, s: F.batch_norm(w.reshape(1, 4, -1), None, None, None, s * 0.3, training=True).reshape_as(w),
+        Sum,
+    ),
+    "by the statistics of batch norm": (
+        lambda w, s: F.batch_norm(w.reshape(1, 4, -1), torch.ones_like(s), torch.full_like(s, 2.0)).reshape_as(w),
+        Dense,
     ),
 }
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
-from psg import _backward, _functorch, _ladder, _memory
+from psg import _backward, _chunks, _functorch, _ladder, _memory
 from psg.testing import assert_trees_close
 
 
@@ -307,6 +307,14 @@ def test_layers_that_the_loss_does_not_depend_on_are_freed_at_once(device, monke
         assert len(inputs) == 1 and inputs[0]() is None
     finally:
         gc.enable()
+
+
+def test_chunks_of_different_dtypes_are_joined_in_the_wider(device):
+    parts = [torch.randn(2, 3, device=device, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.float32)]
+    collector = _chunks.RowCollector(6)
+    for k, part in enumerate(parts):
+        collector.add(2 * k, [part])
+    assert_trees_close(collector.result(), [torch.cat(parts)])
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")

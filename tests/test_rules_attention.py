@@ -291,7 +291,7 @@ def test_scores_that_are_not_finite(shape, place, broken, device):
         return F.linear(F.scaled_dot_product_attention(q, k, v), w).sin().sum()
 
     w, sides = torch.randn(4, 4, device=device), {name: torch.randn(3, *shape, device=device) for name in ("query", "key", "value")}
-    sides[place][1].flatten()[0] = broken
+    sides[place][1].flatten()[: None if place == "key" else 1] = broken  # whole rows of scores
     # Keys and values that broadcast: torch, too, runs these unfused.
     sides["key"], sides["value"] = (sides[name][:, :1] if len(shape) == 4 else sides[name] for name in ("key", "value"))
     expected = psg.per_sample_value_and_grad(fn, method="loop")(w, *sides.values())

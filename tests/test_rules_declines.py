@@ -203,6 +203,21 @@ REFUSED = {
         normal(5),
         normal(N, 4, 5),
     ),
+    "batch_norm by statistics that depend on a parameter": lambda: (
+        lambda w, x: score(F.batch_norm(x, F.linear(x, w["mix"]).mean(0), torch.ones(4), w["scale"])),
+        {"mix": normal(4, 4), "scale": normal(4)},
+        normal(N, 2, 4),
+    ),
+    "batch_norm with one weight for all channels": lambda: (
+        lambda w, x: score(F.batch_norm(x, torch.zeros(4), torch.ones(4), w)),
+        normal(1),
+        normal(N, 2, 4),
+    ),
+    "conv1d of 'same' padding with a stride": lambda: (
+        lambda w, x: score(F.conv1d(x, w, stride=2, padding="same")),
+        normal(2, 3, 2),
+        normal(N, 3, 5),
+    ),
     "cross_entropy of too many targets": lambda: (lambda w, x, y: F.cross_entropy(w * x, y), normal(5), normal(N, 2, 5), ids(5, N, 3)),
     "einsum of too few operands": lambda: (lambda w, x: score(torch.einsum("ti,io,o->to", x, w)), normal(3, 4), normal(N, 2, 3)),
     "einsum of too few labels": lambda: (lambda w, x: score(torch.einsum("i,io->o", x, w)), normal(3, 4), normal(N, 2, 3)),
@@ -235,12 +250,19 @@ REFUSED = {
         normal(N, 4, 3),
         ids(4, N, 2),
     ),
+    "index_add of an index below zero": lambda: (
+        lambda w, x, i: score(torch.index_add(w * x, 0, i, x[:2])),
+        normal(3),
+        normal(N, 4, 3),
+        torch.cat([ids(4, 1, 2), -1 - ids(4, N - 1, 2)]),
+    ),
     "index_add out of range": lambda: (
         lambda w, x, i: score(torch.index_add(w * x, 0, i, x[:2])),
         normal(3),
         normal(N, 4, 3),
         4 + ids(4, N, 2),
     ),
+    "instance_norm of one value a channel": lambda: (lambda w, x: score(F.instance_norm(x, weight=w)), normal(4), normal(N, 2, 4, 1)),
     "kl_div of another reduction": lambda: (lambda w, x: F.kl_div(w * x, x, reduction="max"), normal(4), normal(N, 4)),
     "matmul of a number": lambda: (lambda w, x: (w @ x).sum(), normal(3, 3), normal(N)),
     "addmm of a bias that does not fit": lambda: (
@@ -340,6 +362,14 @@ REFUSED = {
         normal(4, 4),
         normal(N, 5, 1, 4),
     ),
+    **{
+        f"pack_padded_sequence of lengths {lengths}": lambda lengths=lengths: (
+            lambda w, x: score(torch._VF._pack_padded_sequence(w * x, torch.tensor(lengths), False)[0]),
+            normal(3),
+            normal(N, 4, 3, 3),
+        )
+        for lengths in ([3, 1, 2], [5, 1, 1], [2, 1, 0], [2, 1])
+    },
     "pad_packed_sequence to too few steps": lambda: (
         lambda w, x: score(torch._VF._pad_packed_sequence(w * x, torch.tensor([2, 2]), False, 0.0, 1)[0]),
         normal(3),

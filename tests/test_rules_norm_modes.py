@@ -103,11 +103,11 @@ def test_channels_last_cotangents(device):
 
 
 NORMS = {
-    "layer_norm": lambda x, p, s: F.layer_norm(x.movedim(1, -1), (6,), p["weight"], p["bias"]),
-    "rms_norm": lambda x, p, s: F.rms_norm(x.movedim(1, -1), (6,), p["weight"]) + p["bias"],
-    "group_norm": lambda x, p, s: F.group_norm(x, 2, p["weight"], p["bias"]),
-    "instance_norm": lambda x, p, s: F.instance_norm(x, weight=p["weight"], bias=p["bias"]),
-    "batch_norm": lambda x, p, s: F.batch_norm(x, *s, p["weight"], p["bias"]),
+    "layer_norm": lambda x, p, s: F.layer_norm(x.movedim(1, -1), (6,), p["weight"], p["bias"], eps=0.5),
+    "rms_norm": lambda x, p, s: F.rms_norm(x.movedim(1, -1), (6,), p["weight"], eps=0.5) + p["bias"],
+    "group_norm": lambda x, p, s: F.group_norm(x.mT.contiguous().mT, 2, p["weight"], p["bias"], eps=0.5),
+    "instance_norm": lambda x, p, s: F.instance_norm(x, weight=p["weight"], bias=p["bias"], eps=0.5),
+    "batch_norm": lambda x, p, s: F.batch_norm(x, *s, p["weight"], p["bias"], eps=0.5),
 }
 
 

@@ -513,7 +513,7 @@ def test_a_scripted_part_that_was_trained_keeps_its_gradient(device):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
 def test_functions_of_torchscript(device):
-    """One whose ops vmap runs right, and one with an op that it gets wrong."""
+    """One whose ops vmap runs right, and some with an op that it gets wrong."""
 
     @torch.jit.script
     def widened(x: torch.Tensor) -> torch.Tensor:
@@ -523,10 +523,20 @@ def test_functions_of_torchscript(device):
     def largest(x: torch.Tensor) -> torch.Tensor:
         return x.amax(-1)
 
+    @torch.jit.script
+    def largest_of_several(x: torch.Tensor) -> torch.Tensor:
+        if x.size(-1) > 1:
+            x = x.amax(-1)
+        return x
+
+    @torch.jit.script
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.embedding(x.view(-1, 2), torch.arange(2), 1)
+
     w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device).round()
     for _ in range(3):
         widened((x @ w).requires_grad_()).sum().backward()
-    for script, rung in ((widened, "vmap"), (largest, "loop")):
+    for script, rung in ((widened, "vmap"), (largest, "loop"), (largest_of_several, "loop"), (padded, "loop")):
 
         def fn(w, x):
             return script(x @ w).sin().sum()  # noqa: B023

@@ -21,7 +21,7 @@ def _equal(input: Tensor, other: Tensor) -> bool:
 
 @decomposition(torch.allclose, Tensor.allclose)
 def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    near = ((input - other).abs() <= atol + rtol * other.abs()) & input.isfinite() & other.isfinite()
+    near = ((input - other).abs() <= atol + rtol * other.abs()) & other.isfinite()
     close = near | (input == other)
     return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
 

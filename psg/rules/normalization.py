@@ -202,8 +202,10 @@ def _by_statistics(input: Tensor, mean: Tensor | None, var: Tensor | None, weigh
         return NotImplemented
     if any(part.shape[-1:] != input.shape[2:3] for part in (mean, var, weight, bias) if part is not None):
         return NotImplemented  # torch raises its own error
-    # Expanded statistics (stride 0) are the same for all samples: compute with one row. None are differentiated.
-    mean, var = (widen(tensor[:1] if tensor.stride(0) == 0 else tensor).detach() for tensor in (mean, var))
+    if mean.requires_grad or var.requires_grad:
+        return NotImplemented  # torch refuses to differentiate for them
+    # Expanded statistics (stride 0) are the same for all samples: compute with one row.
+    mean, var = (widen(tensor[:1] if tensor.stride(0) == 0 else tensor) for tensor in (mean, var))
     rstd = (var + eps).rsqrt()
     scale = rstd if weight is None else rstd * weight
     shift = -mean * scale if bias is None else bias - mean * scale
