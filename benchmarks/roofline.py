@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from workloads import Workload, build
 
-from psg import _functorch
+from psg._torch import _functorch
 from psg.factors import _arithmetic
 
 aten = torch.ops.aten

@@ -37,7 +37,7 @@ from reference import TOLERANCE, Reference
 from workloads import LARGE, WORKLOADS, build
 
 import psg
-from psg._memory import pages_are_kept
+from psg._hardware._memory import pages_are_kept
 
 GROUPS = {
     "default": ["plain", "loop", "vmap_grad", "vmap_norm", "vmap_clip", "psg_grad", "psg_norm", "psg_clip"],

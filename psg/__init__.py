@@ -18,10 +18,10 @@ Modules: `tree` (norms, Gram matrices, weighted sums, projections, moments, nois
 """
 
 from psg import clipping, distributed, factors, plans, rules, testing, tree
+from psg._compile._jit import jit
 from psg._errors import FallbackWarning, InputError, PsgError, StateError
 from psg._explain import explain
-from psg._jit import jit
-from psg._memory import keep_pages
+from psg._hardware._memory import keep_pages
 from psg._stateless import stateless
 from psg.rules import primitive, rule
 from psg.testing import check

@@ -9,9 +9,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from psg import _ambient, _copies, _functorch, _memory, _random, _trees
+from psg import _trees
 from psg._errors import InputError, as_integer, code_of, warn_once
-from psg._outside import Outside
+from psg._hardware import _memory
+from psg._torch import _ambient, _functorch, _random
+from psg._watch import _copies
+from psg._watch._outside import Outside
 
 Method = Literal["auto", "capture", "vmap", "loop", "batch"]
 Randomness = Literal["different", "same", "error"]

@@ -8,8 +8,9 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees
+from psg import _trees
 from psg._errors import InputError
+from psg._torch import _functorch
 from psg.clipping import PerGroup, PerLeaf, Policy, check_clip_norm, clip, is_bounded
 from psg.factors import Factor
 from psg.factors._joint import Joint, norm_of

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from psg import _ambient, _ladder
 from psg._call import Method, Options, Randomness, prepare
 from psg._errors import InputError
+from psg._ladder import _ladder
+from psg._torch import _ambient
 from psg.factors import Factor
 from psg.transforms import expect_one_sample
 

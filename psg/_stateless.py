@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from psg import _ambient, _autograd, _functorch, _pass, _trees, _writes
-from psg._effects import Attributes, Writes, changing, kind_of
+from psg import _trees
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
-from psg._modules import CALLED, LOCKS
-from psg._ops import leaves_of
-from psg._outside import UNDIFFERENTIATED, is_looked_at, owning, refuse_own
+from psg._torch import _ambient, _autograd, _functorch
+from psg._torch._ops import leaves_of
+from psg._watch import _pass, _writes
+from psg._watch._effects import Attributes, Writes, changing, kind_of
+from psg._watch._modules import CALLED, LOCKS
+from psg._watch._outside import UNDIFFERENTIATED, is_looked_at, owning, refuse_own
 
 
 def stateless(

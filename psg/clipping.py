@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch
 from psg._errors import InputError
+from psg._torch import _functorch
 
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "bounded", "clip", "normalize"]
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from psg import _trees
-from psg._ambient import unaffected
 from psg._errors import InputError
+from psg._torch._ambient import unaffected
 from psg.factors import Dense, Factor, is_factor
 from psg.factors._arithmetic import as_real, one_after_another, widen
 

@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from psg import _functorch, _machine, _trees
+from psg import _trees
 from psg._errors import InputError, as_integer
-from psg._patches import assigned
+from psg._hardware import _machine
+from psg._torch import _functorch
+from psg._torch._patches import assigned
 
 __all__ = ["Choice", "using"]
 

@@ -56,11 +56,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from psg import _ambient, _chunks, _differentiable, _trees, clipping
+from psg import _trees, clipping
 from psg._call import Call, Method, Options, Randomness, prepare
 from psg._clipped_sums import ClippedSums, clipped_sums, groups_of, sensitivity
 from psg._errors import InputError, received
-from psg._rungs import Result
+from psg._ladder import _chunks, _differentiable
+from psg._ladder._rungs import Result
+from psg._torch import _ambient
 from psg.factors import Factor
 from psg.factors._joint import Joint
 

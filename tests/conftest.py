@@ -12,7 +12,8 @@ import pytest
 import torch
 from seeding import seed
 
-from psg import _errors, _machine
+from psg import _errors
+from psg._hardware import _machine
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import psg
-from psg import _functorch
+from psg._torch import _functorch
 from psg._trees import flatten
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

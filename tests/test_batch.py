@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import psg
-from psg._owners import codes, owners
+from psg._batch._owners import codes, owners
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
 

@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
-from psg import _backward, _functorch, _ladder
 from psg._call import Options, prepare
+from psg._capture import _backward
+from psg._ladder import _ladder
+from psg._torch import _functorch
 from psg.factors import Outer
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
 
@@ -428,7 +430,7 @@ def test_a_constant_that_fn_keeps_serves_later_calls(make, sizes, device):
     for size in sizes:
         x = torch.randn(size, 3, device=device)
         assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), x * scale)
-    assert not psg._functorch.is_wrapped(kept[0])
+    assert not psg._torch._functorch.is_wrapped(kept[0])
 
 
 @pytest.mark.parametrize("size", [5, 1])

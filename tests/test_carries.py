@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import psg
-from psg import _carries, _lifted, _ops
+from psg._capture import _carries, _lifted
+from psg._torch import _ops
 from psg.factors import Conv, Dense, Outer, Region, Rows, Scaled, Sum, Views
 from psg.testing import assert_trees_close, loop_grad
 from psg.testing._loop import tree_map

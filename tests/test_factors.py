@@ -447,7 +447,7 @@ def test_projections_moments_and_sums_of_groups_a_little_at_a_time(kind, size, r
     factor, tensor = make(recipe, n, size)
     sketches = [Sketch(dim, random.Random(dim)) for dim in (5, 64)]
     whole = [factor.project(sketch) for sketch in sketches]
-    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: 100)
+    monkeypatch.setattr(psg._hardware._machine, "chunk_bytes", lambda device: 100)
     monkeypatch.setattr(psg.factors._base, "_LARGE", 1)
     assert_trees_close([factor.project(sketch) for sketch in sketches], whole)
     assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
@@ -744,7 +744,7 @@ def test_gram(first, second, size, make):
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gram_of_more_pairs_than_a_cache_holds(dtype, positions, chunk, monkeypatch, device):
-    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: chunk)
+    monkeypatch.setattr(psg._hardware._machine, "chunk_bytes", lambda device: chunk)
     x, y = (Outer(*torch.randn(2, n, t, 40, device=device).to(dtype)) for n, t in zip((7, 5), positions, strict=True))
     left, right = (factor.to(torch.float64).materialize() for factor in (x, y))
     rounding = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-3}
@@ -870,7 +870,7 @@ def holds_all_operations(factor, tensor):
 @each_count
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_products_of_one_position_by_either_way(multiplies, n, device, monkeypatch):
-    monkeypatch.setattr("psg._matmul.multiplies", lambda device: multiplies)
+    monkeypatch.setattr("psg._hardware._matmul.multiplies", lambda device: multiplies)
     left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
     holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
 
@@ -883,7 +883,7 @@ def test_sums_and_products_of_dense_gradients_in_blocks(n, m, width, blocks, see
     def wherever_they_fit(rows, *_):
         return blocks if rows.numel() and rows.shape[1] % blocks == 0 else 1
 
-    with mock.patch.multiple(psg._matmul, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
+    with mock.patch.multiple(psg._hardware._matmul, column_blocks=wherever_they_fit, inner_blocks=wherever_they_fit):
         assert_trees_close(Dense(x).weighted_sum(weights), reference_weighted_sum(x, weights), per_sample=False)
         assert_trees_close(Dense(x).gram(Dense(y)), reference_gram(x, y))
         assert_trees_close(Dense(x).gram(), reference_gram(x))
@@ -1303,7 +1303,7 @@ def test_a_sample_of_zeros_and_huge_inputs_has_the_norm_zero(plan, dtype, device
 @pytest.mark.parametrize("n", [0, 1, 5])
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 def test_inner_products_of_gradients_formed_a_few_at_a_time(chunk, n, monkeypatch, device):
-    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: chunk)
+    monkeypatch.setattr(psg._hardware._machine, "chunk_bytes", lambda device: chunk)
     gradient = Outer(torch.randn(n, 3, 6, device=device), torch.randn(n, 3, 5, device=device))
     other = Outer(torch.randn(n, 2, 6, device=device), torch.randn(n, 2, 5, device=device))
     scale = torch.rand(6, 5, device=device)

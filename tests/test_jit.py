@@ -25,7 +25,9 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import psg
-from psg import _functorch, _machine, _modules
+from psg._hardware import _machine
+from psg._torch import _functorch
+from psg._watch import _modules
 from psg.rules import _fused, _gates
 from psg.testing import assert_trees_close, loop_grad
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
-from psg import _matmul
+from psg._hardware import _matmul
 from psg.factors import Dense
 from psg.testing import assert_trees_close, layouts, tensors
 

@@ -15,7 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import psg
-from psg import _backward, _chunks, _functorch, _ladder, _memory
+from psg._capture import _backward
+from psg._hardware import _memory
+from psg._ladder import _chunks, _ladder
+from psg._torch import _functorch
 from psg.testing import assert_trees_close
 
 
@@ -168,9 +171,9 @@ def faults():
 fresh = faults()
 factor = psg.factors.Outer(torch.ones(4, 64, 64), torch.ones(4, 64, 64))
 plan = factor.plan()
-assert not psg._memory.pages_are_kept()
+assert not psg._hardware._memory.pages_are_kept()
 kept = psg.keep_pages()
-assert psg._memory.pages_are_kept() == kept
+assert psg._hardware._memory.pages_are_kept() == kept
 print(int(kept), fresh, faults(), plan, factor.plan(), sep=";")
 """
 

@@ -10,7 +10,9 @@ from cases import N
 from torch import nn
 
 import psg
-from psg import _autograd, _backward, plans
+from psg import plans
+from psg._capture import _backward
+from psg._torch import _autograd
 from psg.factors import Conv, Dense, Geometry, Outer, Rows, _planned
 from psg.testing import assert_trees_close
 
@@ -90,7 +92,7 @@ def test_remembered_costs_are_those_of_the_layout_and_the_machine(kept, threads,
         *(Conv(torch.randn(2, 1, 4, 8, 8), torch.randn(2, 1, channels, 8, 8), geometry).map(lambda t: t.to(device)) for channels in (3, 5)),
     ]
     before = torch.get_num_threads()
-    monkeypatch.setattr(psg._memory, "_kept", kept)
+    monkeypatch.setattr(psg._hardware._memory, "_kept", kept)
     torch.set_num_threads(threads)
     try:
         for factor in factors * 2:

@@ -65,7 +65,7 @@ def test_conv_by_every_plan(dims, data, norm, gram, materialize, device):
 @given(data=st.data())
 def test_patches_of_one_sample_at_a_time(dims, data, device):
     with pytest.MonkeyPatch.context() as patch, psg.plans.using(norm="keep", materialize="patches"):
-        patch.setattr(psg._machine, "chunk_bytes", lambda device, dtype=None: 1)
+        patch.setattr(psg._hardware._machine, "chunk_bytes", lambda device, dtype=None: 1)
         assert_agrees(on(data.draw(conv_problems(dims)), device))
 
 

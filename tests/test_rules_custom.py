@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import psg
-from psg import _functions
+from psg._torch import _functions
 from psg.factors import Dense, Outer, Rows
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg import _backward
+from psg._capture import _backward
 from psg.testing import assert_trees_close, layouts, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
@@ -94,7 +94,7 @@ def blocks_of_rows(left, right):
 
 @given(problem=st.one_of(linear_problems(), stacked_problems()))
 def test_products_in_blocks_of_rows(problem, device):
-    with mock.patch.multiple(psg._matmul, row_blocks=blocks_of_rows, _LARGE_PRODUCT=0), mock.patch.object(LINEAR, "_FEW", 0):
+    with mock.patch.multiple(psg._hardware._matmul, row_blocks=blocks_of_rows, _LARGE_PRODUCT=0), mock.patch.object(LINEAR, "_FEW", 0):
         assert_agrees(on(problem, device))
 
 
@@ -103,7 +103,7 @@ def test_products_in_blocks_of_rows_in_a_graph(n, device):
     params = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, device=device)}
     clipped = psg.clipped_grad(lambda p, x: score(F.linear(x, **p)), clip_norm=0.5)
     x = torch.randn(n, 5, 3, device=device)
-    with mock.patch.multiple(psg._matmul, row_blocks=blocks_of_rows, _LARGE_PRODUCT=0):
+    with mock.patch.multiple(psg._hardware._matmul, row_blocks=blocks_of_rows, _LARGE_PRODUCT=0):
         found = psg.jit(clipped, backend="eager")(params, x)
     assert_trees_close(found.grads, clipped(params, x).grads, per_sample=False)
 

@@ -7,7 +7,7 @@ from agreement import assert_agrees
 from cases import N, Problem, score
 
 import psg
-from psg import _ops
+from psg._torch import _ops
 from psg.factors import Dense, Outer
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad

@@ -543,7 +543,7 @@ def test_functions_of_torchscript(device):
 
         assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
         assert psg.explain(fn)(w, x).rung == rung
-    assert widened(x).shape == (N, 6) and torch._C.ScriptFunction.__call__.__module__ != "psg._scripts"
+    assert widened(x).shape == (N, 6) and torch._C.ScriptFunction.__call__.__module__ != "psg._torch._scripts"
 
 
 SCRIPTED = [

@@ -229,7 +229,7 @@ FACTORS = {
 
 def moments_of_large(g):
     """As for gradients of many entries, a sample at a time."""
-    with mock.patch.object(_base, "_LARGE", 0), mock.patch.object(psg._machine, "chunk_bytes", lambda device: 0):
+    with mock.patch.object(_base, "_LARGE", 0), mock.patch.object(psg._hardware._machine, "chunk_bytes", lambda device: 0):
         return psg.tree.moments(g)
 
 

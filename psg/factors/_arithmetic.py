@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from psg import _functorch
+from psg._torch import _functorch
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -16,8 +16,10 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from psg import _functorch, _machine, _matmul, _trees
+from psg import _trees
 from psg._errors import InputError
+from psg._hardware import _machine, _matmul
+from psg._torch import _functorch
 from psg.factors._arithmetic import (
     add_up,
     as_real,

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, _machine, _matmul, plans
+from psg import plans
+from psg._hardware import _machine, _matmul
+from psg._torch import _functorch
 from psg.factors._arithmetic import scale_rows, squared_terms_of, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
 from psg.factors._outer import Outer

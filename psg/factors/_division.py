@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from psg import _functorch
+from psg._torch import _functorch
 
 
 class Division:

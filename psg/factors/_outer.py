@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from psg import _functorch, _machine, _matmul
 from psg._errors import InputError
+from psg._hardware import _machine, _matmul
+from psg._torch import _functorch
 from psg.factors._arithmetic import WIDENING, scale_rows, spacious, square, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
 from psg.factors._planned import Costs, Planned, remembered

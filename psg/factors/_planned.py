@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch, _machine, plans
+from psg import plans
+from psg._hardware import _machine
+from psg._torch import _functorch
 from psg.factors._base import Additive, Dense
 
 _OPS_PER_CARRY = 25

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch, _machine, _matmul
+from psg._hardware import _machine, _matmul
+from psg._torch import _functorch
 from psg.factors._arithmetic import real_rows, wide, wide_bmm, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from psg import _functorch, _memory, _trees
+from psg import _trees
 from psg._errors import InputError
+from psg._hardware import _memory
+from psg._torch import _functorch
 from psg.factors._arithmetic import square, wide, widen
 from psg.factors._base import Additive, Dense, Factor, expect_real
 from psg.factors._division import Division

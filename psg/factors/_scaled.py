@@ -5,7 +5,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg import _functorch
+from psg._torch import _functorch
 from psg.factors._arithmetic import root, spacious, square, wide, widen, zero_rows
 from psg.factors._base import Dense, Factor, expect_real
 from psg.factors._division import Division

@@ -7,8 +7,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees, plans
+from psg import _trees, plans
 from psg._errors import InputError
+from psg._torch import _functorch
 from psg.factors._arithmetic import add_up, wide
 from psg.factors._base import Dense, Factor
 from psg.factors._division import Division, tables_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _machine
+from psg._hardware import _machine
 from psg.factors._arithmetic import widen
 
 _PRIME = (1 << 31) - 1

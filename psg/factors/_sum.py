@@ -8,7 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from psg import _machine, _memory, plans
+from psg import plans
+from psg._hardware import _machine, _memory
 from psg.factors._arithmetic import wide
 from psg.factors._base import Additive, Dense, Factor
 from psg.factors._planned import Planned

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _memory
+from psg._hardware import _memory
 from psg.factors._base import Additive, Factor
 
 

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, _matmul
+from psg._hardware import _matmul
+from psg._torch import _functorch
 from psg.rules._fused import Fused
 
 _sigmoid_slope = torch.ops.aten.sigmoid_backward  # (c, y) -> c y (1 - y)

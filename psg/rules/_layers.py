@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from psg import _ambient, _matmul
 from psg._errors import PsgError
+from psg._hardware import _matmul
+from psg._torch import _ambient
 from psg.factors import Dense, Factor, Outer
 from psg.factors._arithmetic import wide
 from psg.rules._gates import Lstm, Recurrence, Weights

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import handle_torch_function, has_torch_function
 
-from psg._ambient import P, R
 from psg._errors import InputError
-from psg._higher_order import HIGHER_ORDER
-from psg._ops import is_torchs, leaves_of, name_of
-from psg._patches import assigned
+from psg._torch._ambient import P, R
+from psg._torch._higher_order import HIGHER_ORDER
+from psg._torch._ops import is_torchs, leaves_of, name_of
+from psg._torch._patches import assigned
 
 
 class Rule(NamedTuple):

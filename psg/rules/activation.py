@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg._torch import _functorch
 from psg.factors import Dense
 from psg.rules._registry import decomposition, reshape, rule
 from psg.rules.linear import sum_images

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _ambient
+from psg._torch import _ambient
 from psg.factors import Conv, Geometry
 from psg.rules._registry import decomposition, reshape, rule, transpose
 from psg.rules.linear import sum_images

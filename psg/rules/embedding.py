@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch, _machine
 from psg._errors import PsgError
+from psg._hardware import _machine
+from psg._torch import _functorch
 from psg.factors import Outer, Rows
 from psg.factors._arithmetic import wide
 from psg.rules._registry import decomposition, reshape, rule, transpose

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functions, _functorch, _writes
 from psg._errors import StateError
+from psg._torch import _functions, _functorch
+from psg._watch import _writes
 from psg.rules._registry import leak
 
 leak(

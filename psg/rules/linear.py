@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _ambient, _matmul
+from psg._hardware import _matmul
+from psg._torch import _ambient
 from psg.factors import Dense, Outer
 from psg.rules._registry import reshape, rule, transpose
 

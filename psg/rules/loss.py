@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
-from psg._higher_order import triplet_loss
+from psg._torch import _functorch
+from psg._torch._higher_order import triplet_loss
 from psg.rules._registry import decomposition, rule
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
-from psg._ops import leaves_of
+from psg._torch import _functorch
+from psg._torch._ops import leaves_of
 from psg._trees import is_inexact
 from psg.factors._arithmetic import widen
 from psg.rules._registry import decomposition, reshape, rule

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from psg import _ambient
+from psg._torch import _ambient
 from psg.factors import Dense
 from psg.factors._arithmetic import wide, widen
 from psg.rules._registry import decomposition, has_history, reshape, rule

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg._torch import _functorch
 from psg.factors import Dense, Factor, Outer, Region, Views
 from psg.factors._maps import reshaped
 from psg.factors._views import strides_of

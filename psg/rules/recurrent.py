@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _ambient
 from psg._errors import PsgError
+from psg._torch import _ambient
 from psg.rules._gates import Elman, Gru, Lstm, Relu, Weights
 from psg.rules._layers import Cell, Kind, Layer, as_hx, compute_dtype, run_layer, states_of, weights_of
 from psg.rules._registry import decomposition, has_history, rule
@@ -125,7 +125,7 @@ def _written_out(
     return [torch.cat(outputs, -1), *(torch.stack(parts) for parts in zip(*final, strict=True))]
 
 
-# Packs. Their lengths are read as Python values: samples whose lengths differ are then run in separate groups (CONVERSIONS of psg/_ops.py).
+# Packs. Their lengths are read as Python values: samples whose lengths differ are then run in separate groups (`_ops.CONVERSIONS`).
 
 
 @decomposition(torch._VF._pack_padded_sequence, torch.ops.aten._pack_padded_sequence.default)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg import _functorch
+from psg._torch import _functorch
 from psg.rules._registry import decomposition, rule
 
 # By sorting: along a dimension torch has no deterministic median on a GPU.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._ops import Place
+from psg._torch._ops import Place
 from psg.rules._registry import reshape
 from psg.rules.products import einsum_labels, matmul_equation, tensordot_labels
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._ops import Place, leaves_of
+from psg._torch._ops import Place, leaves_of
 from psg.factors import Dense
 from psg.rules._registry import Rule
 from psg.rules.products import sum_to

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _ambient, transforms, tree
+from psg import transforms, tree
 from psg._call import Method, Options, prepare
 from psg._errors import InputError
+from psg._torch import _ambient
 from psg._trees import Tree, flatten
 from psg.testing._compare import Mismatch, assert_trees_close, default_rtol
 from psg.testing._loop import Batch, loop_value_and_grad, tree_map

@@ -8,11 +8,12 @@ import optree
 import torch
 from torch import Tensor
 
-from psg import _ambient, _pass, _random
-from psg._copies import contiguous_copy_of, copy_of
 from psg._errors import InputError
-from psg._guards import Repaired
+from psg._ladder._guards import Repaired
+from psg._torch import _ambient, _random
 from psg._trees import NAMESPACE, Tree, broadcast, flatten, tensors_in, unflatten
+from psg._watch import _pass
+from psg._watch._copies import contiguous_copy_of, copy_of
 
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations do not allow users' trees
 

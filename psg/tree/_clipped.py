@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees, clipping
-from psg._ambient import unaffected
+from psg import _trees, clipping
 from psg._clipped_sums import clipped_sums, groups_of, sensitivity
 from psg._errors import InputError
+from psg._torch import _functorch
+from psg._torch._ambient import unaffected
 from psg.factors import is_factor
 from psg.factors._arithmetic import as_real, wide, widen
 from psg.tree._leaves import factors_of, place_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from psg import _trees
-from psg._ambient import unaffected
 from psg._errors import InputError, as_integer
+from psg._torch._ambient import unaffected
 from psg.factors import Dense, Factor, is_factor
 from psg.factors._joint import Joint, joined_pairs, total_sketch
 from psg.factors._sketch import Sketch

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees
-from psg._ambient import unaffected
+from psg import _trees
 from psg._errors import InputError, as_integer
+from psg._torch import _functorch
+from psg._torch._ambient import unaffected
 from psg.factors import Dense, Factor, is_factor
 from psg.factors import concat as concat_factors
 from psg.factors._arithmetic import wide

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psg import _functorch, _trees
-from psg._ambient import unaffected
+from psg import _trees
 from psg._errors import InputError
+from psg._torch import _functorch
+from psg._torch._ambient import unaffected
 from psg.factors import Factor
 from psg.factors._arithmetic import square, wide
 from psg.factors._joint import Joint

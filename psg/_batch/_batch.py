@@ -1,0 +1,568 @@
+"""The pass for functions of a whole batch: `fn(params, *batch) -> losses [n]`, called once, without vmap.
+
+It serves functions that vmap cannot run and a loop would run slowly: data-dependent routing, `.item()`, kernels without a batching rule.
+The gradient of sample i is that of losses[i].
+
+This pass makes no copy of a parameter for each sample. An op that combines a parameter with data runs by its rule, which treats each row
+of the data as a sample. An op on parameters alone is computed once, and its gradients are pulled back. Any other op that meets a parameter
+raises an error, because nothing tells which sample its gradient belongs to.
+
+Weighted backward passes measure which sample each row belongs to (`_owners.py`). If the measurement fails, the call runs again by groups of
+samples, or raises an error.
+
+Some ops combine a parameter with tensors that all samples share (a frozen weight, a mask, positions in a table), or repeat a parameter.
+Their output may be one value for all samples, to be computed once, or may have rows of each sample's own (an initial state, a class token
+for each image). Only the backward pass can tell: the pass tries the likelier choice first, and runs again with the other one if the first
+fails. Either choice gives the gradient of losses[i], or an error: the losses depend on a value that is computed once just as they depend on
+a parameter. Tensors with a history never enter such a value, because their history would be lost.
+
+The wrappers of parameters that fn holds require grad, though no gradient should reach them. If one does, an op has met the parameter
+unseen, which is an error. Activation checkpointing runs ops again in the backward pass, so that pass runs under the same mode.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointError
+
+from psg import _trees
+from psg._batch._owners import NotFinite, groups, measure
+from psg._batch._sampled import Sampled
+from psg._call import Call
+from psg._capture._capture import Captured, Function
+from psg._capture._carries import derives
+from psg._capture._lifted import Lifted, Tap, Watch, pull_back
+from psg._capture._operands import run_rule
+from psg._errors import InputError, PsgError, StateError, user_line
+from psg._torch import _autograd, _functorch, _random
+from psg._torch._autocast import cast_of
+from psg._torch._higher_order import HIGHER_ORDER
+from psg._torch._ops import (
+    ACCUMULATING,
+    DIFFERENTIATING,
+    GRAD_FN,
+    METADATA,
+    PREDICATES,
+    Node,
+    Place,
+    foreign_handler,
+    leaves_of,
+    name_of,
+    places_of,
+    replace_at,
+    substitute,
+    target_of,
+    torchs_names,
+)
+from psg._watch import _copies, _pass
+from psg._watch._habits import Retry, habits_of, remember
+from psg._watch._outside import REQUIRING, Looking
+from psg._watch._writes import changes_nothing, written
+from psg.factors._arithmetic import as_real
+from psg.rules import _kernels, _registry
+from psg.rules.embedding import LOOKUPS
+from psg.rules.leaks import refuse_updates
+from psg.rules.rows import split_rows
+from psg.rules.unlifted import (
+    BROADCASTING,
+    COMPARISONS,
+    ELEMENTWISE,
+    EXPANSIONS,
+    IN_FLOAT64,
+    IN_PLACE,
+    JOINS,
+    OUTER_PRODUCTS,
+    SUMS,
+    WRITTEN_OUT,
+)
+
+
+def capture_batch(call: Call, function: Function) -> Captured:
+    """Run the pass described at the top of this file.
+
+    Args:
+        call: What to run; its samples share all arguments to differentiate.
+        function: Calls its function.
+
+    Returns:
+        The outputs and the factors.
+
+    Raises:
+        InputError: A parameter reaches an op that has no rule, or a rule that does not fit.
+        StateError: Two losses depend on one row.
+        NotFinite: A row's cotangent is infinite or NaN.
+    """
+    choices, copied = _Choices({}, set()), habits_of(call.fn).copied
+    failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
+    state = _random.get_state(call.tensors)
+    while True:
+        try:
+            return _one_pass(call, function, copied, choices)
+        except Retry:
+            # For example an in-place activation on the batch itself: on a copy it does not change the caller's tensor.
+            copied = True
+            remember(call.fn, habits_of(call.fn)._replace(copied=True))
+        except _SharedRows as error:
+            choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
+        except (InputError, StateError) as error:
+            if not choices.guessed:
+                if failure is None:
+                    raise error from None
+                failure.add_note(f"With rows of each sample's own instead: {error}")
+                raise failure from None
+            failure = failure or type(error)(*error.args)
+            choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
+        _random.set_state(state)  # the next pass draws the same random numbers as the failed one
+
+
+_Choice = tuple[str, str, tuple[tuple[int, ...], ...]]
+"""An op, a parameter, and the shapes of the other tensors that the op takes, or of its output."""
+
+
+class _Choices(NamedTuple):
+    """Which ops make one value for all samples, and which make rows of each sample's own.
+
+    Attributes:
+        known: True for one value, as a backward pass has shown; False if a pass that computed one value has failed.
+        guessed: The ops for which the current pass computes one value without knowing.
+    """
+
+    known: dict[_Choice, bool]
+    guessed: set[_Choice]
+
+
+class _SharedRows(PsgError):
+    """Several losses depend on rows that were taken for a single sample's.
+
+    Attributes:
+        keys: The ops that made these rows.
+    """
+
+    def __init__(self, keys: set[_Choice]) -> None:
+        super().__init__("rows belong to several samples")
+        self.keys = keys
+
+
+def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -> Captured:
+    """Run one pass; with `copied` on copies of all arguments but the parameters, so that the function may write into them."""
+    n, tensors, params = call.n, [tensor.detach() for tensor in call.tensors], call.tensor_params
+    if copied:  # new copies for each pass: a pass that failed may have written into its own
+        tensors = [tensor if i in params else _copies.copy_of(tensor) for i, tensor in enumerate(tensors)]
+    inputs = [] if copied else [*tensors, *call.keyword_tensors]
+    sampled = Sampled(tensor for tensor, dim in zip(tensors, call.tensor_dims, strict=True) if dim is not None)
+    values = [Lifted.parameter(tensors[i], None, n, call.paths[position]) for i, position in zip(params, call.params, strict=True)]
+    mode = _BatchMode(n, values, inputs, sampled, call.outside.look, choices)
+    for position, value in zip(params, values, strict=True):
+        tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
+    called = _pass.Pass()
+    with torch.enable_grad(), _pass.opened(called), mode:
+        outputs = function(tensors, copied)
+    if mode.failure is not None:
+        raise mode.failure  # fn has caught it
+    uses = [list(value.uses) for value in values]
+    called.expect_replaced(_autograd.nodes_of(outputs[0].grad_fn))
+    with called.again():
+        try:
+            mode.backward(outputs[0])
+        except CheckpointError as error:
+            raise InputError(
+                'method="batch": a checkpointed part of fn ran in another way when it ran again for the backward pass. A module called by '
+                "torch.func.functional_call has its own parameters back by then: checkpoint a function of the parameters instead, or none. "
+                f"{_FOR_ONE_SAMPLE}"
+            ) from error
+        except RuntimeError as error:
+            why = next((why for cause, why in _FAILURES.items() if cause in str(error)), None)
+            if why is None:
+                raise
+            raise InputError(f'method="batch": {why} {_FOR_ONE_SAMPLE}') from error
+    pull_back(mode.values, values, n)
+    return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
+
+
+_FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
+
+_SEVERAL_PASSES = "which allows one backward pass; this method runs several, to measure whose each row is."
+_FAILURES = {
+    "selective activation checkpoint": f"fn uses a selective activation checkpoint, {_SEVERAL_PASSES} Use a plain one, or none.",
+    "through the graph a second time": f"fn uses an autograd.Function that differentiates a graph of its own, {_SEVERAL_PASSES}",
+    "When use_reentrant=True": "fn uses a reentrant checkpoint, whose gradients psg would not see: pass use_reentrant=False.",
+}
+"""Errors of torch's in the backward pass, by a part of their message, and why they are raised."""
+
+
+class _BatchMode(Watch, Looking):
+    """Watches the calls of the function and routes those that meet a parameter."""
+
+    def __init__(
+        self,
+        n: int,
+        params: Sequence[Lifted],
+        inputs: Sequence[Tensor],
+        sampled: Sampled,
+        look: Callable[..., Any],
+        choices: _Choices,
+    ) -> None:
+        super().__init__(n, params, inputs)
+        self.sampled = sampled
+        self.look = look
+        self.choices = choices
+        self.level = _functorch.current_level()
+        self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = torchs_names(func, kwargs)
+        func = _registry.namesake(func, kwargs)
+        if func in METADATA:
+            return func(*args, **kwargs)
+        if changes_nothing(func, args):
+            return None
+        if func in HIGHER_ORDER:
+            return self._run_inside(HIGHER_ORDER[func], args, kwargs)
+        leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
+        if (cast := cast_of(func, args, kwargs)) is not None:
+            return cast.run(self, func, args, kwargs)
+        try:
+            if types and (handler := foreign_handler(types)) is not None:
+                raise InputError(f'method="batch": {handler}.')
+            output = self._route(func, args, kwargs, leaves, target)
+        except PsgError as error:
+            self.failure = type(error)(*error.args)
+            raise
+        self.sampled.follow(func, leaves, output, target)
+        return output
+
+    def _route(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Any) -> Any:
+        self.look(func, leaves, self.by_handle.keys(), self.level)
+        if target is not None:
+            self._protect(func, target)
+        refuse_updates(func, args, kwargs, target)
+        if func == torch._VF._make_dual or (func in DIFFERENTIATING and kwargs.get("create_graph")):
+            raise InputError(
+                f'method="batch": {name_of(func)} at {user_line()} makes derivatives that are differentiated in turn; rules give no such '
+                f"derivatives. {_FOR_ONE_SAMPLE}"
+            )
+        if func in ACCUMULATING and kwargs.get("inputs") is None:
+            self._refuse_accumulation(leaves)
+        met = self.lifted_among(leaves)
+        if func in PREDICATES:
+            answer = met[0].ask(func) if met else func(*args, **kwargs)
+            return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
+        body = _registry.body_of(func)
+        if not met:
+            return _kernels.run(func, args, kwargs) if body is None else self._run_inside(body, args, kwargs)
+        if _functorch.current_level() != self.level:
+            names = ", ".join(value.name for value in met)
+            raise InputError(f'method="batch": {names} is used inside a torch.func transform at {user_line()}. {_FOR_ONE_SAMPLE}')
+        returned = [value.name for value in met if value.handle is not None and value.handle.grad_fn is not None]
+        if returned:  # a handle, or a view of one, that the Function's forward has returned: a rule would skip its backward
+            self._refuse(f"{returned[0]} as an autograd.Function returns it")
+        if func in REQUIRING and False in (*args[1:], *kwargs.values()):
+            self._refuse(f"requires_grad_(False) on {met[0].name}")
+        if func in (Tensor.detach_, torch.detach_):  # the handle would go on as the same value
+            self._refuse(f"detach_ on {met[0].name}")
+        if body is not None:
+            output = self._run_rule(func, args, kwargs, None)
+            return output if output is not NotImplemented else self._run_inside(body, args, kwargs)
+        return self._run_met(func, args, kwargs, met, leaves, target)
+
+    def _refuse_accumulation(self, leaves: list[Any]) -> None:
+        """Raise if a graph to which fn, or the backward of one of its autograd.Functions, applies `backward()` leads to a parameter."""
+        graph = {node for leaf in leaves if isinstance(leaf, Tensor) for node in _autograd.nodes_of(leaf.grad_fn)}
+        names = [value.name for tap in self.taps if any(edge.node in graph for edge in tap.edges) for _, value, _ in tap.builders]
+        names += [value.name for value in self.values if value.handle is not None and get_gradient_edge(value.handle).node in graph]
+        if names:
+            raise InputError(
+                f'method="batch": backward() at {user_line()} would add to the .grad of {names[0]}, unseen by psg. If a checkpoint calls '
+                f"it, pass use_reentrant=False. {_FOR_ONE_SAMPLE}"
+            )
+
+    def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], leaves: list[Any], target: Any) -> Any:
+        """Run an op that parameters, or values computed from them, meet."""
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
+        # A hook on a derived value would run under vmap when gradients are pulled back, and would never see the gradient of a rule.
+        may_derive = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
+        if func in JOINS and not others:
+            output = self._run_inside(JOINS[func], args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if func in EXPANSIONS and len(met) == 1 and not others:
+            output = self._expand(func, met[0], args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if may_derive and not others:
+            return self._derive(func, met, args, kwargs)
+        if func in LOOKUPS and others:
+            output = self._run_inside(LOOKUPS[func], args, kwargs)
+            if output is not NotImplemented:
+                return output
+        return self._run_mixed(func, args, kwargs, met, others, target, may_derive)
+
+    def _run_inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function under this mode."""
+        with self:
+            return function(*args, **kwargs)
+
+    def _run_mixed(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any, may_derive: bool) -> Any:
+        """Run an op of parameters and other tensors: once for all samples if these are constants, else by its rule or decomposed.
+
+        Raises:
+            InputError: It can run in none of these ways.
+        """
+        says_where = not any(map(_trees.is_inexact, others))  # the others are indices, masks and the like
+        leaks = _registry.find_leak(func, args, kwargs, "capture", "vmap") is not None
+        choice, likely = (None, False) if leaks else self._choice(func, args, kwargs, met, others, target, says_where)
+        if choice is not None and self._is_for_all(choice, likely):
+            return self._derive(func, met, args, kwargs)
+        if func in IN_PLACE and args[0] is not met[0].handle:
+            with self:  # computed from a copy, since rules read the data again after the write
+                return args[0].copy_(IN_PLACE[func](args[0].clone(), *args[1:], **kwargs))
+        output = self._run_rule(func, args, kwargs, choice)
+        if output is not NotImplemented:
+            return output
+        decompose = None if "out" in kwargs else WRITTEN_OUT.get(func) or _registry.find_decomposition(func, differentiated=False)
+        if decompose is not None:
+            output = self._run_inside(decompose, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if func in COMPARISONS:
+            bare_args, bare_kwargs = self._bare((args, kwargs), met)
+            return _kernels.run(func, bare_args, bare_kwargs)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func in BROADCASTING:
+            output = self._spread(func, args, kwargs, met)
+            if output is not NotImplemented:
+                return output
+        if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
+            return self._derive(func, met, args, kwargs)
+        names = ", ".join(value.name for value in met)
+        way_out = "Freeze the parameter"
+        if target is not None:
+            way_out = "Make a new tensor instead of the write (index_put, torch.where, torch.cat), freeze the parameter"
+        raise InputError(
+            f'method="batch": {names} reaches {name_of(func)} at {user_line()}, for which this method has no rule that fits. '
+            f'{way_out}, or write fn for one sample and use method="auto".'
+        )
+
+    def _choice(
+        self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any, says_where: bool
+    ) -> tuple[_Choice | None, bool]:
+        """The choice between one value for all samples and rows of each sample's own, if the op allows both; and if one value is likely."""
+        # A tensor with a history would lose it in a value that is computed once.
+        constant = not any(leaf.requires_grad or leaf in self.sampled for leaf in others)
+        if not (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
+            return None, False
+        # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
+        # But a mask, say, has them as the parameter does, whose shape it has.
+        alike = {met[0].leaf.shape[1:]} if func not in OUTER_PRODUCTS else set()
+        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape in alike for leaf in others)
+        likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
+        return (name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)), likely
+
+    def _refuse(self, what: str) -> None:
+        message = f'method="batch": fn uses {what} at {user_line()}, through which rules do not go. {_FOR_ONE_SAMPLE}'
+        self.failure = InputError(message)
+        raise InputError(message)
+
+    def _protect(self, func: Any, target: Any) -> None:
+        """Refuse to write into memory that the caller owns."""
+        memories = set(map(_functorch.memory_of, written(target)))
+        if memories & self.owned:
+            raise InputError(
+                f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
+            )
+        if memories & self.derived_at:
+            raise InputError(
+                f'method="batch": {name_of(func)} at {user_line()} writes into what was computed from parameters, which would be another '
+                "value for what has read it before. Use the op that gives a new tensor."
+            )
+        if memories & self.given:
+            raise Retry(f"{name_of(func)} writes into an input, or a view of one", copied=True)
+
+    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
+        """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back."""
+        args, kwargs = substitute((args, kwargs), self.attached)
+        with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
+            output = func(*args, **kwargs)
+        return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
+
+    def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
+        """Whether to compute one value for all samples, rather than rows of each sample's own. If this is unknown, guess what is likely."""
+        if likely and choice not in self.choices.known:
+            self.choices.guessed.add(choice)
+        return self.choices.known.get(choice, likely)
+
+    def _bare(self, tree: Any, met: list[Lifted]) -> Any:
+        """The same arguments, with the values of parameters in place of their handles."""
+        values = {id(value.handle): value.value for value in met}
+        return substitute(tree, lambda leaf: values.get(id(leaf), leaf))
+
+    def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
+        """Repeat a parameter, each repetition a row of its own; NotImplemented if the repetitions are for all samples."""
+        bare_args, bare_kwargs = self._bare((args, kwargs), [value])
+        output, shape = func(*bare_args, **bare_kwargs), value.leaf.shape[1:]
+        lead = output.shape[: output.ndim - len(shape)]
+        along = [(size, full) for size, full in zip(shape, output.shape[len(lead) :], strict=True)] if len(shape) <= output.ndim else []
+        if len(along) < len(shape) or any(size not in (1, full) for size, full in along) or not torch.is_grad_enabled():
+            return NotImplemented
+        repeats = [*lead, *(full for size, full in along if size == 1)]
+        if not repeats and self.n > 1:
+            return NotImplemented
+        in_front = bool(lead) or shape[:1] == (1,)
+        choice = name_of(func), value.name, (tuple(output.shape),)
+        if self._is_for_all(choice, _is_one(self.n, output.shape) if in_front else self.n not in repeats):
+            return NotImplemented
+        # Added to zeros, it is a sum with data, whose rule knows rows in every layout.
+        return self._run_rule(torch.add, (torch.zeros_like(output), value.handle), {}, choice)
+
+    def _spread(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
+        """Run an op that broadcasts on parameters that are first repeated, so that every row has its own copy."""
+        shape = self._run_inside(BROADCASTING[func], args, kwargs)
+        if any(value.leaf.ndim - 1 > len(shape) for value in met):
+            return NotImplemented
+        rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}) for value in met}
+        if any(row is NotImplemented for row in rows.values()):
+            return NotImplemented
+        # Torch ranks the dtype of a number below that of other tensors; repeated, it would count.
+        others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and leaf.ndim and _trees.is_inexact(leaf)]
+        dtypes = {leaf.dtype for leaf in others}
+        for value in met:
+            if value.leaf.ndim == 1 and value.leaf.dtype not in dtypes and dtypes and func not in IN_FLOAT64:
+                if len(dtypes) > 1:
+                    return NotImplemented
+                rows[id(value.handle)] = rows[id(value.handle)].to(*dtypes)
+        args, kwargs = substitute((args, kwargs), lambda leaf: rows.get(id(leaf), leaf))
+        return _kernels.run(func, args, kwargs)
+
+    def _run_rule(self, func: Any, args: Any, kwargs: Any, choice: _Choice | None) -> Any:
+        """Run the op's rule with every row of the data as a sample, and tap its output; NotImplemented if no rule fits."""
+        if func in ELEMENTWISE:
+            rule = ELEMENTWISE[func]
+            args = sorted(args, key=lambda leaf: id(leaf) in self.by_handle)  # the op commutes: data first
+        else:
+            rule = _registry.find_rule(func)
+        if rule is None:
+            return NotImplemented
+        bound = rule.bind(args, kwargs)
+        if bound is None:
+            return NotImplemented
+        own: dict[Place, Lifted] = {}
+        for place, argument in places_of(bound):
+            value = self.by_handle.get(id(argument))
+            if value is not None and place[0] not in rule.params:
+                return NotImplemented  # a parameter in the place of data: its rows belong to no sample
+            if value is not None:
+                own[place] = value
+        split = split_rows(func, bound, own) if own else None
+        if split is None:
+            return NotImplemented
+        if self.n > 1 and len(next(iter(split.data.values()))) == 1:  # no rows: perhaps a frozen weight, which has none, is among the data
+            frozen = {place for place in split.data if place[0] in rule.params and self._is_constant(bound, place)}
+            if frozen and len(frozen) < len(split.data):
+                split = split_rows(func, bound, own.keys() | frozen) or split
+        bound = replace_at(bound | split.options, split.data)
+        others = {place: tensor for place, tensor in places_of(bound) if place not in own}
+        shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
+        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, len(next(iter(split.data.values()))), choice)
+        return NotImplemented if ran is NotImplemented else split.join(*(ran if isinstance(ran, tuple) else (ran,)))
+
+    def _is_constant(self, arguments: dict[str, Any], place: Place) -> bool:
+        tensor = arguments[place[0]] if place[1] is None else arguments[place[0]][place[1]]
+        return not (tensor.requires_grad or tensor in self.sampled)
+
+    def backward(self, losses: Tensor) -> None:
+        """Compute the cotangents at the taps, measure which sample each of their rows belongs to, and make factors of them."""
+        if not losses.requires_grad:
+            return  # no parameter was used
+        # A checkpoint that is recomputed in the backward pass lifts and taps again; the factors need no more than these.
+        values, taps = list(self.values), list(self.taps)
+        targets = [edge for tap in taps for edge in tap.edges]
+        handles: list[Any] = [value.handle for value in values]
+        # Edges alone: this mode would intercept a call with tensors, and not be active inside it.
+        output: Any = [get_gradient_edge(losses)]
+        inputs: Any = [*targets, *map(get_gradient_edge, handles), *_autograd.sides_of_functions(losses)]
+        ones = torch.ones_like(losses)
+        with self:
+            arrived = torch.autograd.grad(output, inputs, [ones], allow_unused=True, retain_graph=self.n > 1)
+        direct = arrived[len(targets) : len(targets) + len(handles)]
+        names = [value.name for value, gradient in zip(values, direct, strict=True) if gradient is not None]
+        if names:
+            raise InputError(
+                f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
+                f"say), or as it is. {_FOR_ONE_SAMPLE}"
+            )
+        reached = [(tap, own) for tap, own in zip(taps, _by_tap(taps, arrived), strict=True) if _present(own)]
+        for tap, _ in reached:
+            if tap.is_outdated:
+                raise InputError(f'method="batch": an input of {tap.op} was changed in place after {tap.op} had read it.')
+        found = measure(losses, [_rows(own) for _, own in reached], partial(self._weighted, output, [tap for tap, _ in reached]))
+        told = [(tap, own, samples) for (tap, own), samples in zip(reached, found, strict=True) if samples is not None]
+        failed = [tap for (tap, _), samples in zip(reached, found, strict=True) if samples is None]
+        guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
+        if guessed:
+            raise _SharedRows(guessed)
+        if failed:
+            raise StateError(
+                f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
+                "hides. Each loss must depend on rows of its own: normalise over no batch, and keep the samples in front of the dimensions "
+                "of a parameter that is added, multiplied or repeated. Against rounding use a smaller chunk_size or a wider dtype."
+            )
+        if any(_hides(tap, samples == self.n) for tap, _, samples in told):
+            raise NotFinite(losses)
+        with torch.no_grad():
+            for tap, own, samples in told:
+                table = groups(samples, self.n)
+                for value, factor in tap.factors(own, len(samples)):
+                    value.terms.append(factor.regroup(table))
+
+    def _weighted(self, output: Any, taps: list[Tap], weights: Tensor) -> list[Tensor]:
+        """The cotangents that arrive at each tap, [rows, *], for these weights of the losses."""
+        targets = [edge for tap in taps for edge in tap.edges]
+        with self:
+            arrived = torch.autograd.grad(output, targets, [weights], allow_unused=True, retain_graph=True)
+        return [_rows(own) for own in _by_tap(taps, arrived)]
+
+
+def _by_tap(taps: list[Tap], arrived: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    """The cotangents of all taps' outputs, split by tap."""
+    sides = iter(arrived)
+    return [[next(sides) for _ in tap.edges] for tap in taps]
+
+
+def _present(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+    """The cotangents that have arrived and are not empty."""
+    return [own for own in cotangents if own is not None and own.numel()]
+
+
+def _rows(cotangents: Sequence[Tensor | None]) -> Tensor:
+    """The cotangents that have arrived at one tap, side by side as real numbers: [rows, *]."""
+    present = [as_real(own) for own in _present(cotangents)]
+    rows = [own.reshape(len(present[0]), -1) for own in present]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+
+_SUMS = set(map(name_of, SUMS))  # whose gradient does not read the data
+
+
+def _hides(tap: Tap, unowned: Tensor) -> bool:
+    """Whether a row that no cotangent gives to a sample has infinite or NaN data: its gradient is zero times that, which is NaN."""
+    if tap.op in _SUMS or not unowned.any():
+        return False
+    data = [tensor for tensor, _ in tap.inputs if tensor.shape[:1] == unowned.shape and _trees.is_inexact(tensor)]
+    return not all(tensor[unowned].isfinite().all() for tensor in data)
+
+
+def _is_one(n: int, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape has at most one row, though there are several samples."""
+    return n > 1 and tuple(shape[:1]) in ((), (1,))
+
+
+def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether torch can also compute an op that has a rule for rows: its gradient is dense."""
+    rule = _registry.find_rule(func)
+    bound = None if rule is None else rule.bind(args, kwargs)
+    return bound is not None and not bound.get("sparse")

@@ -1,0 +1,159 @@
+"""Detects samples that affect each other's losses where no gradient shows it, by exchanging most samples.
+
+Gradients show which sample each row belongs to (`_owners.py`). But samples may also be mixed before the first parameter, as in
+x - x.mean(0), or through integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, the
+losses share rows of the parameters, but no rows of data. So fn runs on two more batches of the same shape, in each of which up to a quarter
+of the samples keep their places, and copies of them replace all others; of a few samples, in several batches, one or two. The losses of
+those that keep their places must not change.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from psg._call import Call
+from psg._errors import StateError, code_of, warn_once
+from psg._torch import _ambient, _random
+from psg._watch import _copies
+
+
+def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _random.State) -> None:
+    """Refuse a function of a whole batch whose losses change when other samples are exchanged.
+
+    Args:
+        call: The call, of at least two samples.
+        losses: The losses that fn returned, [n].
+        before: The states of the random generators before fn ran.
+        after: Their states after fn had run.
+
+    Raises:
+        OutOfMemoryError: A device has not enough memory to run fn again.
+        StateError: At least half of the compared losses have changed. Fewer changes may come from rounding that breaks a router's ties.
+    """
+    # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
+    every, draws = torch.arange(call.n, device=losses.device), not _random.same_state(before, after)
+    sets = [own.to(losses.device) for own in _kept(call.n)]
+    now = _random.get_state(call.tensors)
+
+    def run(index: Tensor, noise: bool = True) -> tuple[Tensor, _random.State]:
+        _random.set_state(before)  # the samples that keep their places get the same numbers
+        return _losses(call.take(index), noise), _random.get_state(call.tensors)
+
+    def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.State]]:
+        """Whether most losses agree with those of the batches with exchanged samples; the states after these."""
+        same, states = [], []
+        for kept in sets:
+            # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
+            exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], noise)
+            same.append(_agreeing(exchanged, expected, kept, call))
+            states.append(state)
+        return _mostly(torch.cat(same)), states
+
+    try:
+        expected, end = run(every) if draws else (losses, after)
+        agree, states = compare(expected)
+        if agree or not _mostly(_agreeing(run(every)[0], expected, every, call)):
+            return  # or fn returns other values in every call: no comparison is possible
+        if draws and compare(run(every, noise=False)[0], noise=False)[0]:
+            return  # fn has sorted its samples, and the noise fell on others
+    except torch.OutOfMemoryError:
+        raise  # the samples have not been compared
+    except Exception as error:
+        _warn_of_no_comparison(call, f"fn raises {type(error).__name__} when some samples are exchanged for others")
+        return
+    finally:
+        _random.set_state(now)
+    if not all(_random.same_state(end, state) for state in states):
+        _warn_of_no_comparison(call, "fn draws more or fewer random numbers when some samples are exchanged for others")
+        return
+    raise StateError(
+        f'method="batch": the losses of some samples change when others are exchanged (compared: {sum(map(len, sets))} of {call.n}). '
+        "They meet in a statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient "
+        "tells what one sample does. Let losses[i] depend on sample i alone."
+        + (" (Or fn draws random numbers for its samples in an order that depends on the others: use another method.)" if draws else "")
+    )
+
+
+def _warn_of_no_comparison(call: Call, reason: str) -> None:
+    warn_once(
+        (code_of(call.fn), "exchange"),
+        f'{call.name}, method="batch": {reason}. So its losses could not be compared, and samples that meet in a statistic of the data '
+        "alone (x - x.mean(0), say) would not be noticed.",
+        UserWarning,
+    )
+
+
+def _kept(n: int) -> list[Tensor]:
+    """The samples that keep their places, in order, in each of the batches to compare. Of a few samples, every one does so once."""
+    scattered = torch.randperm(n, generator=torch.Generator("cpu").manual_seed(n), device="cpu").tolist()
+    if n < 8:
+        size = 1 if n < 6 else 2
+        sets = [scattered[start : start + size] for start in range(0, n, size)]
+    else:
+        sets = [_apart(scattered, n)]
+        sets.append(_apart([i for i in scattered if i not in sets[0]], n))
+        size = min(map(len, sets))
+        sets = [own[:size] for own in sets]  # where all meet one sample, half of the losses change at least
+    return [torch.tensor(sorted(own), device="cpu") for own in sets]
+
+
+def _apart(candidates: list[int], n: int) -> list[int]:
+    """Up to a quarter of the samples, neither the first nor the last, and none beside, opposite or half a batch from another."""
+    found: list[int] = []
+    for i in candidates:
+        others = {i - 1, i + 1, n - 1 - i, (i + n // 2) % n, (i - n // 2) % n}
+        if 0 < i < n - 1 and others.isdisjoint(found) and len(found) < n // 4:
+            found.append(i)
+    return found
+
+
+def _losses(call: Call, noise: bool) -> Tensor:
+    """The losses without dropout, or any common noise. All arguments but the parameters are copies, because fn may write into them."""
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+    for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
+        if dim is None and position not in call.params and isinstance(leaf, Tensor):
+            leaves[position] = _copies.copy_of(leaf)
+    with torch.enable_grad(), _Undropped(noise):  # fn may differentiate for its data
+        return call.evaluate(leaves, batch=True, copies=True)[0].detach()
+
+
+class _Undropped(TorchFunctionMode):
+    """Runs dropout as in evaluation mode, and without `noise` gives every draw from a uniform or normal distribution the same value."""
+
+    def __init__(self, noise: bool) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NOISE and not self.noise:
+            return func(*args, **kwargs).fill_(0.5)
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.scaled_dot_product_attention:
+            kwargs = kwargs | {"dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+_NOISE = {torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal, Tensor.normal_, Tensor.uniform_}
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_}
+
+
+def _agreeing(losses: Tensor, others: Tensor, kept: Tensor, call: Call) -> Tensor:
+    """Which of the kept losses agree up to rounding, which may differ where groups of samples have other sizes."""
+    losses, others = losses[kept], others[kept].to(losses)
+    dtypes = {tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()}
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {_ambient.autocast_dtype(losses) or losses.dtype})
+    rtol = max(1e-3, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
+    size = min(1.0, float(losses.abs().nan_to_num(0, 0).amax()))
+    return torch.isclose(losses, others, rtol=rtol, atol=10 * eps * size, equal_nan=True)
+
+
+def _mostly(same: Tensor) -> bool:
+    """Whether more than half of these are true."""
+    return 2 * int(same.count_nonzero()) > len(same)

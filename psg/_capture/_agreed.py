@@ -1,0 +1,153 @@
+"""Ops under vmap whose result must be one for all samples: Python values, selections by masks, constants that fn may keep."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg import _trees
+from psg._capture._lifted import Watch
+from psg._errors import PsgError, Unsupported, user_line
+from psg._torch import _functorch
+from psg._torch._ops import ARRAYS, CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
+
+
+class Diverged(PsgError):
+    """The function turned a tensor into a Python value that is not the same for all samples.
+
+    Attributes:
+        groups: The samples that agree, as one index tensor for each value.
+    """
+
+    def __init__(self, op: str, labels: Tensor) -> None:
+        super().__init__(f"{op} at {user_line()} gives different Python values for different samples")
+        count = int(labels.max()) + 1
+        self.groups = [(labels == label).nonzero()[:, 0] for label in range(count)]
+
+
+class Drawn(Unsupported):
+    """The function turned random numbers, of which every sample draws its own, into a Python value."""
+
+
+def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], constants: bool) -> Any:
+    """Run a call that returns a Python value, selects by a mask or, if `constants`, makes a constant; NotImplemented for any other call.
+
+    Raises:
+        Diverged: The Python value, or the number of selected entries, is not the same for all samples.
+    """
+    if (func in CONVERSIONS or func in ARRAYS) and _functorch.is_batched(args[0], watch.level):
+        if func is not Tensor.__format__ or not args[0].ndim:  # a tensor with dimensions is formatted as print shows it
+            return python_value(watch, func, args, kwargs)
+    if func in MASKED:
+        if "mask" in kwargs:
+            args, kwargs = (*args, kwargs["mask"]), {}
+        if len(args) > 1 and any(_is_own_mask(watch, leaf) for leaf in operands_of(args[1:2], {})[0]):
+            return _select(watch, func, *args, **kwargs)
+    if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _functorch.is_batched(args[0], watch.level):
+        return _locate(watch, func, *args, **kwargs)
+    if func in CONSTANTS and constants and args and _functorch.is_batched(args[0], watch.level):
+        if not any(map(_functorch.is_wrapped, tensors[1:])):
+            # Only a sample's shape, dtype and device matter: all samples share the result, and fn may keep it for a later call.
+            with _functorch.below():
+                return func(_functorch.physical(args[0], watch.level, watch.n)[0], *args[1:], **kwargs)
+    return NotImplemented
+
+
+def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
+    """The Python value, or NumPy array, that a tensor has for every sample, as in a loop over them.
+
+    Raises:
+        Diverged: The samples do not agree.
+    """
+    watch.expect_agreed(args[0])
+    with _functorch.below():
+        given = _functorch.physical(args[0], watch.level, watch.n)
+        values, count = given.detach(), given[0].numel()
+        if count == 0 or count > 1 and func is not Tensor.tolist and func not in ARRAYS:
+            return func(values[0], *args[1:], **kwargs)  # raises torch's own error, but for what is empty
+        told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, count)
+        if _trees.is_inexact(told):
+            # Compare bits: 0.0 and -0.0 are equal, but fn may treat them differently.
+            told = told.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        distinct, labels = told.unique(dim=0, return_inverse=True)
+        if len(distinct) > 1:
+            raise Diverged(name_of(func), labels)
+        if func not in ARRAYS:
+            return func(values[0], *args[1:], **kwargs)
+        array = func(given[0].clone(), *args[1:], **kwargs)
+        array.setflags(write=False)  # a write would not reach the sample, as in a loop
+        return array
+
+
+def asks_for_a_number(error: RuntimeError) -> bool:
+    """Whether vmap has raised this error because torch has read a tensor as a number."""
+    return "calling .item() on a Tensor" in str(error)
+
+
+def with_numbers(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a call with numbers for the integer tensors [] that torch reads: sizes, bounds of slices.
+
+    Raises:
+        RuntimeError: There are none: the call fails as it has before.
+        Diverged: Such a number is not the same for all samples.
+    """
+    found = False
+
+    def number(leaf: Any) -> Any:
+        nonlocal found
+        if isinstance(leaf, slice):
+            return slice(number(leaf.start), number(leaf.stop), number(leaf.step))
+        if not isinstance(leaf, Tensor) or leaf.ndim or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
+            return leaf
+        if not _functorch.is_batched(leaf, watch.level):
+            return leaf
+        found = True
+        return python_value(watch, Tensor.__index__, (leaf,), {})
+
+    kept = 1 if func in vars(Tensor).values() or hasattr(func, "__objclass__") else 0  # a method's own tensor
+    args, kwargs = (*args[:kept], *substitute(args[kept:], number)), substitute(kwargs, number)
+    with watch if found else contextlib.nullcontext():  # under `watch` the same call would come back here, without end
+        return func(*args, **kwargs)
+
+
+def _is_own_mask(watch: Watch, leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.bool and _functorch.is_batched(leaf, watch.level)
+
+
+def _select(watch: Watch, func: Any, tensor: Tensor, index: Any, *values: Any) -> Any:
+    """Run an op that reads, or writes into, the entries that masks select."""
+    if func in (torch.masked_select, Tensor.masked_select):
+        shape = torch.broadcast_shapes(tensor.shape, index.shape)
+        func, tensor, index = Tensor.__getitem__, tensor.expand(shape), index.expand(shape)
+    several = isinstance(index, (tuple, list))
+    places: list[Any] = []
+    for item in index if several else (index,):
+        places += _places(watch, func, item) if _is_own_mask(watch, item) else [item]
+    with watch:
+        return func(tensor, tuple(places) if several or len(places) > 1 else places[0], *values)
+
+
+def _locate(watch: Watch, func: Any, tensor: Tensor, as_tuple: bool = False) -> Any:
+    """The indices of a tensor's nonzero entries."""
+    places = _places(watch, func, tensor != 0)
+    if not _functorch.is_wrapped(places[0]):
+        places = list(torch.nonzero(places[0], as_tuple=True))
+    if as_tuple or func is torch.where:
+        return tuple(places)
+    return torch.stack(places, -1)[:, : tensor.ndim]  # a tensor [] has no dimensions to index, but one place in a tuple
+
+
+def _places(watch: Watch, func: Any, mask: Tensor) -> list[Tensor]:
+    """Index tensors, one for each dimension, that select what each sample's mask selects; the mask itself if all samples share it."""
+    watch.expect_agreed(mask)
+    with _functorch.below():
+        values = _functorch.physical(mask, watch.level, watch.n)
+        flat = values.reshape(watch.n, mask.numel())
+        if mask.numel() == 0 or (flat == flat[0]).all():
+            return [values[0]]
+        counts, labels = flat.sum(1).unique(return_inverse=True)
+        if len(counts) > 1:
+            raise Diverged(name_of(func), labels)
+        places = values.nonzero()[:, 1:].unflatten(0, (watch.n, int(counts)))
+        return [_functorch.wrap(place, watch.level) for place in places.unbind(2)]

@@ -1,0 +1,562 @@
+"""Values computed from parameters: how a factor of their gradient becomes factors of the parameters' gradients.
+
+Examples are a merged low-rank update W + s B A, weights times a scale, a spectral norm. The derivative of an op on parameters is a linear
+map, and for many ops its transpose maps a factor with few terms to such factors. If G = sum_t l_t r_t^T is the gradient of B A, that of B
+is sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. An elementwise op scales the entries of G; an op that reduces each row, or
+all entries, to one number gives multiples c_n E of one tensor E. So G is never materialised.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from psg import _trees
+from psg._torch import _functorch
+from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, operands_of, substitute
+from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
+from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
+
+
+class Step:
+    """One call of an op on parameters, and one of its outputs.
+
+    Attributes:
+        run: Calls the op and returns this output.
+        args: The positional arguments, the parameters among them with their history.
+        kwargs: The keyword arguments.
+        output: The output, one of the tensors that the op returned.
+        name: The name of the op.
+        tensors: The tensors among the arguments.
+        is_outdated: Whether one of `tensors` has been written into since.
+    """
+
+    def __init__(self, run: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], output: Tensor, name: str) -> None:
+        self.run, self.args, self.kwargs, self.output, self.name = run, args, kwargs, output, name
+        self.tensors = operands_of(args, kwargs)[0]
+        self._versions = [tensor._version for tensor in self.tensors]
+
+    @property
+    def is_outdated(self) -> bool:
+        return [tensor._version for tensor in self.tensors] != self._versions
+
+    @property
+    def sides(self) -> list[Tensor]:
+        """The tensors among the arguments that have gradients, each once."""
+        return list({id(tensor): tensor for tensor in self.tensors if tensor.requires_grad and tensor.is_floating_point()}.values())
+
+    def is_first(self, side: Tensor) -> bool:
+        """Whether this side is the op's first argument."""
+        return len(self.args) > 0 and self.args[0] is side
+
+    def rerun(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
+        """Call `run` on the op's arguments without their history; `leaves` holds replacements for some, by id()."""
+
+        def given(leaf: Any) -> Any:
+            return leaves.get(id(leaf), leaf.detach()) if isinstance(leaf, Tensor) else leaf
+
+        with torch.enable_grad():
+            args, kwargs = substitute((self.args, self.kwargs), given)
+            return run(*args, **kwargs)
+
+    def vjp(self, side: Tensor, cotangent: Tensor) -> Tensor:
+        """The vector-Jacobian product of this op alone with one cotangent, for one argument; the arguments' history is ignored."""
+        leaf = side.detach().requires_grad_()
+        output = self.rerun({id(side): leaf}, self.run)
+        if not output.requires_grad:
+            return torch.zeros_like(side)  # this one of several outputs does not depend on this side
+        (found,) = torch.autograd.grad(output, leaf, cotangent.to(output.dtype), allow_unused=True)
+        return torch.zeros_like(side) if found is None else found  # a norm of order 0 has a graph that leads nowhere
+
+
+Carry = Callable[[Factor], list[list[Factor]] | None]
+"""Maps a factor of the output's gradient to factors for each side, which add up; None if the gradient must be materialised."""
+
+_CarryToSide = Callable[[Factor], Factor | None]  # the same for one side
+_SideCarries = list[tuple[Any, _CarryToSide]]
+
+
+def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor]:
+    """`func`, made to return only its output at this index; with None, `func` itself, which has only one."""
+    return func if index is None else lambda *args, **kwargs: func(*args, **kwargs)[index]
+
+
+def carry_of(step: Step) -> Carry | None:
+    """The map that carries factors over to the sides of a step; None if its output is not real floating-point."""
+    output, sides = step.output, step.sides
+    if not output.is_floating_point():
+        return None
+    try:
+        known = _CARRIES[step.name](output.detach(), *step.args, **step.kwargs) if step.name in _CARRIES else []
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # not from the call itself, but from within
+        known = []  # the table does not know this form of the call
+
+    def over_to(side: Tensor, factor: Factor) -> list[Factor] | None:
+        if step.name in LIKE_ANOTHER and not step.is_first(side):
+            return []
+        found = [carry(factor) for own, carry in known if own is side] or [None]
+        if any(part is None for part in found):
+            found = [_of_entries(step, side, factor)]
+        return [part if part.dtype == side.dtype else part.to(side.dtype) for part in found if part is not None] or None
+
+    # In float16 the two sides of a factor may overflow or underflow where their product, which autograd computes first, does not.
+    narrow = step.name not in _MOVING and any(tensor.dtype == torch.float16 for tensor in (output, *sides))
+
+    def carry(factor: Factor) -> list[list[Factor]] | None:
+        if narrow and not isinstance(factor, Dense):
+            factor = Dense(factor.materialize())
+        if step.is_outdated:
+            return None  # an argument was written into: leave it to autograd, which raises the error
+        if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
+            return None if factor.is_best_materialized else _over_steps(step, factor)
+        found = [over_to(side, factor) for side in sides]
+        carried = [factors for factors in found if factors is not None]
+        return carried if len(carried) == len(found) else None
+
+    return carry
+
+
+class _Steps(TorchFunctionMode):
+    """Records the calls of a function as steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Step] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        parts = enumerate(output) if isinstance(output, (tuple, list)) else [(None, output)]
+        self.found += [
+            Step(part_of(func, i), args, kwargs, part, name_of(func))
+            for i, part in parts
+            if isinstance(part, Tensor) and part.requires_grad
+        ]
+        return output
+
+
+def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
+    """Carry a factor over an op that is a composite of others, step by step as if these had run."""
+    leaves = {id(side): side.detach().requires_grad_() for side in whole.sides}
+    with _Steps() as steps:
+        output = whole.rerun(leaves, _COMPOSITES[whole.run])
+    if output is NotImplemented or output.dtype != whole.output.dtype:
+        return None
+    terms: dict[int, list[Factor]] = {id(output): [factor]}
+    for step in reversed(steps.found):
+        own, carry = terms.pop(id(step.output), None), carry_of(step)
+        parts = terms_of(own) if own else ()
+        if parts is None:
+            return None
+        for term in parts:
+            carried = carry(term) if carry is not None else None
+            if carried is None:
+                return None
+            for side, factors in zip(step.sides, carried, strict=True):
+                terms.setdefault(id(side), []).extend(factors)
+    return [terms.get(id(leaf), []) for leaf in leaves.values()]
+
+
+_MAX_TERMS = 4
+_MAX_SIZE = 4  # of the terms together, in units of the gradient's own
+
+
+def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
+    """The terms of one gradient, merged; None if they are so many, or so large, that the gradient is better materialised.
+
+    A step of a derivation may use a value twice, so that terms carried over k steps could become 2^k terms.
+    """
+    merged = merge(found)
+    terms = merged.terms if isinstance(merged, Sum) else (merged,)
+    if len(terms) > 1 and any(isinstance(term, Dense) for term in terms):
+        return (Dense(merged.materialize()),)
+    formed = merged.n * merged.shape.numel() * merged.dtype.itemsize
+    if len(found) > 1 and merged.nbytes > _MAX_SIZE * formed or isinstance(merged, Sum) and merged.is_mixed:
+        return None
+    return terms if len(terms) <= _MAX_TERMS else None
+
+
+def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
+    """Carry a factor over an elementwise op or a reduction to few numbers; over any op, if it is multiples c[n] E of a constant E."""
+    constant = torch.ones_like(step.output.detach())
+    numbers: Tensor | None = None
+    if step.name in _POINTWISE:
+        if side.shape != constant.shape:
+            return None
+    elif isinstance(factor, Dense):
+        small = (1,) * side.ndim if constant.numel() == 1 else _keepdim_shape(step, side)
+        if small is None:
+            return None
+        numbers = factor.values.reshape(factor.n, *small)
+    elif (
+        isinstance(factor, Scaled)
+        and isinstance(factor.factor, Expanded)
+        and factor.shared is not None
+        and factor.factor.small.numel() == 1
+    ):
+        numbers, constant = factor.factor.values, factor.shared.expand(factor.shape)
+        if numbers.ndim != 1 + side.ndim:  # else keep the same tensor: multiples are recognised by it
+            numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
+    else:
+        return None
+    entries = step.vjp(side, constant)
+    if not (_may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))):
+        return None
+    return scaled(factor, entries) if numbers is None else _multiple(numbers, entries)
+
+
+def _may_be_multiplied(tensor: Tensor) -> bool:
+    """Whether zero times each entry is zero: where an op selects entries, autograd has exact zeros.
+
+    On an accelerator or in a trace the values cannot be read, and the answer is yes: an entry that is not finite may then give NaN.
+    """
+    if not _functorch.can_read_now(tensor) or not tensor.is_floating_point():
+        return True
+    shared = len(tensor.shape) > 0 and len(tensor) > 0 and tensor.stride(0) == 0
+    return bool((tensor[0] if shared else tensor).sum().isfinite())
+
+
+def _multiple(numbers: Tensor, constant: Tensor) -> Factor:
+    """The factor of numbers[n, *small] * constant[*shape]."""
+    if numbers.shape[1:] == constant.shape:
+        return Dense(numbers * constant)
+    return Scaled(Expanded(numbers, constant.shape), constant.to(numbers.dtype).expand(len(numbers), *constant.shape))
+
+
+def _keepdim_shape(step: Step, side: Tensor) -> tuple[int, ...] | None:
+    """For a reduction, the shape of its output with the reduced dimensions kept as 1; None if it is not clear which were reduced."""
+    position = _REDUCING.get(step.name)
+    if position is None or not step.is_first(side):
+        return None
+    shape, reduced = side.shape, step.output.shape
+    if len(reduced) == len(shape):
+        small = tuple(reduced)
+    else:
+        dims = step.kwargs.get("dim", step.args[position] if len(step.args) > position else None)
+        if isinstance(dims, bool) or not isinstance(dims, (int, list, tuple)):
+            return None
+        gone = {dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)}
+        small = tuple(1 if dim in gone else size for dim, size in enumerate(shape))
+        if [size for dim, size in enumerate(small) if dim not in gone] != list(reduced):
+            return None
+    return small if all(size in (1, own) for size, own in zip(small, shape, strict=True)) else None
+
+
+# Elementwise ops: the scale for the gradient of each argument, which may have been broadcast
+
+
+def _entrywise(output: Tensor, sides: Iterable[tuple[Any, Scale]]) -> _SideCarries:
+    return [(side, _entry(output, side.shape, scale)) for side, scale in sides if isinstance(side, Tensor)]
+
+
+def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> _CarryToSide:
+    if shape == output.shape:
+        return (lambda factor: factor) if isinstance(scale, (int, float)) and scale == 1 else lambda factor: scaled(factor, scale)
+    weights = scale if isinstance(scale, Tensor) else output.new_full((), scale)
+    return lambda factor: _added_up(factor, weights.expand(output.shape), shape)
+
+
+def _added_up(factor: Factor, weights: Tensor, shape: torch.Size) -> Factor | None:
+    total = contracted(factor, weights, shape)
+    return None if total is None else Dense(total)
+
+
+def _value(argument: Any) -> Scale:
+    return argument.detach() if isinstance(argument, Tensor) else argument
+
+
+def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _SideCarries:
+    return _entrywise(output, [(input, 1), (other, alpha)])
+
+
+def _sub(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> _SideCarries:
+    return _entrywise(output, [(input, 1), (other, -alpha)])
+
+
+def _swapped(carry: Callable[..., _SideCarries]) -> Callable[..., _SideCarries]:
+    """The same with the op's two arguments swapped."""
+    return lambda output, input, other: carry(output, other, input)
+
+
+def _neg(output: Tensor, input: Any) -> _SideCarries:
+    return _entrywise(output, [(input, -1)])
+
+
+def _mul(output: Tensor, input: Any, other: Any) -> _SideCarries:
+    return _entrywise(output, [(input, _value(other)), (other, _value(input))])
+
+
+def _div(output: Tensor, input: Any, other: Any) -> _SideCarries:
+    divisor = _value(other)
+    return _entrywise(output, [(input, output.new_ones(()) / divisor), (other, -output / divisor)])
+
+
+def _expand(output: Tensor, input: Any, *_: Any) -> _SideCarries:
+    return _entrywise(output, [(input, 1)])
+
+
+# Softmax, from the output of torch's own kernel: computed from exponentials here, it would be rounded as those of large logits are
+
+
+def _softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _SideCarries:
+    # y (G - sum_k y_k G_k)
+    y, small = output.detach(), _small_along(output, input, dim)
+    return [] if small is None else [(input, lambda factor: scaled(factor, y)), (input, _less(y, y, small))]
+
+
+def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _SideCarries:
+    # G - softmax(x) sum_k G_k
+    small = _small_along(output, input, dim)
+    return [] if small is None else [(input, lambda factor: factor), (input, _less(output.new_ones(()), output.detach().exp(), small))]
+
+
+def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | None:
+    """The shape of a sum along `dim`; None where the gradient is better materialised: 16 bits would round terms that cancel."""
+    if dim is None or input.dtype.itemsize < 4 or output.dtype.itemsize < 4:
+        return None
+    return torch.Size(1 if d == dim % output.ndim else size for d, size in enumerate(output.shape))
+
+
+def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _CarryToSide:
+    """For a gradient G: -constant * sum(weights * G), summed to the shape `small`."""
+
+    def carry(factor: Factor) -> Factor | None:
+        total = contracted(factor, weights.expand(factor.shape), small)
+        return None if total is None else _multiple(-total.to(constant.dtype), constant)
+
+    return carry
+
+
+# Products
+
+
+def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
+    x, y = input.detach(), other.detach()
+    if (x.ndim, y.ndim) == (2, 2):
+        return [(input, lambda factor: _postmultiplied(factor, y.T)), (other, lambda factor: premultiplied(factor, x.T))]
+    if (x.ndim, y.ndim) == (2, 1):
+        return [
+            (input, lambda factor: _if_dense(factor, lambda c: Outer(c[:, None], y.expand(len(c), 1, -1).to(c.dtype)))),
+            (other, lambda factor: _if_dense(factor, lambda c: Dense(c @ x.to(c.dtype)))),
+        ]
+    if (x.ndim, y.ndim) == (1, 1):
+        return [
+            (input, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * y))),
+            (other, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * x))),
+        ]
+    return []
+
+
+def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _SideCarries:
+    if (input.ndim, weight.ndim) != (2, 2):
+        return []
+    x, w = input.detach(), weight.detach()
+    products = [(input, lambda factor: _postmultiplied(factor, w)), (weight, lambda factor: _turned(premultiplied(factor, x.T)))]
+    return products + _entrywise(output, [(bias, 1)])
+
+
+def _addmm(output: Tensor, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> _SideCarries:
+    product = [(side, lambda factor, carry=carry: carry(scaled(factor, alpha))) for side, carry in _matmul(output, mat1, mat2)]
+    return _entrywise(output, [(input, beta)]) + product
+
+
+def _outer(output: Tensor, input: Any, vec2: Any) -> _SideCarries:
+    rows, columns = (input.shape[0], 1), (1, vec2.shape[0])
+    left, right = (vector.detach().reshape(shape).expand(output.shape) for vector, shape in ((input, rows), (vec2, columns)))
+
+    def carry(factor: Factor, weights: Tensor, shape: tuple[int, int]) -> Factor | None:
+        total = contracted(factor, weights, torch.Size(shape))
+        return None if total is None else Dense(total.flatten(1))
+
+    return [(input, lambda factor: carry(factor, right, rows)), (vec2, lambda factor: carry(factor, left, columns))]
+
+
+def _postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
+    turned = transposed(factor)
+    return None if turned is None else _turned(premultiplied(turned, matrix.T))
+
+
+def _turned(factor: Factor | None) -> Factor | None:
+    return None if factor is None else transposed(factor)
+
+
+def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | None:
+    return build(factor.values) if isinstance(factor, Dense) else None
+
+
+# Layouts and dtypes
+
+
+def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
+    shape = input.shape
+    if input.dtype != output.dtype:
+        return []  # view(dtype): the same bytes, read as another dtype
+    return [(input, lambda factor: reshaped(factor, shape))]
+
+
+def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _SideCarries:
+    dim %= output.ndim
+    sizes = [tensor.shape[dim] if tensor.ndim == output.ndim else 0 for tensor in tensors]  # cat ignores tensors of shape [0]
+    if 0 in sizes:
+        return []
+
+    def piece(k: int) -> _CarryToSide:
+        return lambda factor: narrowed(factor, dim, sum(sizes[:k]), sizes[k])
+
+    return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
+
+
+def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
+    """Views of some of the entries, or of all of them in another order."""
+    of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input.detach())
+    if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
+        return []
+    region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
+    return [(input, lambda factor: None if isinstance(factor, Dense) else Views([factor], [region], input.shape))]
+
+
+def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
+    if input.ndim != 2:
+        return _part(output, input)
+    turned = input.detach().mT
+    if (output.shape, output.stride()) != (turned.shape, turned.stride()):
+        return []
+    if (output.shape, output.stride()) == (input.shape, input.stride()):
+        return []  # the strides do not tell whether it is transposed
+    return [(input, transposed)]
+
+
+def _cast(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
+    return [(input, lambda factor: factor)] if (output.shape, output.device) == (input.shape, input.device) else []
+
+
+_CARRIES: dict[str, Callable[..., _SideCarries]] = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), _sub),
+    **dict.fromkeys(("rsub", "__rsub__"), _swapped(_sub)),
+    **dict.fromkeys(("neg", "negative"), _neg),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _div),
+    "__rdiv__": _swapped(_div),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
+    "linear": _linear,
+    "addmm": _addmm,
+    **dict.fromkeys(("outer", "ger"), _outer),
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),
+    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
+    **dict.fromkeys(
+        ("__getitem__", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part
+    ),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
+}
+
+_MOVING = {name for name, carry in _CARRIES.items() if carry in (_reshape, _transpose, _part, _cat)}
+"""Ops that move entries and do not change their values."""
+
+_POINTWISE = frozenset(
+    """
+    pow __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit
+    log_sigmoid tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign
+    tanhshrink softshrink hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu
+    sin cos tan asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp
+    logaddexp2 erf erfc special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine
+    """.split()
+)
+"""Elementwise ops: each entry of the result depends on the argument's entry at the same place alone."""
+
+_REDUCING: dict[str, int] = {
+    **dict.fromkeys("sum mean var std var_mean std_mean amax amin logsumexp prod nansum nanmean norm_except_dim".split(), 1),
+    **dict.fromkeys("norm linalg_norm linalg_vector_norm".split(), 2),
+}
+"""Reductions, with the position of the argument that names the dimensions: no two entries of the result share an entry of the input."""
+
+
+# Ops that are composites of other ops, over which factors are carried
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Tensor:
+    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training or running_mean is not None or running_var is not None:
+        return NotImplemented
+    var, mean = torch.var_mean(input, [dim for dim in range(input.ndim) if dim != 1], correction=0, keepdim=True)
+    output = (input - mean) * (var + eps).rsqrt()
+    shape = (-1, *(1,) * (input.ndim - 2))
+    output = output if weight is None else output * weight.reshape(shape)
+    return output if bias is None else output + bias.reshape(shape)
+
+
+_COMPOSITES: dict[Any, Callable[..., Any]] = {
+    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
+    F.normalize: _normalize,
+    F.batch_norm: _batch_norm,
+}
+"""Composites written out; they return NotImplemented for forms of the call that are something else."""
+
+
+# Ops that are computed once on parameters and constants
+
+# Deterministic, functional ops, which have one value for all samples: those above, whose factors are carried over, and these, whose
+# gradients are pulled back. An op that is not named is lifted, which is right too; an op that draws random numbers must not be named, nor
+# one whose backward vmap gets wrong (cdist). An output without a derivative, such as a mask, is a constant. (custom_function_call is every
+# autograd.Function: the router's `_compute` sees if one has drawn.)
+_DERIVING = frozenset({*_CARRIES, *_POINTWISE, *_REDUCING}) | frozenset(
+    """
+    batch_norm interpolate cumsum cumprod normalize bmm einsum kron tensordot repeat repeat_interleave tile index_select gather diagonal
+    diag stack hstack vstack flip roll pad as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d
+    adaptive_avg_pool1d adaptive_avg_pool2d glu type_as _weight_norm detach sign sgn round floor ceil trunc fake_quantize_per_channel_affine
+    gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite max min argmax
+    argmin inner addmv addr baddbmm cross trace diff block_diag matrix_power matrix_exp linalg_matrix_exp mH H adjoint linalg_solve
+    linalg_solve_triangular linalg_inv inverse pinverse linalg_pinv linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet
+    linalg_householder_product orgqr real imag conj resolve_conj view_as_real view_as_complex complex polar fft_fft fft_ifft fft_rfft
+    fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
+    stft istft fmod remainder ldexp frac fix deg2rad rad2deg lgamma mvlgamma digamma polygamma i0 igamma igammac
+    special_entr special_erfcx special_erfinv special_exp2 special_expm1 special_log1p special_logit special_log_ndtr special_ndtr
+    special_ndtri special_gammaln special_multigammaln special_digamma special_psi special_polygamma special_zeta special_i0 special_i0e
+    special_i1 special_i1e special_sinc special_round special_xlogy special_xlog1py special_softmax special_log_softmax special_logsumexp
+    softmin _threshold prelu layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist
+    renorm median nanmedian quantile nanquantile kthvalue mode topk sort msort argsort aminmax cummax cummin logcumsumexp cov corrcoef
+    trapezoid trapz cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin greater greater_equal
+    less less_equal not_equal logical_xor searchsorted bucketize masked_scatter index_put index_add index_copy index_fill index_reduce
+    scatter scatter_add scatter_reduce put take take_along_dim select_scatter slice_scatter diagonal_scatter unfold fold rot90 fliplr
+    flipud diagflat diag_embed broadcast_tensors meshgrid cartesian_prod combinations column_stack row_stack dstack dsplit hsplit vsplit
+    unsafe_chunk unsafe_split constant_pad_nd sum_to_size atleast_1d atleast_2d atleast_3d conj_physical pixel_shuffle pixel_unshuffle
+    channel_shuffle grid_sample affine_grid conv_transpose1d conv_transpose2d conv_transpose3d max_pool3d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d linalg_svd linalg_svdvals svd linalg_eig linalg_eigvals
+    linalg_eigh linalg_eigvalsh linalg_lu linalg_lu_factor linalg_lu_factor_ex lu lu_unpack qr cholesky linalg_cholesky_ex cholesky_inverse
+    cholesky_solve linalg_inv_ex linalg_solve_ex linalg_lstsq linalg_tensorinv linalg_tensorsolve triangular_solve det slogdet linalg_cond
+    linalg_matrix_norm linalg_matrix_rank linalg_matrix_power linalg_multi_dot linalg_cross linalg_diagonal linalg_vander
+    linalg_vecdot mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits
+    poisson_nll_loss hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss custom_function_call
+    """.split()
+)
+
+
+@cache
+def derives(func: Any) -> bool:
+    return name_of(func) in _DERIVING and is_torchs(func)

@@ -1,0 +1,311 @@
+"""Lifted values (parameters and values computed from them), the terms of their per-sample gradients, and taps of the graph."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from psg import _trees
+from psg._capture._carries import Step, carry_of, part_of, terms_of
+from psg._errors import InputError
+from psg._torch import _autograd, _functorch
+from psg._torch._ops import name_of, operands_of
+from psg.factors import Dense, Factor, Sum, merge
+
+
+class Lifted:
+    """A parameter, or a value computed once for all samples from parameters, with the terms of its per-sample gradient.
+
+    Attributes:
+        leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf. (A function of a whole batch sees `value`.)
+        value: The one unexpanded value, detached: what rules use. None if every sample has its own.
+        made_by: For a derived value, the step that has computed it, and the lifted values among the step's arguments.
+        handle: The wrapper that the function holds; kept alive, since values are found by its id().
+        shared: Whether it was computed also from data, which all samples share.
+        name: Its name in messages.
+        terms: The factors found so far, whose sum is its gradient.
+        uses: The ops that used it, each with its path (rule, lifted or derived); a derived value has its first parent's list.
+    """
+
+    def __init__(self, leaf: Tensor, value: Tensor | None, name: str = "") -> None:
+        self.leaf = leaf
+        self.value = value
+        self.made_by: tuple[Step, list[Lifted]] | None = None
+        self.shared = False
+        self.handle: Tensor | None = None
+        self.name = name
+        self.terms: list[Factor] = []
+        self.uses: list[str] = []
+
+    @classmethod
+    def parameter(cls, value: Tensor, in_dim: int | None, n: int, name: str = "") -> "Lifted":
+        """Lift a parameter; one with a dimension of samples is the leaf itself."""
+        if in_dim is not None:
+            return cls(_autograd.own_leaf(value.movedim(in_dim, 0).detach()), None, name)
+        return cls(_autograd.own_leaf(value.expand(n, *value.shape)), value, name)
+
+    @classmethod
+    def derivation(cls, step: Step, parents: "list[Lifted]", n: int) -> "Lifted":
+        """Lift a value that an op has computed from lifted ones."""
+        value = step.output.detach()
+        lifted = cls(_autograd.own_leaf(value.expand(n, *value.shape)), value, f"{step.name} of {parents[0].name}")
+        lifted.made_by, lifted.uses = (step, parents), parents[0].uses
+        return lifted
+
+    @property
+    def derived(self) -> Tensor | None:
+        """For a derived value, the value with its history up to the parameters."""
+        return None if self.made_by is None else self.made_by[0].output
+
+    @property
+    def is_from_autograd_function(self) -> bool:
+        """Whether an autograd.Function of the user's has computed this value."""
+        return self.made_by is not None and self.made_by[0].name == "custom_function_call"
+
+    @cached_property
+    def attached(self) -> Tensor | None:
+        """What derived values are computed from: `derived`, or an autograd leaf over a parameter's `value`; None if it has none."""
+        if self.derived is not None:
+            return self.derived
+        return None if self.value is None else self.value.detach().requires_grad_()
+
+    def ask(self, predicate: Callable[[Tensor], Any]) -> Any:
+        """What plain autograd would say of this value: whether it is a leaf, requires grad, has a history."""
+        return predicate(self.leaf if self.derived is None else self.derived)
+
+    def carry_terms(self) -> None:
+        """Carry the terms over to the values from which this one was computed, where their kind allows it."""
+        if not self.terms or self.made_by is None or self.is_from_autograd_function:
+            return  # the backward of a user's function need not be linear in the cotangent
+        step, parents = self.made_by
+        by_attached = {id(value.attached): value for value in parents}
+        sides = [by_attached.get(id(side)) for side in step.sides]
+        if not set(map(id, parents)) <= set(map(id, sides)):
+            return  # a lifted argument is no side of the step
+        if (carry := carry_of(step)) is None or (terms := terms_of(self.terms)) is None:
+            return
+        self.terms = []
+        for term in terms:
+            carried = carry(term)
+            if carried is None:
+                self.terms.append(term)
+                continue
+            for value, factors in zip(sides, carried, strict=True):
+                if value is not None:
+                    value.terms += factors
+
+    def accept(self, factor: Factor, place: str, n: int) -> Factor:
+        """Check a rule's factor and return it in the parameter's dtype: under autocast its two sides may have different ones.
+
+        Raises:
+            InputError: The factor does not fit the parameter, so the rule is broken.
+        """
+        if not isinstance(factor, Factor):
+            raise InputError(f"a rule is broken: its builder for {place} gives a {type(factor).__name__}; expected one of psg.factors.")
+        try:
+            got, expected = (factor.n, factor.shape), (n, self.leaf.shape[1:])
+        except IndexError:
+            raise InputError(f"a rule is broken: a tensor of its {type(factor).__name__} for {place} has too few dimensions.") from None
+        if got != expected:
+            raise InputError(
+                f"a rule is broken: its factor for {place} has {got[0]} samples of shape {tuple(got[1])}, "
+                f"the parameter has {expected[0]} samples of shape {tuple(expected[1])}"
+            )
+        dtype = self.leaf.dtype
+
+        def cast(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            return tensor if tensor.dtype == dtype or not _trees.is_inexact(tensor) else tensor.to(dtype)
+
+        return factor.map(cast)
+
+    def factor(self, n: int) -> Factor:
+        """The terms as one factor of the parameter's dtype."""
+        if not self.terms:
+            return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
+        return merge(self.terms)
+
+
+class Tap(NamedTuple):
+    """The place of a rule's outputs in the graph, and the builders that make factors of the cotangents that arrive there."""
+
+    op: str
+    edges: tuple[GradientEdge, ...]
+    shapes: tuple[Tensor, ...] | None  # for several outputs: zeros that take no memory, for cotangents that never arrive
+    builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
+    inputs: list[tuple[Tensor, int]]  # tensors that the builders will read, each with its version when the rule read it
+    nbytes: int  # of the outputs, and so of the cotangents
+    guess: Any = None  # if a pass only guessed which samples the output rows belong to, the key of that guess
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a tensor that the builders will read has been changed in place."""
+        return any(tensor._version != version for tensor, version in self.inputs)
+
+    def factors(self, arrived: Sequence[Tensor | None], n: int) -> list[tuple[Lifted, Factor]]:
+        """The factors that the builders make of the outputs' cotangents, at least one of which has arrived."""
+        cotangent: Any = arrived[0]
+        if self.shapes is not None:
+            cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, self.shapes, strict=True))
+        return [(value, value.accept(build(cotangent), f"{name} of {self.op}", n)) for name, value, build in self.builders]
+
+
+class Watch(TorchFunctionMode):
+    """Watches the calls of a function, and recognises lifted values among their arguments by the wrappers that the function holds.
+
+    Attributes:
+        n: The number of samples.
+        params: The lifted parameters.
+        values: The lifted parameters and, as they appear, the values derived from them.
+        derived_at: The storage addresses of the latter.
+        by_handle: The lifted values by the id() of the wrapper that the function holds.
+        taps: The taps whose cotangents the backward pass will take.
+        level: The level of the transform in which the function runs; -1 outside of all.
+    """
+
+    def __init__(self, n: int, params: Sequence[Lifted], inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.level = -1
+        self.n = n
+        self.params = params
+        self._inputs = inputs
+        self.values = list(params)
+        self.derived_at: set[int] = set()
+        self.by_handle: dict[int, Lifted] = {}
+        self.taps: list[Tap] = []
+
+    def hold(self, value: Lifted, handle: Tensor) -> Tensor:
+        """Register the wrapper under which the function holds this value from now on; returns the wrapper."""
+        value.handle = handle
+        self.by_handle[id(handle)] = value
+        return handle
+
+    # Cached, since deep models have hundreds of parameters, and hundreds of in-place activations to check against them.
+
+    @cached_property
+    def owned(self) -> set[int]:
+        """The storage addresses of the parameters."""
+        return {_functorch.memory_of(value.leaf) for value in self.params}
+
+    @cached_property
+    def given(self) -> set[int]:
+        """The storage addresses of the inputs that the function must not write into."""
+        return {_functorch.memory_of(tensor) for tensor in self._inputs if tensor.numel()}
+
+    def expect_agreed(self, tensor: Tensor) -> None:
+        """Refuse a Python value of a tensor that is not the same for all samples by its nature."""
+
+    def lifted_among(self, leaves: Sequence[Any]) -> list[Lifted]:
+        """The lifted values among the arguments of a call."""
+        return [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
+
+    def attached(self, leaf: Any) -> Any:
+        """For a lifted value its attached value, with a history up to the parameters; any other argument as it is."""
+        value = self.by_handle.get(id(leaf))
+        return leaf if value is None else value.attached
+
+    def lift(
+        self, func: Any, parents: list[Lifted], args: Any, kwargs: Any, output: Any, wrap: Callable[[Lifted, Tensor], Tensor]
+    ) -> tuple[Any, list[Lifted], list[Tensor]]:
+        """Lift an op's output; returns what the function gets, the derived values in it, and the tensors in it without a history."""
+        several = isinstance(output, (tuple, list))
+        parts = list(output) if several else [output]
+        given = set(map(id, operands_of(args, kwargs)[0]))  # an op may return a constant of the caller's as it is
+        values: list[Lifted] = []
+        constants: list[Tensor] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, Tensor) and part.requires_grad:
+                step = Step(part_of(func, i if several else None), args, kwargs, part, name_of(func))
+                values.append(Lifted.derivation(step, parents, self.n))
+                parts[i] = self.hold(values[-1], wrap(values[-1], part))
+            elif isinstance(part, Tensor) and id(part) not in given:
+                constants.append(part)
+        self.values += values
+        self.derived_at.update(_functorch.memory_of(value.leaf) for value in values)
+        for value in parents:
+            value.uses.append(f"{name_of(func)}: derived")
+        if several:
+            output = type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+        else:
+            output = parts[0]
+        return output, values, constants
+
+    def tap(
+        self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
+    ) -> tuple[Tensor, ...]:
+        """Tap a rule's outputs; returns the outputs with which the function goes on."""
+        outputs, edges = zip(*map(_anchored, outputs), strict=True)
+        shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
+        versions = [(tensor, tensor._version) for tensor in inputs]
+        self.taps.append(Tap(op, edges, shapes, builders, versions, sum(output.nbytes for output in outputs), guess))
+        return outputs
+
+
+def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A rule's data, at least one of them with a history, so that autograd records the op and its output can be tapped.
+
+    This costs nothing in the backward pass, which stops at the output.
+    """
+    if any([value.requires_grad for value in values]):
+        return values
+    for i, value in enumerate(values):
+        if value.is_floating_point():
+            return (*values[:i], value.detach().requires_grad_(), *values[i + 1 :])
+    return values
+
+
+class _Anchor(torch.autograd.Function):
+    """Give a history to a tensor that has none, without a copy and without making it a leaf or a view.
+
+    An in-place op of the user's on the output of a first layer is then as legal as in plain PyTorch. It has no backward: every backward
+    pass stops at the edge of its output, where the cotangent is taken.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+
+def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:
+    """A rule's output with a history, and the edge at which its cotangent will arrive."""
+    if output._is_view():
+        output = output.clone()  # an in-place op on a view would make the gradient bypass the edge
+    if not output.requires_grad:
+        output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
+    # Taken now, since a later in-place op of the user's gives the tensor another edge.
+    return output, get_gradient_edge(output)
+
+
+_MANY_STEPS = 16
+_FEW_BYTES = 1 << 17  # of all samples
+
+
+def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
+    """Turn the terms of derived values into terms of the parameters they were computed from."""
+    derived = [value for value in values if value.derived is not None]
+    # Many steps on small tensors: autograd pulls all of them back in less time than it takes to carry factors over each step.
+    little = len(derived) >= _MANY_STEPS and max(value.leaf.nbytes for value in (*derived, *params)) <= _FEW_BYTES
+    for value in () if little else reversed(derived):  # parents come before the values derived from them
+        value.carry_terms()
+    derived = [value for value in derived if value.terms]
+    if not derived:
+        return
+    roots = [value for value in params if value.attached is not None]
+    outputs: Any = [value.attached for value in derived]
+    inputs: Any = [value.attached for value in roots]
+    reached: list[Lifted] = []
+
+    def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        reached[:] = [value for value, gradient in zip(roots, found, strict=True) if gradient is not None]
+        return tuple(gradient for gradient in found if gradient is not None)
+
+    gradients = torch.func.vmap(pull)(*(value.factor(n).materialize() for value in derived))
+    for value, gradient in zip(reached, gradients, strict=True):
+        value.terms.append(Dense(gradient))

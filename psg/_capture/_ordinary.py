@@ -1,0 +1,47 @@
+"""Functions of torch's that nothing but vmap has to treat: most of those that fn calls.
+
+A pass asks every table of psg's about a function. For these all tables have the same answer, found once.
+"""
+
+import functools
+from collections.abc import Sequence
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
+
+from psg._torch._higher_order import HIGHER_ORDER
+from psg._torch._ops import ARRAYS, CONVERSIONS, DIFFERENTIATING, FACTORIES, LIKENESSES, LOCATING, MASKED, PREDICATES, is_torchs
+from psg._watch._outside import REQUIRING
+from psg.rules._registry import TREATED
+from psg.rules.embedding import LOOKUPS
+from psg.rules.leaks import UPDATING
+
+FUNCTIONS = {BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType}
+"""The types of torch's functions and methods. Attributes of tensors, and ops of ATen and of libraries, have others."""
+
+
+def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether a pass under vmap runs a call as it is, if it meets no lifted value and writes into nothing.
+
+    Args:
+        func: The function.
+        tensors: The tensors among its arguments.
+        kwargs: Its keyword arguments.
+    """
+    if not _is_plain(func):
+        return func is Tensor.__getitem__ and len(tensors) == 1  # an index without tensors is no mask
+    return func not in TREATED and "requires_grad" not in kwargs
+
+
+_ELSEWHERE = {
+    *(*PREDICATES, *DIFFERENTIATING, *REQUIRING, Tensor.register_hook, custom_function_call),
+    *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *LIKENESSES, *CONVERSIONS, *ARRAYS, *MASKED, *LOCATING),
+    *(factory for kind in FACTORIES for factory in kind),
+}
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    return type(func) in FUNCTIONS and is_torchs(func) and func not in _ELSEWHERE

@@ -1,0 +1,594 @@
+"""Routes each call of the function: to a rule, below vmap, to a decomposition into other ops, or on as it is."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
+
+from psg import _trees
+from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
+from psg._capture._carries import derives
+from psg._capture._inside import Product
+from psg._capture._lifted import Lifted, Watch, with_history
+from psg._capture._operands import Operands, run_rule
+from psg._capture._ordinary import FUNCTIONS, is_ordinary
+from psg._errors import PsgError, Unsupported
+from psg._torch import _ambient, _autograd, _functions, _functorch, _random
+from psg._torch._autocast import cast_of
+from psg._torch._higher_order import HIGHER_ORDER
+from psg._torch._ops import (
+    FACTORIES,
+    GRAD_FN,
+    IS_LEAF,
+    LIKE_ANOTHER,
+    LIKENESSES,
+    METADATA,
+    PREDICATES,
+    REQUIRES_GRAD,
+    Node,
+    call_key,
+    foreign_handler,
+    is_torchs,
+    may_draw,
+    name_of,
+    operands_of,
+    place_name,
+    places_of,
+    replace_at,
+    substitute,
+    target_of,
+    torchs_names,
+)
+from psg._watch._habits import Habits, Retry
+from psg._watch._marks import Marks
+from psg._watch._outside import REQUIRING, Looking
+from psg._watch._writes import Aliases, changes_nothing, written
+from psg.rules import _registry
+from psg.rules.embedding import LOOKUPS
+from psg.rules.leaks import OWN_GENERATOR, refuse_updates
+
+
+class Router(Watch, Looking):
+    """Watches the calls of the function and routes those that meet a lifted value."""
+
+    def __init__(
+        self,
+        n: int,
+        params: Sequence[Lifted],
+        inputs: Sequence[Tensor],
+        laid_out: Sequence[Tensor],
+        habits: Habits,
+        look: Callable[..., Any],
+        state: _random.State | None,
+    ) -> None:
+        super().__init__(n, params, inputs)
+        self.state = state  # of the random generators, if every sample draws numbers of its own
+        self.aliases = Aliases(laid_out, habits.follows)
+        self.look = look
+        self.habits = habits
+        self.hooks = _autograd.saved_tensor_hooks()
+        self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
+        self.constants: list[Tensor] = []  # computed from parameters, without a history
+        self.constants_at: set[int] = set()
+        self.differentiates = False
+        self.has_functions = False
+        self.failure: str | None = None  # the message alone: the error itself would keep all frames alive
+
+    def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
+        """Note vmap's level and the wrappers under which the function holds its arguments, the parameters among them."""
+        self.level = _functorch.current_level()
+        self.own = Marks(self.level)
+        self.own.claim(samples)
+        for value, handle in zip(self.params, handles, strict=True):
+            if value.value is not None:
+                self.hold(value, handle)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            if func in METADATA:
+                return func(*args, **(kwargs or {}))
+            kwargs = torchs_names(func, kwargs) if kwargs else {}
+            if type(func) not in FUNCTIONS:  # an attribute of tensors, or an op of ATen's
+                if changes_nothing(func, args):
+                    return None
+                func = _registry.namesake(func, kwargs)
+            if types and (handler := foreign_handler(types)) is not None:
+                raise Unsupported(handler)
+            if func in HIGHER_ORDER:
+                with self:
+                    return HIGHER_ORDER[func](*args, **kwargs)
+            if (cast := cast_of(func, args, kwargs)) is not None and not (cast.narrows and self._may_rule(func, args, kwargs)):
+                return cast.run(self, func, args, kwargs)
+            tensors, others = operands_of(args, kwargs)
+            mark = self.own.owns(tensors)
+            if func in LIKENESSES:
+                mark = None
+            if others and any(isinstance(other, torch.Generator) for other in others):
+                raise Unsupported(OWN_GENERATOR)
+            target = target_of(func, args, kwargs)
+            if self.aliases.outdated:
+                self.aliases.read(name_of(func), tensors)
+            output = self._route(func, args, kwargs, tensors, target)
+            if output is NotImplemented and (body := _registry.body_of(func)) is not None:
+                with self:
+                    return body(*args, **kwargs)
+            if func is custom_function_call:
+                self.has_functions = True
+                if _functions.is_unbatched(tensors, output, self.level):
+                    raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
+            if id(output) not in self.by_handle:
+                output = self.aliases.note(func, args, kwargs, tensors, output)
+            if self.state is not None and may_draw(func) and not _random.same_state(self.state, now := _random.now(self.state)):
+                mark, self.state = self.own.drawn, now
+            if mark is not None:
+                self.own.claim(output, target, mark)
+                if target is None and self.constants and self.own.has_marked(tensors):
+                    self.own.mark(output, tensors)
+            else:
+                self.own.note(output)
+            return output
+        except Exception as error:
+            self.failure = str(error)
+            raise
+
+    def _may_rule(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call may run by a rule for lifted values: rules for ops that autocast narrows cast the one value by themselves."""
+        if self.habits.recorded or not self.habits.ruled or _registry.find_rule(func) is None:
+            return False
+        here = _functorch.current_level() == self.level
+        return here and not self.by_handle.keys().isdisjoint(map(id, operands_of(args, kwargs)[0]))
+
+    def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
+        """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
+        here = _functorch.current_level() == self.level  # not inside a transform of the function's own
+        if here and target is None and is_ordinary(func, tensors, kwargs) and self.by_handle.keys().isdisjoint(map(id, tensors)):
+            if any([tensor.requires_grad for tensor in tensors]):  # one from outside: a wrapper of this vmap does not
+                self.look(func, tensors, (), self.level)
+            self._expect_own_hooks()
+            return self._call(func, args, kwargs)
+        self.look(func, tensors, (), self.level)
+        if target is not None:
+            self._protect(name_of(func), target)
+        refuse_updates(func, args, kwargs, target)
+        if func is Tensor.register_hook:
+            raise Unsupported("fn, or a tool such as FlopCounterMode, registers a hook on a tensor")
+        if func in PREDICATES:
+            answer = self._ask(func, args[0])
+            return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
+        if here:
+            if func in _AUTOGRAD:
+                return self._run_autograd(func, args, kwargs, tensors)
+            self._expect_own_hooks()
+            if isinstance(kwargs.get("out"), Tensor) and is_torchs(func):
+                return self._run_into(func, args, **kwargs)
+        output = self._run_known(func, args, kwargs, here)
+        if output is not NotImplemented or _registry.body_of(func) is not None:
+            return output
+        if not here:
+            return self._run_elsewhere(func, args, kwargs)
+        output = run_agreed(self, func, args, kwargs, tensors, constants=not self.habits.fills)
+        if output is not NotImplemented:
+            return output
+        lifted = self.lifted_among(tensors)
+        return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
+
+    def expect_agreed(self, tensor: Tensor) -> None:
+        """Refuse a Python value that depends on random numbers.
+
+        If the pass went on where all samples happen to agree, or again where some do, with new numbers for them, then samples would agree
+        more often than they should.
+
+        Raises:
+            Drawn: It does.
+        """
+        if self.own.is_drawn(tensor):
+            raise Drawn(
+                'fn takes a Python value from random numbers, of which every sample draws its own; with randomness="same" all draw the same'
+            )
+
+    def _expect_own_hooks(self) -> None:
+        if _autograd.saved_tensor_hooks() != self.hooks:
+            raise Unsupported("fn saves tensors through hooks, as activation checkpointing does, which run after vmap has ended")
+
+    # The function's own calls of autograd
+
+    def _run_autograd(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run a call of autograd for every sample, or for a transform of the function's own whose tensors it gets (in torch.func.vjp)."""
+        if func != torch.autograd.grad:
+            return self._require_grad(func, *args, **kwargs)
+        return (_differentiate_elsewhere if any(map(self._is_elsewhere, tensors)) else self._differentiate)(*args, **kwargs)
+
+    def _require_grad(self, func: Any, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+        """`tensor.requires_grad_()` for every sample's tensor: below vmap they are one tensor."""
+        if id(tensor) in self.by_handle:
+            if not requires_grad:
+                raise Unsupported("fn calls requires_grad_(False) on a parameter")
+            return tensor
+        if not _functorch.is_batched(tensor, self.level):
+            if tensor.requires_grad == requires_grad:
+                return tensor  # torch.func forbids it even where it changes nothing
+            if self.constants:
+                raise Retry("requires_grad_ of what may be computed from parameters", derives=False)
+            return func(tensor, requires_grad)
+        with _functorch.below():
+            _functorch.value_of(tensor).requires_grad_(requires_grad)
+        return tensor
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return _functorch.is_wrapped(tensor) and not _functorch.is_batched(tensor, self.level)
+
+    def _differentiate(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad` for all samples at once: of the sum of their outputs, since samples do not interact."""
+        if not self.habits.recorded:
+            # Run again with rules whose outputs have derivatives of every order.
+            raise Retry("fn calls torch.autograd.grad", recorded=True)
+        if self.habits.ruled and self.lifted_among(operands_of((inputs,), {})[0]):
+            # Only lifting gives gradients for parameters: a derived value's leaf is detached from its parameter, and a rule's output can
+            # be differentiated for the data alone.
+            raise Retry("fn calls torch.autograd.grad for parameters", ruled=False, derives=False)
+        self.differentiates = True
+        outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
+        if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
+            # fn made a tensor to differentiate for, which all samples share; the next pass makes one for each sample.
+            raise RuntimeError("torch.autograd.grad of or for a tensor that is the same for all samples")
+        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else [None] * len(outputs) if grad_outputs is None else grad_outputs
+        if any(own is None and output.numel() != 1 for own, output in zip(given, outputs, strict=True)):
+            raise Unsupported("fn calls torch.autograd.grad without grad_outputs for an output that is no scalar")
+        cotangents = [torch.ones_like(output) if own is None else own for own, output in zip(given, outputs, strict=True)]
+        with _functorch.below():
+            sides = [[_functorch.physical(tensor, self.level, self.n) for tensor in group] for group in (outputs, cotangents)]
+            targets = [_functorch.value_of(tensor) for tensor in inputs]
+            options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize_grads}
+            found = torch.autograd.grad(sides[0], targets, sides[1], retain_graph=True, **options)
+        return tuple(None if own is None else _functorch.wrap_like(own, tensor) for own, tensor in zip(found, inputs, strict=True))
+
+    def _ask(self, func: Any, tensor: Tensor) -> Any:
+        """What autograd knows of a tensor; vmap's wrapper alone does not tell what is differentiated beneath it."""
+        if id(tensor) in self.by_handle:
+            return self.by_handle[id(tensor)].ask(func)
+        answers = [self.by_handle[id(own)].ask(func) if id(own) in self.by_handle else func(own) for own in _functorch.layers(tensor)]
+        if func == IS_LEAF:
+            return all(answers)
+        return next((answer for answer in answers if answer), answers[0])
+
+    def _refuse(self, what: str) -> None:
+        self.failure = f"fn uses {what}"
+        raise Unsupported(self.failure)
+
+    # Calls that a pass refuses
+
+    def _protect(self, op: str, target: Any) -> None:
+        """Refuse to write into memory that the caller owns or that samples share, through any views and wrappers."""
+        tensors = written(target)
+        memories = set(map(_functorch.memory_of, tensors))
+        if memories & self.owned:
+            raise Unsupported(f"{op} writes into a parameter, or a view of one")
+        # vmap has no batching rules for ops that write into lists of tensors, so lifting the constants would not help there.
+        if memories & self.derived_at or not isinstance(target, list) and memories & self.constants_at:
+            # All samples share the value only because it was computed once. Lifted, each sample has its own.
+            raise Retry(f"{op} writes into a value computed from parameters", derives=False)
+        self.aliases.write(op, tensors)
+        if memories & self.given:
+            # For example an in-place activation on the sample itself: on a copy, it does not reach the caller's tensor.
+            raise Retry(f"{op} writes into an input, or a view of one", copied=True)
+
+    def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
+        reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)
+        if reason is not None:
+            raise Unsupported(reason)
+
+    # The ways to run a call
+
+    def _run_known(self, func: Any, args: Any, kwargs: Any, here: bool) -> Any:
+        """Run a call by the op's rule, as an embedding lookup, or decomposed into other ops; NotImplemented if none of these fits."""
+        rule = _registry.find_rule(func) if self.habits.ruled else None
+        if rule is not None:
+            run = self._run_rule if here and not self.habits.recorded else self._run_inside
+            output = run(func, rule, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if func in LOOKUPS and here and args and id(args[0]) in self.by_handle and self.habits.ruled:
+            with self:
+                output = self._look_up(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if not here:
+            self._avoid_leak(func, args, kwargs, "inside")
+        # This pass differentiates the gradients that a transform of the function's own has taken.
+        decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
+        if decompose is None or self._may_derive(func) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
+            return NotImplemented  # no decomposition, or an op on parameters alone, which is derived in one step
+        with self:
+            return decompose(*args, **kwargs)
+
+    def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        """Run an op that writes into its `out` argument, which vmap cannot run."""
+        with self:
+            result = func(*args, **kwargs)
+            if result.shape != out.shape or not torch.can_cast(result.dtype, out.dtype):
+                raise Unsupported(f"{name_of(func)} writes into an out= tensor of another shape or an unfit dtype")
+            if torch.is_grad_enabled() and any(self._ask(REQUIRES_GRAD, tensor) for tensor in (result, out)):
+                raise Unsupported(f"{name_of(func)} is differentiated and has an out= tensor, which torch does not support")
+            return out.copy_(result)
+
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices."""
+        index = args[-1] if len(args) > 1 else None
+        batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
+        return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
+
+    def _run_lifted(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
+        """Run an op on lifted values that has no rule: once if on parameters alone, else under vmap as it is."""
+        if (cast := cast_of(func, args, kwargs)) is not None:
+            return cast.run(self, func, args, kwargs)
+        output = self._derive(func, lifted, args, kwargs)
+        if output is not NotImplemented:
+            return output
+        self._avoid_leak(func, args, kwargs)
+        for value in lifted:
+            value.uses.append(f"{name_of(func)}: lifted")
+        return self._run(func, args, kwargs)
+
+    def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
+        if self._may_derive(func):
+            held, options = substitute((args, kwargs), self._held)
+            lifted = self.lifted_among(operands_of(held, options)[0])
+            output = self._derive(func, lifted, held, options) if lifted else NotImplemented
+            if output is not NotImplemented:
+                return output
+        if _functions.lacks_batching(func, args):
+            raise Unsupported(f"{_described(args[0])} runs inside a transform of fn's own")
+        for tensor in operands_of(args, kwargs)[0]:
+            value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
+            if value is not None:
+                value.uses.append(f"{name_of(func)}: lifted")
+        if func is torch.autograd.grad:
+            return _differentiate_elsewhere(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _run_unlifted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that uses no lifted value; if it makes a tensor that the function may write into, make one for every sample."""
+        if kwargs.get("requires_grad") is True:
+            with self:
+                return func(*args, **{**kwargs, "requires_grad": False}).requires_grad_()
+        self._avoid_leak(func, args, kwargs)
+        output = self._run(func, args, kwargs)
+        if not self.habits.fills or not any(func in kind for kind in FACTORIES[: self.habits.fills]):
+            return output
+        if not isinstance(output, Tensor) or _functorch.is_wrapped(output) or any(output is arg for arg in args):
+            return output
+        with _functorch.below():
+            output = output.expand(self.n, *output.shape).clone()
+        return _functorch.wrap(output, self.level)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op as it is, or sample by sample if vmap has no batching rule for it."""
+        if _functions.lacks_batching(func, args):
+            return self._run_function(func, args, kwargs)
+        if _functorch.lacks_batching(func):
+            wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]
+            if wrapped and not any(map(self._is_elsewhere, wrapped)):
+                return self._one_by_one(func, args, kwargs, wrapped)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not asks_for_a_number(error):
+                raise
+        return with_numbers(self, func, args, kwargs)
+
+    def _one_by_one(self, func: Any, args: Any, kwargs: Any, wrapped: list[Tensor]) -> Any:
+        """Run an op sample by sample. vmap would too, but selects each sample by an op whose backward writes zeros for the whole batch."""
+        with _functorch.below():
+            sides = {id(leaf): _functorch.physical(leaf, self.level, self.n).unbind() for leaf in wrapped}
+            results = []
+            for i in range(self.n):
+                own, options = substitute((args, kwargs), lambda leaf: sides[id(leaf)][i] if id(leaf) in sides else leaf)  # noqa: B023
+                results.append(_trees.flatten(func(*own, **options)))
+            outputs = [torch.stack(parts) for parts in zip(*(parts for parts, _ in results), strict=True)]
+        return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
+
+    def _run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an autograd.Function whose rule for vmap torch has not generated: once if on constants alone, else sample by sample."""
+        (tensors, others), what = operands_of(args, kwargs), _described(args[0])
+        wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
+        if _functions.holds_containers(args):
+            raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
+        state, attributes = _random.get_state(tensors), _functions.attributes_of(others)
+
+        try:
+            if wrapped:
+                output = self._one_by_one(lambda *own, **options: _call_on_copies(func, own, options), args, kwargs, wrapped)
+            else:
+                with _functorch.below():
+                    output = _call_on_copies(func, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
+            raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
+        if not _random.same_state(state, _random.now(state)):
+            raise Unsupported(f"{what} draws random numbers")
+        if not _functions.same_attributes(attributes, _functions.attributes_of(others)):
+            # All backward passes run after all forward passes: each would see what the last sample has left.
+            raise Unsupported(f"{what} sets attributes of its class or of an argument; what its backward needs belongs on ctx")
+        return output
+
+    def _held(self, leaf: Any) -> Any:
+        """Unwrap a parameter, or a constant, that a transform of the function's own has wrapped without batching or differentiating it."""
+        if not isinstance(leaf, Tensor) or id(leaf) in self.by_handle:
+            return leaf
+        bare = _functorch.without_constant_wrappers(leaf, self.level)
+        return bare if id(bare) in self.by_handle or not _functorch.is_wrapped(bare) else leaf
+
+    def _may_derive(self, func: Any) -> bool:
+        return self.habits.derives and derives(func)
+
+    def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors of a call that are no lifted values."""
+        return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
+
+    def _derive(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
+        """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants."""
+        if not self._may_derive(func):
+            return NotImplemented
+        others = self._others(args, kwargs)
+        if any(map(_functorch.is_wrapped, others)):
+            return NotImplemented  # depends on the sample
+        if name_of(func) in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
+            return NotImplemented  # it uses only the shape, dtype and device of the parameters
+        if target_of(func, args, kwargs) is not None:
+            return NotImplemented
+        # Inside a differentiating transform fn may run again: reuse the output. (Not if there are other tensors: they may have changed.)
+        arguments, records = call_key(args, kwargs), _functorch.records_below(self.level)
+        key = None if others or arguments is None else (func, arguments, records, _ambient.autocast_dtype(lifted[0].leaf))
+        if key in self.derivations:
+            return self.derivations[key][0]
+        given = args, kwargs
+        with _functorch.below(self.level):
+            args, kwargs = substitute((args, kwargs), self.attached)
+            with torch.set_grad_enabled(records):
+                output = self._compute(func, args, kwargs)
+            parts = output if isinstance(output, (tuple, list)) else (output,)
+            if not all(isinstance(part, Tensor) for part in parts):
+                return NotImplemented
+            output, values, constants = self.lift(
+                func, lifted, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level)
+            )
+        shared = any(value.shared for value in lifted) or any(leaf.is_floating_point() for leaf in others)
+        for value in values:
+            value.shared = shared
+        self.constants += constants
+        self.constants_at.update(map(_functorch.memory_of, constants))
+        self.own.mark(constants)
+        if key is not None and not constants:  # a constant may be written into later, other outputs may not
+            self.derivations[key] = output, given  # the key holds id()s of these arguments, so they must stay alive
+        return output
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on parameters and constants below vmap; NotImplemented for an autograd.Function that cannot run once for all."""
+        decompose = _registry.find_decomposition(func, differentiated=False)
+        if decompose is not None:
+            # Needed here too: `pull_back` differentiates the op under vmap.
+            output = decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        if func is not custom_function_call:
+            return func(*args, **kwargs)
+        if _functions.holds_containers(args):
+            return NotImplemented  # they are copies here
+        self._avoid_leak(func, args, kwargs)
+        state = _random.get_state(operands_of(args, kwargs)[0])
+        try:
+            output = _call_on_copies(func, args, kwargs)
+        except PsgError:
+            raise
+        except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
+            return NotImplemented
+        if _random.same_state(state, _random.now(state)):
+            return output
+        _random.set_state(state)
+        return NotImplemented  # it has drawn random numbers, and each sample must draw its own
+
+    def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
+        """Run the rule so that fn itself may differentiate the op for its data, or batch it; NotImplemented if it does not fit the call."""
+        arguments = rule.bind(*substitute((args, kwargs), self._held))
+        if arguments is None:
+            return NotImplemented
+        places = {place: self.by_handle[id(argument)] for place, argument in places_of(arguments) if id(argument) in self.by_handle}
+        if not places or any(place[0] not in rule.params or value.value is None for place, value in places.items()):
+            return NotImplemented
+        rewrite = _registry.find_transposable_form(func)
+        if rewrite is not None:
+            with self:
+                output = rewrite(**arguments, shared=set(map(place_name, places)))
+            if output is not NotImplemented:
+                return output
+        transpose = _registry.find_transpose(func)
+        if transpose is None:
+            return NotImplemented
+        own = {name: value for (name, _), value in places.items()}
+        data = arguments.get(transpose.data)
+        others = {name: argument for name, argument in arguments.items() if name not in own and name != transpose.data}
+        if not isinstance(data, Tensor) or transpose.data in own or not _functorch.is_wrapped(data):
+            return NotImplemented
+        if any(map(_functorch.is_wrapped, operands_of((), others)[0])):
+            return NotImplemented  # an argument beside the data differs from sample to sample
+        product = Product(self, func, own, others, self.habits.recorded)
+        unfit = _ambient.is_autocast(data) or not _functorch.can_descend(self.level)
+        return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
+
+    def _run_rule(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
+        """Run the rule on the physical batch and tap its output; NotImplemented if it does not fit this call."""
+        op = name_of(func)
+        arguments = rule.bind(args, kwargs)
+        if arguments is None:
+            return NotImplemented
+        operands = Operands.of(self, rule, arguments)
+        if operands is None or not operands.are_worth(rule, self._may_derive(func)):
+            return NotImplemented
+        own, data, shared = operands.own, operands.data, operands.shared
+        if operands.numbers:
+            arguments = replace_at(arguments, operands.numbers)
+
+        def run(*inputs: Tensor) -> Any:
+            given = dict(zip(data, with_history(inputs) if own else inputs, strict=True))
+            return run_rule(self, op, rule, arguments, own, given, shared, self.n)
+
+        output = _functorch.run_below(run, list(data.values()), self.level, self.n)
+        if output is NotImplemented:
+            return NotImplemented
+        for tensor in data.values():
+            if id(tensor) in self.by_handle:
+                self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
+        return output
+
+
+def _call_on_copies(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an autograd.Function on copies: it may write into its arguments without saying so, and they are the caller's."""
+    copies = {id(tensor): tensor.clone() for tensor in operands_of(args, kwargs)[0]}
+    args, kwargs = substitute((args, kwargs), lambda leaf: copies.get(id(leaf), leaf))
+    before = [copy._version for copy in copies.values()]
+    output = func(*args, **kwargs)
+    if before != [copy._version for copy in copies.values()]:
+        raise Unsupported(f"{args[0].__name__}, an autograd.Function, writes into its arguments")
+    return output
+
+
+def _described(function: Any) -> str:
+    return f"{function.__name__}, an autograd.Function without a generated rule for vmap (generate_vmap_rule = True),"
+
+
+_AUTOGRAD = {torch.autograd.grad, *REQUIRING}
+
+
+def _differentiate_elsewhere(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, allow_unused: bool = False, **kwargs: Any
+) -> Any:
+    """`torch.autograd.grad` for a transform of the function's own.
+
+    The transform asks which outputs require grad, and is told that values derived from parameters do; but these do not depend on its data.
+    Leave out the outputs that have no history here.
+    """
+    recorded = [output.requires_grad for output in outputs] if allow_unused else [True]
+    if not any(recorded):
+        return (None,) * len(inputs)
+    if not all(recorded):
+        outputs, grad_outputs = (part and tuple(itertools.compress(part, recorded)) for part in (outputs, grad_outputs))
+    return torch.autograd.grad(outputs, inputs, grad_outputs, *args, allow_unused=allow_unused, **kwargs)

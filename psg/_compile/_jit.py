@@ -1,0 +1,546 @@
+"""Trace a whole transform, forward, backward and reductions, to one flat graph, and compile it.
+
+The first call of every signature (tree structure, shapes, strides, dtypes, devices, Python values, autocast) is traced (`_trace.py`). The
+graph of ATen ops goes to one of torch.compile's backends, and the compiled result is compared with the eager one before it is used:
+compilers do go wrong. Later calls of the signature run the compiled graph alone.
+"""
+
+import functools
+import logging
+import math
+import threading
+import time
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from psg import _trees, plans
+from psg._compile._trace import Generators, Trace, trace
+from psg._errors import FallbackWarning, InputError, PsgError, StateError, as_integer, received, user_line
+from psg._torch import _ambient, _autograd, _functorch, _random
+from psg._torch._ops import handles_ops
+from psg._torch._patches import assigned
+from psg._watch._modules import CALLED, Called, Guard
+from psg.factors import is_factor
+from psg.factors._base import BOUNDING
+from psg.rules._gates import FUSIBLE
+from psg.rules._registry import are_disabled
+from psg.testing import Mismatch, assert_trees_close
+from psg.transforms import MADE, batching_of, first_samples
+
+_log = logging.getLogger("psg.jit")
+
+# One build at a time, in all threads: torch's tracer patches state that they share, and a build rewinds the random generators.
+_building = threading.RLock()
+
+_Compile = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
+
+
+class Compiled(NamedTuple):
+    """One entry of a jitted function's cache.
+
+    Attributes:
+        signature: The tensors of the call that was traced, written as dtype[shape].
+        seconds: The time for tracing, compiling and the comparison with eager.
+        error: Why calls of this signature run eagerly; None if they run compiled.
+    """
+
+    signature: str
+    seconds: float
+    error: str | None
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    buckets: int | Sequence[int] | None = None,
+    check: bool = True,
+) -> "Jitted":
+    """Compile a function made by psg's transforms, or any pure function of trees of tensors that calls such functions.
+
+    What is traced and what is not, as in JAX:
+
+    - Tensor arguments may change from call to call. New shapes, strides, dtypes or devices make a new signature, and so do other Python
+      values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings. Each signature is
+      compiled once. Other objects are told apart by their hash: changes of their attributes are not seen.
+    - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
+      it by another tensor is not. In modules, psg does see this: for every module of which fn reads anything, wherever it holds it,
+      replaced buffers, frozen parameters or submodules, hooks, `train()`/`eval()`, and new values of the attributes that fn reads (a
+      dropout's `p`) lead to a new trace, in the criterion too. Not looked at are what lists, dicts and other objects hold, attributes that
+      fn itself writes, classes that are changed, and what a scripted module holds. After 16 traces for one signature, further changes run
+      eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without arguments, whose hashable result becomes
+      part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced; to tell them
+      from tensors that fn closes over, a function that closes over tensors is traced twice.
+    - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes
+      a Python value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from
+      numbers. So does a transform with `method="batch"`, which looks at the data. `torch.distributions` validates its arguments in the
+      eager comparison (`check`), and not in compiled calls.
+    - `torch.compiler.is_compiling()` is true during the trace. Models that take a shortcut where a mask masks nothing should ask that
+      first, as those of transformers do, and then take the path that is right for every mask.
+    - fn must not write into an argument or a tensor that it closes over: return the new values instead.
+    - Random numbers of torch are drawn anew at every call, from torch's generators, as `torch.manual_seed` sets them. A function that
+      makes or seeds a generator itself, or draws from a generator object of Python's or NumPy's, runs eagerly, if `check` is true.
+
+    Calls run eagerly, so that they can be differentiated, inside torch.func transforms and forward-mode AD, and where an input or a tensor
+    that fn closes over requires grad. Calls on empty batches, under `torch.autograd.detect_anomaly`, inside another traced function, or
+    under a function or dispatch mode are eager too. Thread-safe: each signature is compiled once, by whichever thread comes first.
+    Compiling rewinds torch's generators, so no other thread should draw from them meanwhile.
+
+    Args:
+        fn: The function.
+        backend: As in torch.compile: "inductor", "aot_eager", "eager", another name or a function of a graph and its inputs.
+        mode: As in torch.compile, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
+        buckets: Pad batches to a few sizes, so that a varying number of samples (Poisson sampling) does not compile anew for each: an
+            integer b for multiples of b, or a sequence of sizes (beyond the largest, its multiples). Padding repeats the last sample; it
+            contributes exactly zero to sums and does not appear in the result; random numbers are those of the padded batch. Only for
+            functions made by psg's transforms.
+        check: Compare the first result of every signature with the eager one. Where they differ by more than rounding the inputs explains,
+            a FallbackWarning says so, and calls of that signature stay eager.
+
+    Returns:
+        The compiled function, with `cache_info()` and `cache_clear()`. Where tracing or compiling fails it gives a FallbackWarning that
+        says why, and runs eagerly. The logger "psg.jit" reports every compilation at level INFO.
+
+    Raises:
+        InputError: `fn` is not a function, or an option has a value that is not allowed. At a call: an argument is neither a tensor nor
+            hashable.
+        StateError: At a call: fn draws from the global generator of Python or NumPy, whose numbers every later call would repeat; or fn
+            writes into an argument or a tensor that it closes over, as an optimizer does. The error comes before anything is written.
+
+    Example:
+        >>> import torch, psg
+        >>> loss = lambda w, x: (w * x).sum() ** 2
+        >>> fast = psg.jit(psg.per_sample_norm(loss), backend="eager", buckets=4)
+        >>> fast(torch.ones(2), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([2.0000, 5.6569])
+        >>> [entry.signature for entry in fast.cache_info()]
+        ['float32[2], float32[4, 2]']
+
+    Source: Frostig et al., "Compiling machine learning programs via high-level tracing", 2018 (JAX's jit).
+    """
+    if not callable(fn):
+        raise InputError(f"psg.jit: expected a function, got {received(fn)}.")
+    return Jitted(fn, backend, mode, buckets, check)
+
+
+class Jitted:
+    """What `psg.jit` returns: call it like the function."""
+
+    def __init__(
+        self, fn: Callable[..., Any], backend: str | Callable[..., Any], mode: str | None, buckets: int | Sequence[int] | None, check: bool
+    ) -> None:
+        functools.update_wrapper(self, fn, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
+        self._fn = fn
+        self._batching = batching_of(fn)
+        self._key = getattr(fn if self._batching is None else self._batching.fn, "cache_key", tuple)
+        self._compile = _compiler(backend, mode)
+        self._check = check
+        self._name = getattr(fn, "__name__", type(fn).__name__) if self._batching is None else self._batching.name
+        self._sizes = None if buckets is None else _sizes(buckets)
+        if self._sizes is not None and self._batching is None:
+            raise InputError(
+                f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so psg cannot "
+                "tell which of its arguments are batched. Pass the transform's result itself to jit, or leave buckets out."
+            )
+        if self._batching is not None:
+            MADE[self] = self._batching  # other functions must not take it for one of one sample
+        # By signature, then by what a trace depends on beside it, then by the state that this was in.
+        self._cache: dict[Hashable, dict[Guard, dict[Hashable, _Entry]]] = {}
+        self._builds: Counter[Hashable] = Counter()
+
+    def __repr__(self) -> str:
+        """The function's name, and the number of traces."""
+        return f"psg.jit({self._name}), compiled {len(self.cache_info())} times"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, compiled for this signature."""
+        if _functorch.is_traced() or _functorch.tangents_active() or _ambient.has_function_modes():
+            return self._fn(*args, **kwargs)  # tracers and modes cannot see the ops of a compiled graph, which carries no tangents either
+        if self._sizes is not None and self._batching is not None:
+            args, kwargs, n = self._batching.pad(args, kwargs, self._sizes)
+            return first_samples(self._run(args, kwargs), n)
+        return self._run(args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind to an instance: as an attribute of a class it is a method, like any function."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: Any) -> "Jitted":
+        """Itself: functions are not copied."""
+        return self
+
+    def cache_info(self) -> list[Compiled]:
+        """One entry for each trace, those of a signature side by side."""
+        guarded = [entries for own in list(self._cache.values()) for entries in list(own.values())]  # copies: other threads may add
+        return [entry.info for entries in guarded for entry in list(entries.values())]
+
+    def cache_clear(self) -> None:
+        """Forget what has been compiled."""
+        with _building:
+            self._cache.clear()
+            self._builds.clear()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec, orders = _flatten((args, kwargs))
+        # Compilers read memory as it is, and would miss that a tensor is marked as negated or conjugated.
+        leaves = [leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        tensors = _trees.tensors_in(leaves)
+        if _runs_eagerly(tensors):
+            return self._fn(*args, **kwargs)
+        # psg's transforms enable autograd themselves.
+        modes = None if self._batching is not None else (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        signature = (spec, orders, tuple(_signature(leaf) for leaf in leaves), _surroundings(), modes, _told(self._key()))
+        entry = self._entry(signature, tensors)
+        if entry is None:
+            with _building:
+                entry = self._entry(signature, tensors)
+                if entry is None and self._builds[signature] < _MOST_BUILDS:
+                    entry, guard, state = self._build(leaves, spec)
+                    # If the function itself raises, it does so here, before anything is cached.
+                    result = None if entry.info.error is None else self._fn(*args, **kwargs)
+                    self._cache.setdefault(signature, {}).setdefault(guard, {})[state] = entry
+                    self._builds[signature] += 1
+                    if self._builds[signature] == _MOST_BUILDS:
+                        warnings.warn(
+                            f"psg.jit({self._name}): compiled {_MOST_BUILDS} times for {entry.info.signature}, because attributes of "
+                            "modules or the shapes of tensors that the function closes over have changed. Calls after further changes "
+                            "run eagerly. Pass what changes as an argument.",
+                            FallbackWarning,
+                            stacklevel=3,
+                        )
+                    if entry.info.error is not None:
+                        what = f"Calls of this signature run eagerly: {entry.info.signature}."
+                        warnings.warn(f"psg.jit({self._name}): {entry.info.error}. {what}", FallbackWarning, stacklevel=3)
+                        return result
+        if entry is None or entry.program is None or entry.program.is_unfit:
+            return self._fn(*args, **kwargs)
+        return entry.program(tensors)
+
+    def _entry(self, signature: Hashable, tensors: Sequence[Tensor]) -> "_Entry | None":
+        for guard, entries in list(self._cache.get(signature, {}).items()):  # a copy: another thread may add to it
+            entry = entries.get(guard.state())
+            if entry is not None and (entry.program is None or not entry.program.is_outdated(tensors)):
+                return entry
+        return None
+
+    def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", Guard, Hashable]:
+        """A new entry, what the trace depends on beside the signature, and the state that this was in."""
+        tensors = [tensor.detach() for tensor in _trees.tensors_in(leaves)]
+        signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+        name = self._name
+        start, draws = time.perf_counter(), _Draws(tensors)
+        _log.info("%s: compiling for %s", name, signature)
+        found, program, error, called = None, None, None, Called()
+        try:
+            with assigned(CALLED, called), _ambient.uncached():  # a parametrised weight that was cached would be a constant
+
+                def noted(*args: Any, **kwargs: Any) -> Any:
+                    mode: Any = get_proxy_mode()
+                    with called.noting(mode.tracer.root):  # the module in which the tracer keeps constants
+                        return self._fn(*args, **kwargs)
+
+                found = trace(noted, leaves, spec, tensors, name, draws.generators, called.constants)
+            program = _Program(found, tensors, self._compile)
+            if self._check:
+
+                def eager(tensors: Sequence[Tensor]) -> Any:
+                    draws.advance()
+                    own, options = _trees.unflatten(spec, _trees.fill(leaves, tensors))
+                    return self._fn(*own, **options)
+
+                expected, drawn = eager(tensors), draws.now()
+                draws.advance()
+                actual = program(tensors)
+                # Equal results do not tell: the numbers may have been multiplied by zeros.
+                if not all(map(torch.equal, draws.now(), drawn)):
+                    raise PsgError("it seeds or makes a random generator, which a graph would not do")
+                _expect_equal(actual, expected, lambda: eager(tensors), lambda: eager(_nudged(tensors, found.graph)))
+        except (InputError, StateError):
+            raise
+        except Mismatch as mismatch:
+            program, error = None, f"the compiled result is wrong: {str(mismatch).strip().splitlines()[0]}"
+        except Exception as reason:
+            text = " ".join(str(reason).split("\n")[:3])
+            text = text.partition("It may be possible to trace")[0].strip()  # advice for those who call torch's tracer
+            failed = f"compiled ({type(reason).__name__}" if found else f"traced ({type(reason).__name__} at {user_line(reason)}"
+            program, error = None, f"it cannot be {failed}: {text})"
+        finally:
+            draws.rewind()
+        seconds = time.perf_counter() - start
+        if error is None:
+            _log.info("%s: compiled for %s in %.1f s", name, signature, seconds)
+        guard, before, held = called.guard()
+        return _Entry(program, Compiled(signature, seconds, error), held), guard, before
+
+
+# As often is one signature compiled, for different states of the modules and the tensors that the function closes over.
+_MOST_BUILDS = 16
+
+
+class _Entry(NamedTuple):
+    program: "_Program | None"
+    info: Compiled
+    held: list[Any]
+    """What must stay alive, because the cache's key has its ids."""
+
+
+class _Draws:
+    """The random generators of a build, which runs the function several times.
+
+    Attributes:
+        generators: Those that the function draws from, beside torch's default ones, as the trace finds them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.generators: Generators = {}
+        self._state = _random.get_state(tensors)
+
+    def rewind(self) -> None:
+        """Put all generators back into the states before the build."""
+        _random.set_state(self._state)
+        for generator, before in self.generators.values():
+            generator.set_state(before)
+
+    def advance(self) -> None:
+        """Put all generators into states that the trace has not seen: the graph knows nothing of one that fn seeds or makes."""
+        self.rewind()
+        for device in self._state:
+            torch.rand(1, device=device)
+        for generator, _ in self.generators.values():
+            torch.rand(1, generator=generator, device=generator.device)
+
+    def now(self) -> list[Tensor]:
+        """The states of all generators."""
+        return [*_random.now(self._state).values(), *(generator.get_state() for generator, _ in self.generators.values())]
+
+
+class _Program:
+    """A compiled trace: from the tensors of the arguments to the function's result."""
+
+    def __init__(self, trace: Trace, tensors: list[Tensor], compile: _Compile) -> None:
+        self._trace = trace
+        self._outside = [*trace.captured, *trace.sized]
+        self._expected = [_signature(tensor) for tensor in self._outside]
+        self._offsets = [(place, tensors[place].storage_offset()) for place in trace.placed]
+        with _ambient.off(), torch.no_grad():
+            self._run = compile(trace.graph, [*map(torch.detach, tensors), *map(_plain, trace.captured)])
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        # Under the same settings as when it was compiled.
+        with _ambient.off(), torch.no_grad():
+            outputs = self._run(*map(torch.detach, tensors), *map(_plain, self._trace.captured))
+        return _trees.unflatten(self._trace.spec, _trees.fill(self._trace.leaves, outputs))
+
+    def is_outdated(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the program does not fit these arguments, or what the function closes over now."""
+        return any(_signature(tensor) != expected for tensor, expected in zip(self._outside, self._expected, strict=True)) or any(
+            tensors[place].storage_offset() != offset for place, offset in self._offsets
+        )
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether the graph would differ, or its results lack a history, because a tensor that the function closes over requires grad."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._trace.recorded):
+            return True
+        return any(tensor.requires_grad != before for tensor, before in self._trace.flags)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor's memory as it is: compilers would miss that it is marked as negated or conjugated."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: Callable[[], Any]) -> None:
+    """Compare a compiled result with the eager one.
+
+    Args:
+        actual: The compiled result.
+        expected: The eager result.
+        again: Gives the eager result once more.
+        nudged: Gives the eager result for arguments that are changed by a rounding error.
+
+    Raises:
+        Mismatch: They differ by more than rounding.
+        PsgError: So do two eager results.
+    """
+    try:
+        _compare(*_alike(actual, expected), name="compiled result")
+    except Mismatch as mismatch:
+        try:
+            _compare(again(), expected, "second result")
+        except Mismatch:
+            raise PsgError("it returns other values in every call, so it draws random numbers that torch does not know") from None
+        if math.isnan(mismatch.error):
+            raise
+
+        def differs_by_rounding(expected: Any) -> bool:
+            return _is_rounding(*_alike(actual, expected, *(nudged() for _ in range(3))))
+
+        if not differs_by_rounding(expected):
+            with assigned(BOUNDING, True):
+                if not differs_by_rounding(again()):
+                    raise
+
+
+def _alike(*results: Any) -> list[Any]:
+    """The results, with factors at one place materialised if they are of different kinds.
+
+    Eager calls and traces choose the kinds of some factors by different costs, and all of them are right.
+    """
+    flat = [_trees.flatten(result, is_factor) for result in results]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return list(results)
+    for i, values in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
+        if all(map(is_factor, values)) and any(_trees.flatten(value)[1] != _trees.flatten(values[0])[1] for value in values):
+            for leaves, _ in flat:
+                leaves[i] = leaves[i].materialize()
+    return [_trees.unflatten(spec, leaves) for leaves, spec in flat]
+
+
+def _compare(actual: Any, expected: Any, name: str) -> None:
+    """Raise Mismatch unless all parts of a result agree, each within a tolerance on its own scale."""
+    if isinstance(expected, tuple):
+        for i, (own, other) in enumerate(zip(actual, expected, strict=True)):
+            _compare(own, other, f"{name}[{i}]")
+    else:
+        assert_trees_close(actual, expected, name=name, per_sample=False)
+
+
+def _nudged(tensors: Sequence[Tensor], graph: GraphModule) -> list[Tensor]:
+    """The tensors, each entry randomly changed by a few roundings of its dtype, or of the coarsest to which the graph casts."""
+    named = {value for node in graph.graph.nodes for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)}
+    coarsest = max((torch.finfo(dtype).eps for dtype in named if dtype.is_floating_point), default=0.0)
+
+    def nudge(tensor: Tensor) -> Tensor:
+        return tensor + 4 * max(torch.finfo(tensor.dtype).eps, coarsest) * tensor * torch.randn_like(tensor)
+
+    return [nudge(tensor) if tensor.dtype.is_floating_point else tensor for tensor in tensors]
+
+
+def _is_rounding(actual: Any, expected: Any, *nudged: Any) -> bool:
+    """Whether each leaf of a result is off by at most ten times what nudging the inputs changes the eager result by."""
+    # Rounding may push a ReLU's input across zero, and the gradient jumps.
+    own, *others = (_trees.tensors_in(_trees.flatten(tree)[0]) for tree in (expected, actual, *nudged))
+    for want, *found in zip(own, *others, strict=True):
+        exact = not _trees.is_inexact(want)
+        off, *jumps = [float((other != want).any() if exact else (other - want).abs().amax()) if want.numel() else 0.0 for other in found]
+        if not off <= 10 * max(jumps):
+            return False
+    return True
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any, Hashable]:
+    """Leaves, structure, and what that ignores and fn may read: the order of dicts' keys, and what containers hold beside their leaves."""
+    orders: list[Any] = []
+
+    def note(node: Any) -> bool:
+        if node is tree:
+            orders.clear()  # a tree with containers that are new to optree is flattened once more
+        elif isinstance(node, dict):
+            orders.append(tuple(map(_told, node)))
+        if others := _trees.attributes_of(node):
+            orders.append(others)
+        return False
+
+    leaves, spec = _trees.flatten(tree, is_leaf=note)
+    return leaves, spec, tuple(orders)
+
+
+def _signature(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        kind = Tensor if isinstance(leaf, nn.Parameter) else type(leaf)
+        strides = leaf.stride() if leaf.layout == torch.strided else (leaf.layout, *_entries(leaf))
+        return kind, leaf.shape, strides, leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
+    try:
+        hash(leaf)
+    except TypeError:
+        raise InputError(
+            f"psg.jit: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. Bind it by functools.partial first."
+        ) from None
+    return _told(leaf)
+
+
+def _told(value: Any) -> Hashable:
+    """What tells one hashable value from another: numbers and strings by type too, in tuples and sets as well; a range by its bounds."""
+    if type(value) in (tuple, frozenset):
+        return type(value), type(value)(map(_told, value))
+    return _trees.key_of(value) or (type(value), repr(value) if type(value) is range else value)
+
+
+def _entries(tensor: Tensor) -> tuple[Any, ...]:
+    """What else the shape of a sparse tensor's parts depends on."""
+    return (tensor._nnz(), tensor.is_coalesced()) if tensor.layout == torch.sparse_coo else (tensor._nnz(),)
+
+
+def _runs_eagerly(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call with these tensors is left to the function as it is."""
+    if _functorch.transform_active() or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True  # the result must be differentiable
+    if torch.is_anomaly_enabled():
+        return True  # which names the op of fn that made a NaN
+    if _autograd.saved_tensor_hooks() is not None and not _autograd.is_checkpointed():
+        return True  # the caller's hooks may change what the backward pass reads
+    # An empty batch: nothing to compile; or a tensor whose class would see no op of a compiled graph.
+    return any(tensor.numel() == 0 or handles_ops(type(tensor)) for tensor in tensors)
+
+
+def _surroundings() -> Hashable:
+    """The settings that a trace depends on, beside the arguments."""
+    numerics = torch.get_default_dtype(), _ambient.default_device(), torch.get_float32_matmul_precision(), torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    halves = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")  # fn may switch autocast on
+    return _ambient.autocast(), halves, are_disabled(), plans.settings_key(), numerics, strict
+
+
+def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
+    """From a number of samples to the size of its bucket."""
+    given = list(buckets) if isinstance(buckets, Sequence) else [buckets]
+    sizes = sorted(size for size in (as_integer(size, least=1) for size in given) if size is not None)
+    if not sizes or len(sizes) < len(given):
+        raise InputError(f"psg.jit(buckets={buckets!r}): expected an integer of at least 1 or a sequence of them.")
+    return lambda n: next((size for size in sizes if n <= size), -(-n // sizes[-1]) * sizes[-1])
+
+
+def _backend(name: str) -> _Compile:
+    from torch._dynamo.exc import InvalidBackend  # takes half a second, so that only those who compile pay for it
+
+    try:
+        return torch._dynamo.lookup_backend(name)
+    except InvalidBackend:
+        # torch's list leaves out its backends for debugging, which "eager" and "aot_eager" are.
+        known = ", ".join(map(repr, sorted({*torch.compiler.list_backends(), "eager", "aot_eager"})))
+        raise InputError(f"psg.jit(backend={name!r}): there is no backend of that name; torch has {known}.") from None
+
+
+def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
+    """A function that compiles a flat graph for given inputs. The graph is traced already, so torch.compile's front end is left out."""
+    if backend != "inductor":
+        if mode is not None:
+            raise InputError(f'psg.jit(mode={mode!r}): only the backend "inductor" has modes.')
+        return backend if callable(backend) else _backend(backend)
+    modes = torch._inductor.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise InputError(f"psg.jit(mode={mode!r}): expected None or one of {', '.join(map(repr, modes))}.")
+    # With fallback_random the random numbers are those of eager, so that the results can be compared.
+    options = {**({} if mode is None else modes[mode]), "fallback_random": True}
+
+    def compile(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        for op in FUSIBLE:
+            for node in graph.graph.find_nodes(op="call_function", target=op):
+                node.update_kwarg("fuse", True)
+        graph.recompile()
+        # On CPUs inductor would make every convolution channels-last: up to 1.4 times slower here (ResNet, VGG, depthwise).
+        layout = {"layout_optimization": False} if {tensor.device.type for tensor in inputs} == {"cpu"} else {}
+        run: Any = torch._inductor.compile(graph, [*inputs], options=options | layout)
+        return run
+
+    return compile

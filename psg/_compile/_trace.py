@@ -1,0 +1,352 @@
+"""Trace a function of tensors to one flat graph of ATen ops, in which the tensors that it closes over are inputs.
+
+`torch.fx.experimental.proxy_tensor.make_fx` sees through vmap, the function mode and the backward pass. A value that it would bake in as
+a constant of the first call is made an input, or refused.
+"""
+
+import operator
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, has_proxy_slot, make_fx, track_tensor_tree
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from psg import _trees
+from psg._errors import PsgError, StateError
+from psg._torch import _ambient, _functorch, _random
+from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, leaves_of, read_by
+
+
+class Trace(NamedTuple):
+    """A flat graph, and what it takes to call it.
+
+    Attributes:
+        graph: Maps the tensors of the arguments, followed by those captured, to those of the result.
+        captured: The tensors that the function closes over.
+        recorded: Those of them that autograd would record: all but a module's parameters that `stateless` has detached.
+        sized: Other tensors that the function closes over, of which it may read the shape or the dtype.
+        flags: The tensors of which it reads whether they require grad, with the answers.
+        placed: The tensors among the arguments whose `storage_offset` it reads, by position.
+        leaves: The leaves of the result; tensors stand for the graph's outputs.
+        spec: The structure of the result.
+    """
+
+    graph: GraphModule
+    captured: list[Tensor]
+    recorded: list[Tensor]
+    sized: list[Tensor]
+    flags: list[tuple[Tensor, bool]]
+    placed: list[int]
+    leaves: list[Any]
+    spec: Any
+
+
+Generators = dict[int, tuple[torch.Generator, Tensor]]
+"""Random generators, by id, and their states when they were first seen."""
+
+
+def trace(
+    fn: Callable[..., Any],
+    leaves: list[Any],
+    spec: Any,
+    tensors: list[Tensor],
+    name: str,
+    generators: Generators,
+    constants: Container[int],
+) -> Trace:
+    """Trace a function.
+
+    Args:
+        fn: Maps arguments to a tree.
+        leaves: The leaves of the arguments and keyword arguments; those that are no tensors are constants.
+        spec: The structure of the arguments and keyword arguments.
+        tensors: The tensors among the leaves, without history.
+        name: The name of the function, for messages.
+        generators: To be filled with the generators that the function draws from, beside torch's default ones.
+        constants: When the function has run, the ids of parameters that it takes for constants; see `Called`.
+
+    Raises:
+        StateError: The function draws random numbers of Python or NumPy, or writes into an argument or a tensor that it closes over.
+        PsgError: The function makes a tensor unseen by the tracer, or one whose size depends on the data.
+        Exception: The tracer refuses an op, or the function raises an error itself.
+    """
+    result: list[Any] = []
+    reads = _Reads(name, generators)
+
+    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
+        with _ambient.compiling(), _ConstantsAsInputs(tensors, name) as watching, reads:
+            reads.outside = watching.outside
+            result[:] = _trees.flatten(fn(*args, **kwargs))
+        return tuple(_trees.tensors_in(result[0]))
+
+    before = _random.get_python_state()
+    graph = _make_fx(flat, tensors)
+    if not _random.same_python_state(before, _random.get_python_state()):
+        raise StateError(
+            f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be the same in every call. Draw them "
+            "with torch, or draw them outside of the function and pass them to it."
+        )
+    captured = _captured(graph)
+    places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]
+    detached = [all(user.target in _DETACHING for user in place.users) for place in places]
+    recorded = [own for own, alone in zip(captured, detached, strict=True) if not (alone and id(own) in constants)]
+    # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second trace finds another one in its place.
+    # Autograd's symbolic zeros may differ.
+    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()}
+    if suspects and not suspects <= {id(tensor) for tensor in _captured(_make_fx(flat, tensors))}:
+        raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
+    if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
+        # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
+        _reshape(graph, _views_of_final_values(graph))
+        with _ambient.off():  # autocast is in the graph already
+            graph = _make_fx(torch.func.functionalize(graph), [*tensors, *(tensor.detach() for tensor in captured)])
+    _reshape(graph, graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default))
+    returned = set(graph.graph.output_node().all_input_nodes)
+    for op in _DETACHING:
+        for node in graph.graph.find_nodes(op="call_function", target=op):
+            if node not in returned:  # no tensor has a history or is written into here, so detach does nothing
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                graph.graph.erase_node(node)
+    graph.recompile()
+    placed = [place for place, tensor in enumerate(tensors) if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
+    sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
+    return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *result)
+
+
+def _reshape(graph: GraphModule, views: Iterable[Node]) -> None:
+    """Put reshapes in the place of views: another form of an op, or a compiler, may give a tensor strides that allow no such view."""
+    for node in views:
+        node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+
+
+def _views_of_final_values(graph: GraphModule) -> list[Node]:
+    """The calls of `view` after which nothing is written into the tensor, by whatever view of it: a copy serves there too."""
+    owner: dict[Any, Any] = {}  # of a view, the tensor that it is a view of
+    last_write: dict[Any, int] = {}
+    for place, node in enumerate(graph.graph.nodes):
+        if node.target is operator.getitem:  # of several views, as `split` gives them
+            owner[node] = owner.get(node.args[0], node.args[0])
+        if not isinstance(node.target, OpOverload):
+            continue
+        schema = node.target._schema
+        given = {argument.name: argument.alias_info for argument in schema.arguments if argument.alias_info is not None}
+        bound = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+        for name, alias in given.items():
+            for tensor in bound[name] if isinstance(bound.get(name), (list, tuple)) else [bound.get(name)]:
+                if isinstance(tensor, Node):
+                    own = owner.get(tensor, tensor)
+                    owner[node] = own
+                    if alias.is_write:
+                        last_write[own] = place
+    views = [(place, node) for place, node in enumerate(graph.graph.nodes) if node.target is torch.ops.aten.view.default]
+    return [node for place, node in views if last_write.get(owner[node], -1) < place]
+
+
+# What `Tensor.detach` is in a graph; an alias from torch 2.15 on.
+_DETACHING = torch.ops.aten.detach.default, torch.ops.aten.alias.default
+
+
+def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
+    # The tracer keeps a fake tensor for every output of an op. It makes a new FakeTensorMode for each op unless it finds one for all,
+    # which about halves the time.
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        return make_fx(function)(*tensors)
+
+
+class _ConstantsAsInputs(TorchDispatchMode):
+    """Makes the tensors that fn closes over inputs of the trace: of a constant, the tracer would give Python values, and bake them in.
+
+    It also refuses outputs whose size depends on the data, since the size is a Python value too, on which all later ops may depend; and
+    writes into inputs or closed-over tensors, since the trace, the comparison and the call would each write.
+
+    What fn computes from numbers alone (a grid of times, a mask of positions) is known in the trace: its Python values are baked in.
+
+    Attributes:
+        outside: The arguments, and the tensors that fn closes over as far as they are known, by storage.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Sequence[Tensor], name: str) -> None:
+        super().__init__()
+        self._name = name
+        # By storage, which views share. The tensors are kept alive, so that no other storage gets the same key.
+        self.outside = {_storage(tensor): tensor for tensor in tensors}
+        self._known: set[StorageWeakRef] = set()  # of tensors that fn has computed from numbers alone
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
+        tags = func.tags if isinstance(func, OpOverload) else ()
+        counts = torch.Tag.dynamic_output_shape in tags or func in _SIZED_BY_DATA
+        counts |= func in _SPARSE_PARTS and _storage(operands[0]) not in self.outside
+        known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in tags and all(map(self._knows, operands))
+        if known and operands and (counts or func in _PYTHON_VALUED) and get_proxy_mode() is not None:
+            with disable_proxy_modes_tracing():
+                output = func(*args, **kwargs)
+            return _trees.map_tensors(self._literal, output)
+        if func is torch.ops.aten.index.Tensor:
+            masks = [isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]]
+            counts = any(mask and not self._knows(index) for mask, index in zip(masks, args[1], strict=True))
+            args = args[0], [self._literal(index) if mask and not counts else index for mask, index in zip(masks, args[1], strict=True)]
+        if counts and kwargs.get("output_size") is None and get_proxy_mode() is not None:
+            raise PsgError(f"the size of the output of {func} depends on the data")
+        output = self._run(func, args, kwargs)
+        if known or func is torch.ops.aten.lift_fresh.default:
+            self._known |= set(map(_functorch.storage_of, _strided(_trees.flatten(output)[0])))
+        else:
+            self._known -= set(map(_functorch.storage_of, _strided(_written(func, args, kwargs))))
+        return output
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and _functorch.storage_of(tensor) in self._known
+
+    def _literal(self, tensor: Tensor) -> Tensor:
+        """The same values as a literal of the graph."""
+        with self, torch._C.DisableTorchFunction():
+            literal = torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=tensor.device)
+            return literal if literal.shape == tensor.shape else literal.reshape(tensor.shape)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        mode: Any = get_proxy_mode()
+        if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
+            tracer = mode.tracer
+            for leaf in _trees.flatten((args, kwargs))[0]:
+                if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
+                    self.outside[_storage(leaf)] = leaf
+                    track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
+        if any(_storage(tensor) in self.outside for tensor in _written(func, args, kwargs)):
+            raise StateError(
+                f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over ({func}), which "
+                "compiling would do more than once. Return the new value from the function and write it outside."
+            )
+        return func(*args, **kwargs)
+
+
+# Ops with a Python value, which the tracer gives only of literals.
+_PYTHON_VALUED = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+
+# Ops whose output has a size that depends on the data, though they have no such tag; these parts of a sparse tensor that fn makes do too.
+_SIZED_BY_DATA = {
+    torch.ops.aten._pack_padded_sequence.default,
+    *(torch.ops.aten._to_sparse.default, torch.ops.aten._to_sparse.sparse_dim, torch.ops.aten._to_sparse_csr.default),
+    *(torch.ops.aten._to_sparse_csc.default, torch.ops.aten._to_sparse_bsr.default, torch.ops.aten._to_sparse_bsc.default),
+}
+_SPARSE_PARTS = {
+    getattr(torch.ops.aten, name).default for name in ("_nnz", "_values", "values", "_indices", "indices", "crow_indices", "col_indices")
+}
+
+# In training mode these write into running statistics, and their schemas do not say so.
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an op writes into."""
+    if func in _BATCH_NORMS and args[5]:
+        return _trees.tensors_in(args[3:5])
+    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        return []
+    arguments = zip(func._schema.arguments, args, strict=False)
+    written = [value for argument, value in arguments if argument.is_write]
+    written += [kwargs[argument.name] for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
+    return _trees.tensors_in(_trees.flatten(written)[0])
+
+
+def _strided(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+class _Reads(TorchFunctionMode):
+    """Makes the tracer refuse reads of memory that are no ops, by asking it for one entry, which it gives only of constants.
+
+    It also notes the generators that ops draw from, and takes the arguments of torch.distributions for valid.
+
+    Attributes:
+        outside: The storages of the arguments and of the tensors that the function closes over, as far as they are known.
+        sized: Tensors unknown to the tracer that the function has given to ops, which may have read the shape or the dtype, by id.
+        flags: Those of which it has read whether they require grad, with the answers, by id.
+        placed: The storages of tensors of which it has read where they begin.
+    """
+
+    def __init__(self, name: str, generators: Generators) -> None:
+        super().__init__()
+        self._name = name
+        self._generators = generators
+        self.outside: Container[int] = ()
+        self.sized: dict[int, Tensor] = {}
+        self.flags: dict[int, tuple[Tensor, bool]] = {}
+        self.placed: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in (*args, *kwargs.values()):
+            if isinstance(leaf, torch.Generator) and id(leaf) not in self._generators:
+                self._generators[id(leaf)] = leaf, leaf.get_state()
+        tracer = getattr(get_proxy_mode(), "tracer", None)
+        if tracer is not None:
+            for leaf in _trees.tensors_in(leaves_of(args, kwargs)):
+                if not _functorch.is_wrapped(leaf) and not has_proxy_slot(leaf, tracer):
+                    self.sized[id(leaf)] = leaf
+                    if func == REQUIRES_GRAD:
+                        self.flags[id(leaf)] = leaf, func(leaf)
+        if func in _ASSIGNING:
+            self._refuse_assignment(args[0])
+        if func is Tensor.storage_offset:
+            self.placed.add(_storage(_functorch.bare(args[0])))
+        for tensor in read_by(func, args, kwargs):
+            if tensor.numel():
+                tensor.detach().flatten()[0].item()
+        if func is _VALIDATING:
+            return torch.tensor(True, device=args[0].device)
+        if func in CONVERSIONS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+            raise PsgError("a constructor such as torch.FloatTensor reads a tensor unseen by the tracer; torch.stack makes one of tensors")
+        return func(*args, **kwargs)
+
+    def _refuse_assignment(self, tensor: Tensor) -> None:
+        """Refuse `.data =` and `.grad =`, which are no ops of a graph."""
+        if _storage(_functorch.bare(tensor)) in self.outside:
+            raise StateError(
+                f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over (it assigns the data or "
+                "the gradient), which a graph would not do. Return the new value from the function and assign it outside."
+            )
+        raise PsgError("it assigns the data or the gradient of a tensor, which is no op of a graph")
+
+
+_ASSIGNING = {vars(torch._C.TensorBase)[name].__set__ for name in ("data", "grad")}
+
+_VALIDATING = torch._VF._is_all_true
+"""What torch.distributions validates its arguments by."""
+
+
+def _captured(graph: GraphModule) -> list[Tensor]:
+    """Turn the tensors that the function closes over into inputs of the graph, and return them."""
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    tensors: dict[str, Tensor] = {}
+    inputs: dict[str, Any] = {}
+    for node in list(graph.graph.find_nodes(op="get_attr")):
+        value = getattr(graph, node.target, None)
+        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)  # torch.tensor(1.0) inside fn
+        if not isinstance(value, Tensor) or literal:
+            continue
+        if node.target not in inputs:
+            with graph.graph.inserting_before(first):
+                inputs[node.target] = graph.graph.placeholder(f"captured_{len(inputs)}")
+            tensors[node.target] = value
+        node.replace_all_uses_with(inputs[node.target])
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return list(tensors.values())

@@ -1,0 +1,101 @@
+"""psg's transforms as primitives of plain autograd: a fast forward pass, and a backward pass through the reference composition.
+
+Results of the capture pass have no history. If an input requires grad, one `autograd.Function` attaches them to the graph. Its backward,
+which runs only if it is asked for, differentiates the reference: `vmap(grad(fn))`, or, where vmap cannot run fn, a loop over the samples.
+Inside torch.func transforms the reference runs from the start, since they can differentiate it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg import _trees
+from psg._call import Call
+from psg._errors import code_of, warn_once
+from psg._torch import _ambient, _functorch, _random
+from psg._watch._outside import Recorded, Replaced
+
+Compute = Callable[[Call, str], Any]
+
+
+def differentiable(compute: Compute, call: Call, method: str, attach: bool = True) -> Any:
+    """`compute(call, method)`, with a derivative.
+
+    Args:
+        compute: Maps a call and a method to a tree of tensors (other leaves pass through).
+        call: The call.
+        method: As `psg.per_sample_grad` takes it.
+        attach: Whether the tree is the same for every method. Otherwise a result that needs a derivative comes from the reference alone.
+
+    Returns:
+        The tree that compute returns.
+    """
+    if _functorch.is_transformed() or not torch.is_grad_enabled():
+        return compute(call, method)
+    # Every method except capture gives differentiable results itself.
+    reference = "auto" if method == "capture" else method
+    needed = call.needs_derivative
+    if needed and not attach:
+        return compute(call, reference)
+    outside = Recorded()
+    before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
+    with torch.no_grad():
+        result = compute(call.watched_by(outside), method)
+    if not needed and not outside.found:
+        return result
+    if not attach:
+        warn_once(
+            (code_of(call.fn), "outside"),
+            f"{call.name}: fn closes over a tensor of shape {tuple(outside.found[0].shape)} that requires grad, so the gradients come from "
+            "vmap(grad) and are dense, with a history. To get factors, detach that tensor (module.requires_grad_(False)) or call under "
+            "torch.no_grad().",
+        )
+    drew = not _random.same_state(before, _random.get_state(call.tensors))
+    if pythons is not None and not _random.same_python_state(pythons, _random.get_python_state()):
+        _random.set_python_state(pythons)
+        drew = True
+    if not attach or drew:
+        # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
+        _random.set_state(before)
+        return compute(call.watched_by(Replaced(outside.found, outside.found)), reference)
+
+    def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
+        renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.found, others))
+        return _trees.tensors_in(_trees.flatten(compute(renewed, reference))[0])
+
+    leaves, spec = _trees.flatten(result)
+    attached = _Primitive.apply(again, _trees.tensors_in(leaves), *call.tensors, *outside.found)
+    return _trees.unflatten(spec, _trees.fill(leaves, attached))
+
+
+class _Primitive(torch.autograd.Function):
+    """Attaches outputs that have been computed already to the graph; its backward calls `again` for outputs with a history."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Callable[..., list[Tensor]], outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.again = again
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        # Views made here could not be written into by the caller; `.data` is the same memory as no view.
+        outputs = [output.data if output._is_view() else output for output in outputs]
+        ctx.mark_non_differentiable(*(output for output in outputs if not _trees.is_inexact(output)))
+        return tuple(output.clone() if any(output is tensor for tensor in inputs) else output for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        create_graph, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
+        with _ambient.off(), torch.enable_grad():  # fn runs under the autocast of its call, whatever holds now
+            # Aliases: this gradient stops at them; it goes on to the originals if the backward pass is itself differentiated.
+            inputs = tuple(tensor.view_as(tensor) if want else tensor for tensor, want in zip(ctx.saved_tensors, wanted, strict=True))
+            outputs = ctx.again(inputs)
+            pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
+            if not pairs:
+                return (None,) * (2 + len(inputs))
+            outputs, cotangents = zip(*pairs, strict=True)
+            targets = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+            gradients = iter(torch.autograd.grad(outputs, targets, cotangents, create_graph=create_graph, allow_unused=True))
+        return (None, None, *(next(gradients) if want else None for want in wanted))

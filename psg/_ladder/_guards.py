@@ -1,0 +1,276 @@
+"""Function modes that watch fn where vmap or plain autograd runs its ops as they are, and the loop's backward passes."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from psg._call import Call
+from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError
+from psg._torch import _autograd, _functions, _functorch
+from psg._torch._autocast import cast_of
+from psg._torch._higher_order import refuse_others
+from psg._torch._ops import (
+    ACCUMULATING,
+    DIFFERENTIATING,
+    LIKENESSES,
+    METADATA,
+    foreign_handler,
+    foreign_mode,
+    leaves_of,
+    name_of,
+    target_of,
+    torchs_names,
+)
+from psg._trees import tensors_in
+from psg._watch import _pass
+from psg._watch._marks import Marks
+from psg._watch._outside import Looking
+from psg._watch._writes import Aliases, changes_nothing, written
+from psg.rules import _kernels
+from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
+from psg.rules.leaks import OWN_GENERATOR, refuse_updates
+
+
+class VmapGuard(Looking):
+    """Under vmap(grad): refuses updates of running statistics and ops that vmap gets wrong, but decomposes an op where that makes it right.
+
+    Args:
+        call: The call.
+        samples: The tensors that fn is given.
+        bare: The ids of leaves that they wrap, whose history shows ops that ran where no transform is: in threads that fn starts.
+        differentiated: Whether the gradients are differentiated in turn.
+        follows: As `Aliases` takes it.
+
+    Raises:
+        Stale: fn goes on with a result of such an op.
+
+    Attributes:
+        failure: The message of the last error that an op raised, which fn may have caught; the error itself would keep all frames alive.
+    """
+
+    def __init__(self, call: Call, samples: Sequence[Tensor], bare: Collection[int], differentiated: bool, follows: bool) -> None:
+        super().__init__()
+        self.bare = bare
+        self.harmless: set[Any] = set()  # nodes of graphs that lead to none of these leaves
+        self.outside = call.outside
+        self.differentiated = differentiated
+        self.traced = _functorch.is_traced()
+        self.failure: str | None = None
+        self.level = grad = _functorch.current_level()
+        self.own = Marks(grad - 1, grad)
+        self.own.claim(samples)
+        self.aliases = Aliases(samples, follows)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = torchs_names(func, kwargs)
+        if changes_nothing(func, args):
+            return None
+        try:
+            if (form := python_form(func)) is not None:
+                _refuse_watchers(func, leaves_of(args, kwargs))
+                with self:
+                    return form(*args, **kwargs)
+            if (cast := cast_of(func, args, kwargs)) is not None:
+                return cast.run(self, func, args, kwargs)
+            leaves = leaves_of(args, kwargs)
+            tensors = tensors_in(leaves)
+            marked = self.own.owns(tensors) and func not in LIKENESSES
+            self.outside.look(func, leaves, (), self.level)
+            for tensor in tensors:
+                if not _functorch.is_wrapped(tensor) and tensor.grad_fn and _autograd.find_leaf(tensor.grad_fn, self.bare, self.harmless):
+                    raise Stale("a value of the parameters from another thread")
+            if self.aliases.outdated and func not in METADATA:
+                self.aliases.read(name_of(func), tensors)
+            target = target_of(func, args, kwargs)
+            if target is not None:
+                self.aliases.write(name_of(func), written(target))
+            output = self._run(func, leaves, target, *self.outside.replace((args, kwargs)))
+            self.outside.made(output, kwargs)
+            output = self.aliases.note(func, args, kwargs, tensors, output)
+            if marked:
+                self.own.claim(output, target)
+            else:
+                self.own.note(output)
+            return output
+        except Exception as error:
+            self.failure = str(error)
+            raise
+
+    def _run(self, func: Any, leaves: Sequence[Any], target: Any, args: Any, kwargs: Any) -> Any:
+        refuse_updates(func, args, kwargs, target)
+        _refuse_constants(func, args, kwargs, self.level)
+        # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
+        reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            reason = OWN_GENERATOR
+        if _functorch.is_traced() and not self.traced:
+            reason = "a tracer inside fn, such as torch.func.linearize's, takes the tensors that it meets under vmap as constants"
+        if reason is not None:
+            raise PsgError(reason)
+        higher = is_misderived(func) and _functorch.current_level() > self.level  # in a transform of fn's own, which may differentiate
+        decompose = find_decomposition(func, self.differentiated or higher)
+        if decompose is not None:
+            with self:
+                output = decompose(*args, **kwargs)
+            if output is not NotImplemented:  # else the op runs as a whole
+                _refuse_watchers(func, leaves)
+                return output
+        output = _kernels.run_without_gaps(func, args, kwargs)
+        is_function = self.differentiated and func is _functions.custom_function_call
+        if is_function and _functions.is_unbatched(tensors_in(leaves), output, self.level - 1):
+            raise PsgError(f"{args[0].__name__}{_functions.UNBATCHED}")
+        return output
+
+
+def _refuse_watchers(func: Any, leaves: Sequence[Any]) -> None:
+    """Refuse to write an op out where a mode of the caller's, or a class of tensors, has seen other ops than the one that fn calls.
+
+    Raises:
+        PsgError: There is one.
+    """
+    if (why := foreign_mode() or foreign_handler(map(type, tensors_in(leaves)))) is not None:
+        raise PsgError(f"{name_of(func)} has to be written out as other ops under vmap, and {why}")
+
+
+def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:
+    """Refuse `torch.autograd.grad` for a tensor that is a constant to psg's own grad, at this level: autograd would take it as unused.
+
+    Raises:
+        PsgError: It is one.
+    """
+    if func is not torch.autograd.grad:
+        return
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    for tensor in (inputs,) if isinstance(inputs, Tensor) else inputs:
+        if not isinstance(tensor, Tensor) or _functorch.level_of(tensor) < 0 and _functorch.is_wrapped(tensor):
+            continue  # a transform of fn's own that has ended, as in jacrev, leaves its wrappers on what it differentiates for
+        if _functorch.level_of(tensor) < level:
+            raise PsgError(
+                "fn calls torch.autograd.grad for a tensor that it closes over, or for one of a transform around psg, which psg's own "
+                "torch.func.grad takes as a constant: only method='loop', outside of transforms, gives that gradient"
+            )
+
+
+class Repaired(TorchFunctionMode):
+    """Under plain autograd, or for one sample inside a transform: works around ops that torch gets wrong there.
+
+    Args:
+        differentiated: Whether the gradients are differentiated in turn. Then ops whose higher derivatives torch gets wrong are decomposed,
+            but not in checkpointed parts of fn: these may run again after the call has ended, when nothing decomposes them.
+
+    Attributes:
+        is_misderived: Whether fn itself has differentiated gradients, after such an op had run undecomposed: fn must run again, with
+            `differentiated`.
+    """
+
+    def __init__(self, differentiated: bool = False) -> None:
+        super().__init__()
+        self.differentiated = differentiated
+        self.is_inside = _functorch.transform_active()
+        self.hooks = _autograd.saved_tensor_hooks()
+        self.is_misderived = False
+        self._ran_undecomposed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = torchs_names(func, kwargs)
+        if (form := python_form(func)) is not None:
+            with self:
+                return form(*args, **kwargs)
+        refuse_others(func, args)
+        misderived = is_misderived(func)
+        if self.is_inside or misderived:
+            decompose = find_decomposition(func, differentiated=True)
+            higher = self.differentiated or _functorch.transform_active()
+            if decompose is not None and higher and _autograd.saved_tensor_hooks() == self.hooks:
+                if (cast := cast_of(func, args, kwargs)) is not None:
+                    return cast.run(self, func, args, kwargs)
+                with self:
+                    output = decompose(*args, **kwargs)
+                if output is not NotImplemented:
+                    return output
+            self._ran_undecomposed |= misderived
+        if func in DIFFERENTIATING and kwargs.get("create_graph"):
+            self.is_misderived |= self._ran_undecomposed and not self.differentiated
+        return _kernels.run(func, args, kwargs)
+
+
+class LoopGuard(Repaired, Looking):
+    """Under plain autograd: also refuses updates of running statistics, and notes the arguments of fn's ops.
+
+    Args:
+        call: The call.
+        own: The leaves that fn is given.
+        differentiated: As `Repaired` takes it.
+
+    Attributes:
+        used_ids: The ids of all arguments of ops.
+        recorded_ids: The ids of the arguments of ops that autograd records.
+    """
+
+    def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
+        super().__init__(differentiated)
+        self.outside = call.outside
+        self.level = _functorch.current_level()
+        self.own = frozenset(map(id, own))
+        self.used_ids: set[int] = set()
+        self.recorded_ids: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = torchs_names(func, kwargs)
+        leaves = leaves_of(args, kwargs)
+        ids = set(map(id, leaves))
+        self.used_ids |= ids
+        if torch.is_grad_enabled():
+            self.recorded_ids |= ids
+        self.outside.look(func, leaves, self.own, self.level)
+        args, kwargs = self.outside.replace((args, kwargs))
+        refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
+        if self.level >= 0:
+            _refuse_constants(func, args, kwargs, self.level)
+        output = super().__torch_function__(func, types, args, kwargs)
+        self.outside.made(output, kwargs)
+        return output
+
+
+class RerunGuard(Repaired):
+    """Watches ops that a backward pass runs again, as a checkpointed layer's does: they must use the parameters of the forward pass.
+
+    Args:
+        call: The call.
+        forward: The guard of the forward pass.
+        called: The modules that fn has called.
+        history: Whether the gradients get a history: they have none that `backward()` has added up.
+    """
+
+    def __init__(self, call: Call, forward: LoopGuard, called: _pass.Pass, history: bool) -> None:
+        super().__init__(forward.differentiated)
+        self.call, self.used_ids, self.called, self.history = call, forward.used_ids, called, history
+        self.shapes = {call.leaves[position].shape for position in call.params}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.history and func in ACCUMULATING:
+            raise PsgError(
+                f"{self.call.name}: the backward pass of an autograd.Function (of a reversible or reentrantly checkpointed layer) calls "
+                "backward(), whose gradients have no derivatives, and an input requires grad. Pass detached parameters, as psg.stateless "
+                "returns them, or call psg under torch.no_grad()."
+            )
+        for leaf in leaves_of(args, kwargs):
+            own = _autograd.base_of(leaf) if isinstance(leaf, Tensor) else leaf
+            if (name := self.called.replaced.get(id(own))) is not None and leaf.requires_grad:
+                raise StateError(USED_ELSEWHERE.format(name))
+            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.used_ids and leaf.shape in self.shapes:
+                raise StateError(
+                    f"{self.call.name}: the backward pass runs a part of fn again, as checkpointed, reversible and adjoint layers do, with "
+                    f"a module's own parameter (of shape {tuple(leaf.shape)}) in the place of the one that fn was given: functional_call "
+                    "has ended by then. Make fn with psg.stateless, which holds the parameters in place until the end."
+                )
+            if id(leaf) in self.called.ambiguous:
+                raise StateError(
+                    f"{self.call.name}: the backward pass runs a part of a module again, as a checkpointed layer's does, and fn has called "
+                    "that module with several sets of parameters: psg cannot tell which of them to use then. Remove the checkpointing."
+                )
+        return super().__torch_function__(func, types, args, kwargs)

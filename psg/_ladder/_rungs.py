@@ -1,0 +1,412 @@
+"""The rungs of the ladder: from a call to its result by the capture pass, by vmap(grad), in a loop, or as a function of a whole batch."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from psg import _trees
+from psg._batch import _exchange
+from psg._batch._batch import capture_batch
+from psg._batch._owners import NotFinite
+from psg._call import Call
+from psg._capture._agreed import Diverged, Drawn
+from psg._capture._capture import capture
+from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
+from psg._ladder._guards import LoopGuard, RerunGuard, VmapGuard
+from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
+from psg._torch._ops import foreign_mode, handles_ops, leaves_of
+from psg._watch import _copies, _pass
+from psg._watch._habits import Retry
+from psg._watch._outside import Outside
+from psg.factors import Dense, Factor, Sum, concat
+from psg.rules.leaks import unseen_op
+
+
+class Result(NamedTuple):
+    """The result of a rung.
+
+    Attributes:
+        values: The losses, [n].
+        aux: The auxiliary output: every tensor in its tree with the samples in dim 0; None without has_aux.
+        factors: The per-sample gradient of each leaf to differentiate, in the order of `Call.params`.
+        rung: The name of the rung.
+        uses: For each leaf to differentiate the ops that used it; empty lists from vmap and the loop.
+        reasons: Why each rung above could not run the call, as (rung, reason).
+        freed: How many bytes less the factors take than when they were found.
+    """
+
+    values: Tensor
+    aux: Any
+    factors: list[Factor]
+    rung: str
+    uses: list[list[str]]
+    reasons: tuple[tuple[str, str], ...] = ()
+    freed: int = 0
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether fn has used none of the leaves, as far as the rung can tell: `vmap(grad)` cannot."""
+        return all(isinstance(factor, Sum) and not factor.terms for factor in self.factors)
+
+
+def empty(call: Call) -> Result:
+    """The result for no samples. fn is called only for the structure of its auxiliary output, on one sample of zeros."""
+    factors: list[Factor] = []
+    for position in call.params:
+        leaf, dim = call.leaves[position], call.dims[position]
+        factors.append(Dense((leaf.unsqueeze(0) if dim is None else leaf.movedim(dim, 0))[:0]))
+    first = call.leaves[call.params[0]]
+    aux = None
+    if call.has_aux:
+        leaves = [
+            leaf.new_zeros([size for d, size in enumerate(leaf.shape) if d != dim]) if dim is not None else leaf
+            for leaf, dim in zip(call.leaves, call.dims, strict=True)
+        ]
+        # Copies: a function that writes into its arguments must not write into the caller's.
+        leaves = [_copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        with torch.enable_grad():  # fn may take derivatives itself
+            for position in call.params:
+                leaves[position].requires_grad_()
+            _, aux = call.evaluate(leaves, copies=True)
+        aux = _trees.map_tensors(lambda tensor: tensor.detach().new_zeros(0, *tensor.shape), aux)
+    return Result(torch.zeros(0, dtype=first.dtype.to_real(), device=first.device), aux, factors, "empty", [[] for _ in factors])
+
+
+class _Outputs:
+    """Converts what fn returns: inside a transform to a tuple of tensors, and outside of it, for batched tensors, to the auxiliary tree.
+
+    Attributes:
+        tree: The leaves and the structure of the latest auxiliary output.
+    """
+
+    def __init__(self, call: Call, batch: bool = False) -> None:
+        self.call = call
+        self.batch = batch
+        self.tree: tuple[list[Any], Any] = [], None
+
+    def of(self, leaves: Sequence[Any], copies: bool = True) -> tuple[Tensor, ...]:
+        """Call fn; returns the loss, or those of a batch, and the tensors of the auxiliary output."""
+        loss, aux = self.call.evaluate(leaves, self.batch, copies)
+        if not self.call.has_aux:
+            return (loss,)
+        self.tree = _trees.flatten(aux)
+        return (loss, *_trees.tensors_in(self.tree[0]))
+
+    def aux(self, tensors: Sequence[Tensor]) -> Any:
+        """The auxiliary output with these tensors in the places of its own; None without one."""
+        leaves, spec = self.tree
+        return None if spec is None else _trees.unflatten(spec, _trees.fill(leaves, tensors))
+
+
+def _run_capture(call: Call) -> Result:
+    if _functorch.is_transformed():
+        where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
+        raise InputError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
+    _refuse_overrides(call)
+    if (mode := foreign_mode()) is not None:
+        raise Unsupported(mode)
+    state = call.shared_draws()
+    try:
+        return _capture_together(call)
+    except (Diverged, Drawn) as error:
+        branch = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
+    with contextlib.suppress(PsgError, RuntimeError):
+        return _as_compiled(_capture_together, call, state)
+    if isinstance(branch, Drawn):
+        raise Unsupported(str(branch))  # not `branch`, which this frame and those of its callers hold
+    return _capture_apart(call, branch, state, [max(2, call.n // 2)])
+
+
+def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, left: list[int]) -> Result:
+    """Capture samples that take different branches apart: each group is a batch of its own, and may be divided further.
+
+    `left` holds how many passes are left: a pass takes longer than a sample of a loop, so that many would take longer than the loop.
+
+    Raises:
+        Unsupported: There are too many groups.
+    """
+    left[0] -= len(diverged.groups)
+    if left[0] < 0:
+        raise Unsupported(str(diverged))  # not `diverged`, which this frame and those of its callers hold
+
+    def capture_group(own: Call) -> Result:
+        try:
+            return _capture_together(own)
+        except Diverged as error:
+            further = error.with_traceback(None)
+        return _capture_apart(own, further, state, left)
+
+    return _run_apart(capture_group, call, diverged.groups, state)
+
+
+def _refuse_overrides(call: Call) -> None:
+    """Refuse tensors whose class handles ops itself, by `__torch_function__`: under vmap's wrappers they would be plain tensors."""
+    for position, leaf in enumerate(call.leaves):
+        if isinstance(leaf, Tensor) and handles_ops(type(leaf)):
+            raise Unsupported(
+                f"{call.paths[position]} is a {type(leaf).__name__}, whose __torch_function__ sees no op under vmap; pass "
+                f".as_subclass(torch.Tensor) if none needs it"
+            )
+
+
+def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.State | None) -> Result:
+    """Run a function whose samples have, or might have, taken different branches once more, with `torch.compiler.is_compiling()` true.
+
+    Many models read a mask to leave it out if it masks nothing, unless they are compiled: then they take one branch for all samples.
+    """
+    _random.set_state(state)
+    with _ambient.compiling():
+        return together(call)
+
+
+def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor], state: _random.State | None) -> Result:
+    """Run groups of the samples one after the other, each from this state of the random generators, if one is given."""
+    results = []
+    for index in groups:
+        _random.set_state(state)
+        results.append(rung(call.take(index)))
+    back = torch.cat(groups).argsort()
+    columns = zip(*(result.factors for result in results), strict=True)
+    return Result(
+        values=torch.cat([result.values for result in results])[back],
+        aux=_trees.map_tensors(lambda tensor: tensor[back], _trees.concat([result.aux for result in results], "aux")),
+        factors=[concat(column).take(back) for column in columns],
+        rung=results[0].rung,
+        uses=[[*reduce(or_, map(Counter, column)).elements()] for column in zip(*(result.uses for result in results), strict=True)],
+        freed=sum(result.freed for result in results),
+    )
+
+
+def _capture_together(call: Call) -> Result:
+    outputs = _Outputs(call)
+    captured = capture(call, lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies))
+    values, *extra = captured.outputs
+    return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, freed=captured.freed)
+
+
+def _run_vmap(call: Call) -> Result:
+    _refuse_overrides(call)
+    state = call.shared_draws()
+    try:
+        return _vmap_writes(call)
+    except RuntimeError as error:
+        if "data-dependent control flow" not in str(error):
+            raise
+    return _as_compiled(_vmap_writes, call, state)
+
+
+def _vmap_writes(call: Call) -> Result:
+    """Follow what may share memory only if fn writes after a reshape: following copies every reshape."""
+    state = _random.get_state(call.tensors)
+    try:
+        return _vmap_together(call, follows=False)
+    except Retry:
+        _random.set_state(state)
+        return _vmap_together(call, follows=True)
+
+
+def _vmap_together(call: Call, follows: bool) -> Result:
+    outputs, differentiated = _Outputs(call), call.needs_derivative
+    # Clones: a function that writes into its arguments must not write into the caller's.
+    copies = [*map(_copies.sample_by_sample, call.tensors, call.tensor_dims)]
+    derived = differentiated or _functorch.is_differentiated()
+    bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Any]:
+        with _scripts.watched(_expect_right(call)), VmapGuard(call, tensors, bare, differentiated, follows) as guard:
+            values = outputs.of(_trees.fill(call.leaves, tensors))
+        if guard.failure is not None:
+            raise PsgError(f"the function handles an error: {guard.failure}")
+        guard.own.owns(values)  # raises if fn returns what it has kept from an earlier call
+        guard.aliases.read("the result", values)
+        if derived:
+            _refuse_scripts(values[0])
+        return values[0], values
+
+    gradient = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
+    batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
+    with torch.no_grad() if bare else contextlib.nullcontext():
+        gradients, (values, *extra) = batched(*copies)
+    if bare:  # fn may return a parameter itself, whose copy requires grad
+        values, *extra = (value.detach() for value in (values, *extra))
+    return Result(values, outputs.aux(extra), [Dense(g) for g in gradients], "vmap", [[] for _ in gradients])
+
+
+def _expect_right(call: Call) -> Callable[[Any, list[Any]], None]:
+    """A function that refuses TorchScript with an op that transforms may get wrong where psg does not see it, or outside tensors."""
+    level = _functorch.current_level()
+
+    def look(script: Any, arguments: list[Any]) -> None:
+        # Only to refuse, not to record: inside of TorchScript no tensor can be replaced.
+        Outside.look(call.outside, script, [*leaves_of(arguments, {}), *_scripts.parameters_of(script)], (), level)
+        if (op := unseen_op(script)) is not None:
+            raise PsgError(
+                f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"
+            )
+
+    return look
+
+
+def _refuse_scripts(loss: Tensor) -> None:
+    """Refuse a loss that TorchScript has a part in, inside transforms: its gradients would have a derivative of zero, or none."""
+    with torch._C.DisableTorchFunction():  # other modes watch fn, not this question
+        node = loss.grad_fn
+    if _autograd.has_scripted_part(node):
+        _scripts.refuse("transforms cannot differentiate the gradient of a function of torch.jit.script; use the function before scripting")
+
+
+class _Misderived(PsgError):
+    """fn itself differentiates gradients of an op whose higher derivatives torch gets wrong."""
+
+
+def _run_loop(call: Call) -> Result:
+    if _functorch.transform_active():
+        return _loop_over_samples(call, _nested_gradient)
+    state = _random.get_state(call.tensors)
+    try:
+        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=call.needs_derivative))
+    except _Misderived:
+        _random.set_state(state)
+        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=True))
+
+
+def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs], tuple[Any, ...]]) -> Result:
+    outputs, leaves, rows = _Outputs(call), [], []
+    state = _random.get_state(call.tensors)
+    for i in range(call.n):
+        if call.randomness == "same":
+            _random.rewind(state)
+        leaves = call.sample(i)
+        before = outputs.tree
+        rows.append(gradient(call, leaves, outputs))
+        if i:
+            _trees.expect_same(before, outputs.tree, "aux")
+        if call.randomness == "error" and not _random.same_state(state, _random.get_state(call.tensors)):
+            raise StateError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
+    columns = list(zip(*rows, strict=True))
+    factors = [_joined(leaves[position], own) for position, own in zip(call.params, columns, strict=False)]
+    values, *aux = map(torch.stack, columns[len(factors) :])
+    return Result(values, outputs.aux(aux), factors, "loop", [[] for _ in factors])
+
+
+def _joined(leaf: Tensor, gradients: Sequence[Tensor | None]) -> Factor:
+    """The gradients of all samples for one leaf; None where a sample does not use it."""
+    if all(own is None for own in gradients):
+        return Sum([], leaf.new_empty(len(gradients), 0), leaf.shape)
+    return Dense(torch.stack([torch.zeros_like(leaf) if own is None else own for own in gradients]))
+
+
+def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differentiated: bool) -> tuple[Any, ...]:
+    """One sample's gradients, loss and auxiliary tensors by plain autograd, which can run whatever PyTorch can.
+
+    Args:
+        call: The call.
+        leaves: The sample's own.
+        outputs: Runs fn.
+        differentiated: Whether to decompose ops whose higher derivatives torch gets wrong.
+
+    Returns:
+        The gradients, None for what the loss does not depend on; the loss and the auxiliary tensors.
+
+    Raises:
+        _Misderived: fn has asked for such derivatives of an op that was not decomposed.
+    """
+    history = call.needs_derivative
+    for position in call.params:
+        if not leaves[position].requires_grad:
+            leaves[position].requires_grad_()
+    own, called = [leaves[position] for position in call.params], _pass.Pass()
+    with torch.enable_grad():
+        with _pass.opened(called), LoopGuard(call, leaves, differentiated) as guard:
+            values = outputs.of(leaves)
+        if guard.is_misderived:
+            raise _Misderived
+        loss, again = values[0], RerunGuard(call, guard, called, history)
+        with called.again():
+            if not history:
+                gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids, called))
+            else:
+                with again:
+                    found = _autograd.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
+                gradients = [None if g is None else g.to_dense() for g in found]
+    return (*gradients, *(values if history else [value.detach() for value in values]))
+
+
+def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int], called: _pass.Pass) -> None:
+    """Refuse a loss of another sample's copy of the parameters, or of a module's own, and check the outside tensors in its graph."""
+    ids = set(map(id, own))
+    for leaf in own:
+        vars(leaf)["_psg_loop_leaf"] = True
+    for node in nodes:
+        if hasattr(node, "variable") and "_psg_loop_leaf" in vars(node.variable) and id(node.variable) not in ids:
+            raise Stale("a value of the parameters of another sample")
+        if id(getattr(node, "variable", None)) in ids and _autograd.node_of(node.variable) is not node:
+            raise PsgError("fn changes the dtype of a parameter in place, after which autograd takes it for another one: cast a copy")
+    called.expect_replaced(nodes)
+    call.outside.expect(nodes, seen | ids)
+
+
+def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:
+    """One sample's gradients inside an enclosing transform, which can differentiate `torch.func.grad` but not plain autograd."""
+    derived = _functorch.is_differentiated()
+
+    def function(*own: Tensor) -> tuple[Tensor, Any]:
+        for position, leaf in zip(call.params, own, strict=True):
+            leaves[position] = leaf
+        with _scripts.watched(_expect_right(call)), LoopGuard(call):
+            values = outputs.of(leaves)
+        if derived:
+            _refuse_scripts(values[0])
+        return values[0], values
+
+    own = [leaves[position] for position in call.params]
+    gradients, values = torch.func.grad(function, argnums=tuple(range(len(own))), has_aux=True)(*own)
+    return (*gradients, *values)
+
+
+def _run_batch(call: Call) -> Result:
+    try:
+        return _batch_together(call)
+    except NotFinite as error:
+        return _run_apart(_run_batch, call, error.groups, None)
+
+
+def _batch_together(call: Call) -> Result:
+    if _functorch.is_recorded():
+        raise PsgError('method="batch" measures on the data whose row is whose, so it cannot be traced')
+    if (mode := foreign_mode()) is not None:
+        raise InputError(f'{call.name}, method="batch": {mode}.')
+    for position in call.params:
+        if call.dims[position] is not None:
+            raise InputError(
+                f'{call.name}, method="batch": {call.paths[position]} has a dimension of samples; this method differentiates only tensors '
+                "that all samples share. Use another method."
+            )
+    outputs = _Outputs(call, batch=True)
+    states: list[_random.State] = []
+
+    def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
+        states[:] = [_random.get_state(call.tensors)]
+        values = outputs.of(_trees.fill(call.leaves, tensors), copies)
+        states.append(_random.get_state(call.tensors))
+        return values
+
+    captured = capture_batch(call, function)
+    values, *extra = captured.outputs
+    if call.n > 1 and not _functorch.is_traced():
+        _exchange.refuse_meeting(call, values, *states)
+    return Result(values, outputs.aux(extra), captured.factors, "batch", captured.uses)
+
+
+RUNGS: dict[str, Callable[[Call], Result]] = {
+    "capture": _run_capture,
+    "vmap": _run_vmap,
+    "loop": _run_loop,
+    "batch": _run_batch,
+}

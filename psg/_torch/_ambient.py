@@ -1,0 +1,212 @@
+"""torch's settings around a call: autocast applies to fn alone; inference mode, torch.compile and cached parametrizations to nothing.
+
+What psg computes around fn keeps its stated precision under autocast. Under inference mode nothing could be differentiated. torch.compile
+must not trace a pass that watches fn's ops, neither when it compiles psg's caller nor when it compiles fn: its graph breaks around psg's
+functions, which run eagerly.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from psg._torch import _autograd
+from psg._torch._patches import ForAll
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ACCELERATOR = torch.accelerator.current_accelerator(check_available=False)
+_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
+
+
+def autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The devices for which autocast is enabled, with their autocast dtypes."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of autocast on this tensor's device; None if autocast is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on for this tensor's device."""
+    return autocast_dtype(tensor) is not None
+
+
+def is_castable(leaf: Any, device: str) -> bool:
+    """Whether autocast for this type of device casts an argument of an op."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64 and leaf.device.type == device
+
+
+def narrowed(*tensors: torch.Tensor | None) -> list[Any]:
+    """The arguments of an op that runs in autocast's dtype, where it is on."""
+    dtypes = [autocast_dtype(tensor) if tensor is not None and is_castable(tensor, tensor.device.type) else None for tensor in tensors]
+    return [tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+
+
+def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function to run under the autocast settings that hold now, wherever it is called."""
+    enabled = autocast()
+    if not enabled:
+        return fn
+
+    @functools.wraps(fn)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in enabled:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cache))
+            return fn(*args, **kwargs)
+
+    cache = torch.is_autocast_cache_enabled()
+    return kept
+
+
+def off() -> contextlib.AbstractContextManager[Any]:
+    """A context that runs the body without autocast, and under no_grad instead of inference mode.
+
+    It also hides the body from a `torch.utils.checkpoint` around it, which counts the tensors that autograd saves, and drops tensors that
+    the body itself will need.
+    """
+    inference, checkpointed = torch.is_inference_mode_enabled(), _autograd.is_checkpointed()
+    enabled = [device for device, _ in autocast()]
+    return _off(inference, checkpointed, enabled) if inference or checkpointed or enabled else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _off(inference: bool, checkpointed: bool, enabled: list[str]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if checkpointed:
+            stack.enter_context(_autograd.unhooked())
+        if inference:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        for device in enabled:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            yield
+        finally:
+            if enabled:  # the user's context would keep what fn has cast: values of tensors that are made anew in every call
+                torch.clear_autocast_cache()
+
+
+def usable(leaf: Any) -> Any:
+    """Make of an inference tensor, or one with the negative bit, one that autograd handles correctly; return everything else as it is.
+
+    Call it outside of inference mode. (For a tensor with the negative bit, torch's det has a transposed gradient.)
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_inference():
+        return leaf.clone()
+    return leaf.resolve_neg() if leaf.is_neg() else leaf  # under a transform, resolve_neg wraps every tensor
+
+
+def has_function_modes() -> bool:
+    """Whether function modes see every op, beside those that only set the default device."""
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def default_device() -> torch.device | None:
+    """The default device, if one was set: by a function mode."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def may_compile() -> bool:
+    """Whether this process may compile: it has imported torch's compiler."""
+    # Importing it takes half a second, which other processes need not spend.
+    return "torch._dynamo" in sys.modules
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that torch.compile does not trace it."""
+    disabled: Any = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None:
+            if not may_compile():
+                return function(*args, **kwargs)
+            made: Any = torch.compiler.disable(function)
+            if torch.compiler.is_compiling():
+                return made(*args, **kwargs)  # do not keep what was made while torch.compile traces
+            disabled = made
+        return disabled(*args, **kwargs)
+
+    # torch.compile caches by code object, and confuses closures that share one.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+    return call
+
+
+def _force_eager() -> Callable[[], None]:
+    stance = torch.compiler.set_stance("force_eager")
+    return lambda: stance.__exit__(None, None, None)
+
+
+def _say_compiling() -> Callable[[], None]:
+    before = torch.compiler._is_compiling_flag
+
+    def take_back() -> None:
+        torch.compiler._is_compiling_flag = before
+
+    torch.compiler._is_compiling_flag = True
+    return take_back
+
+
+_eager, _compiling = ForAll(_force_eager), ForAll(_say_compiling)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A context: run the body as if nothing in it were compiled."""
+    return _eager if may_compile() else contextlib.nullcontext()
+
+
+def compiling() -> contextlib.AbstractContextManager[Any]:
+    """A context in which `torch.compiler.is_compiling()` is true, so that models do not branch on the values of tensors."""
+    return _compiling
+
+
+class uncached:
+    """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps the values of the first parameters used.
+
+    All threads share that cache: while it is on, they take turns.
+    """
+
+    _turn = threading.RLock()
+
+    def __enter__(self) -> None:
+        uncached._turn.acquire()
+        self._kept = parametrize._cache_enabled, parametrize._cache
+        if parametrize._cache_enabled:
+            parametrize._cache_enabled, parametrize._cache = 0, {}
+        else:
+            uncached._turn.release()
+
+    def __exit__(self, *_: object) -> None:
+        if self._kept[0]:
+            parametrize._cache_enabled, parametrize._cache = self._kept
+            uncached._turn.release()
+
+
+def unaffected(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function to run uncompiled and in the context `off()`, wherever it is called."""
+
+    @untraced
+    @functools.wraps(function)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
+        with off():
+            return function(*args, **kwargs)
+
+    return plain

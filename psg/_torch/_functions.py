@@ -1,0 +1,88 @@
+"""autograd.Functions for which torch has generated no rule for vmap: they have none, one of their own, or the old style's `forward(ctx)`.
+
+Below vmap autograd differentiates what a rule of the user's own calls, which need not be the function. So psg runs such a function once if
+it is called on parameters alone, and sample by sample elsewhere. torch refuses the old style inside transforms before any function mode
+can see the call; `shown` makes it an op that modes see.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
+from torch.autograd.function import Function, _is_setup_context_defined
+
+from psg._torch import _functorch
+from psg._torch._patches import assigned, patch
+
+_APPLY = vars(Function)["apply"]
+
+_is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether torch has raised this error because of a function in the old style."""
+    return "must override the setup_context" in str(error)
+
+
+UNSEEN = (
+    "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint, a full backward hook "
+    "of a module), or one under a name that was bound before the call (for `f = MyFunction.apply` write MyFunction.apply(...))"
+)
+
+
+def lacks_batching(func: Any, args: Any) -> bool:
+    """Whether this is the call of such a function."""
+    return func is custom_function_call and not args[0].generate_vmap_rule
+
+
+UNBATCHED = ", an autograd.Function, returns an output in which samples are not told apart: torch would add up their cotangents"
+
+
+def is_unbatched(tensors: Sequence[Tensor], output: Any, level: int) -> bool:
+    """Whether a function that was called on samples has returned an output with a history, but without the wrapper of the vmap.
+
+    For example zeros that inject a gradient. Below that vmap the output's cotangent is the sum over the samples, and each gets it.
+    """
+    if not any(level in _functorch.vmap_levels(tensor) for tensor in tensors):
+        return False
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    alike = [part for part in parts if isinstance(part, Tensor) and level not in _functorch.vmap_levels(part)]
+    return any(layer.requires_grad for part in alike for layer in _functorch.layers(part))
+
+
+def holds_containers(args: Sequence[Any]) -> bool:
+    """Whether an argument is a list or a dict: the function may write into it, and psg hands on copies of such."""
+    return any(isinstance(arg, (list, dict)) for arg in args)
+
+
+def attributes_of(holders: Sequence[Any]) -> list[dict[str, Any]]:
+    """The attributes of objects and classes. The values are kept alive: another object that took the place of one would have its id()."""
+    return [dict(vars(holder)) for holder in holders if hasattr(holder, "__dict__")]
+
+
+def same_attributes(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> bool:
+    """Whether these are the same names, and the same objects."""
+    pairs = list(zip(before, now, strict=True))
+    return all(own.keys() == other.keys() and all(own[name] is other[name] for name in own) for own, other in pairs)
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """A context in which function modes see the calls of functions in the old style inside transforms, as `custom_function_call`."""
+    with assigned(_is_shown, True), _patch:
+        yield
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply`. torch's own functions (reentrant checkpoints, modules' backward hooks) depend on the graph around them."""
+    refused = torch._C._are_functorch_transforms_active() and not _is_setup_context_defined(cls.setup_context)
+    if _is_shown.get() and refused and cls.__module__.split(".")[0] not in ("torch", "psg"):
+        return custom_function_call(cls, *args, **kwargs)
+    return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+_patch = patch({(Function, "apply"): classmethod(_apply)})

@@ -1,0 +1,90 @@
+"""The state of the random number generators that a call may draw from."""
+
+import random
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from psg._errors import PsgError
+from psg._torch import _functorch
+
+State = dict[torch.device, Tensor]
+
+_CPU = torch.device("cpu")
+
+
+def get_state(tensors: Iterable[Tensor]) -> State:
+    """The generator states of the CPU and of the devices of these tensors."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta}
+    devices = {device for device in devices if hasattr(_of(device), "get_rng_state")}
+    return {device: _state_of(device) for device in (_CPU, *devices)}
+
+
+def now(state: State) -> State:
+    """The states in which the same generators are now."""
+    return {device: _state_of(device) for device in state}
+
+
+def set_state(state: State | None) -> None:
+    """Put the generators back into a state; None leaves them as they are."""
+    for device, value in (state or {}).items():
+        if device == _CPU:
+            torch.set_rng_state(value)
+        else:
+            _of(device).set_rng_state(value, *_which(device))
+
+
+def rewind(state: State | None) -> None:
+    """Put the generators back into a state, so that the next part of a call draws what the one before has drawn.
+
+    Raises:
+        PsgError: A trace records the call: a graph draws anew.
+    """
+    if state is not None and _functorch.is_recorded() and not same_state(state, now(state)):
+        raise PsgError('randomness="same" for a call that is run in parts draws their numbers more than once')
+    set_state(state)
+
+
+def same_state(state: State, other: State) -> bool:
+    """Whether no random number was drawn between the two states."""
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():  # a tracer would refuse to tell
+        return all(torch.equal(value, other[device]) for device, value in state.items())
+
+
+def get_python_state() -> tuple[Any, Any]:
+    """The states of the generators of Python and, if it is imported, of NumPy. Asking takes too long to do so in every call."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_python_state(state: tuple[Any, Any]) -> None:
+    """Put these generators back into a state."""
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+def same_python_state(state: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether no random number was drawn from them between the two states."""
+    return state[0] == other[0] and (state[1] is None or all(map(_equal, state[1], other[1])))
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return value.tobytes() == other.tobytes() if hasattr(value, "tobytes") else value == other
+
+
+def _state_of(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device == _CPU else _of(device).get_rng_state(*_which(device))
+
+
+def _of(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is only one such device

@@ -1,0 +1,1 @@
+"""What fn does beside computing: what it writes into, closes over, changes and leaves behind."""

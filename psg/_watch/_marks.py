@@ -1,0 +1,91 @@
+"""Marks on the tensors that a pass under vmap has made."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
+
+from psg._errors import Stale
+from psg._torch import _functorch
+
+
+class Marks:
+    """Marks the tensors that one pass under vmap makes, to tell them from those of an earlier pass, which had the same level.
+
+    Args:
+        levels: The levels of the pass' own transforms.
+
+    Attributes:
+        drawn: The mark of tensors that depend on random numbers, of which every sample draws its own.
+    """
+
+    def __init__(self, *levels: int) -> None:
+        self._levels = levels
+        self._mark, self.drawn = object(), object()
+        self._unmarked: dict[StorageWeakRef, list[ref[Tensor]]] = {}  # outputs noted, by their storage
+
+    def claim(self, output: Any, target: Any = None, mark: object | None = None) -> None:
+        """Mark an output made from the samples or the parameters of this pass, and the target that it is written into, with its views.
+
+        The mark is what `owns` has returned for the arguments; by default it says nothing of random numbers.
+        """
+        if target is not None:
+            output = (*output, target) if isinstance(output, (tuple, list)) else (output, target)
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels:
+                vars(tensor)["_psg_pass"] = mark or self._mark
+        if target is not None and self._unmarked:
+            for own in target if isinstance(target, (tuple, list)) else (target,):
+                if isinstance(own, Tensor) and own.layout == torch.strided:
+                    viewed = [view() for view in self._unmarked.pop(_functorch.storage_of(own), ())]
+                    self.claim([view for view in viewed if view is not None], mark=mark)
+
+    def note(self, output: Any) -> None:
+        """Note an output made from neither, which may be filled from them through a view of it."""
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels and tensor.layout == torch.strided:
+                self._unmarked.setdefault(_functorch.storage_of(tensor), []).append(ref(tensor))
+
+    def mark(self, output: Any, given: Sequence[Tensor] = ()) -> None:
+        """Mark an output that no transform has wrapped, though it was computed from the parameters of this pass; `given` are not marked."""
+        known = set(map(id, given))
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and id(tensor) not in known and not _functorch.is_wrapped(tensor):
+                vars(tensor)["_psg_pass"] = self._mark
+
+    def has_marked(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `mark` has marked one of these, which no transform has wrapped."""
+        return any(tensor.__dict__.get("_psg_pass") is self._mark and not _functorch.is_wrapped(tensor) for tensor in tensors)
+
+    def owns(self, tensors: Sequence[Tensor]) -> object | None:
+        """The mark of this pass on one of these, `drawn` before the other; None if there is none.
+
+        Raises:
+            Stale: One was made by another pass at this level.
+        """
+        found = None
+        for tensor in tensors:
+            mark = tensor.__dict__.get("_psg_pass")
+            if mark is self._mark:
+                found = found or mark
+            elif mark is self.drawn:
+                found = mark
+            elif mark is not None:
+                level = _functorch.level_of(tensor)  # below 0: without a wrapper, or with one of a grad that has ended
+                if level in self._levels or level < 0 and not _is_of_running_pass(mark):
+                    raise Stale("a tensor of an earlier pass")
+        return found
+
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether this tensor depends on random numbers, of which every sample draws its own."""
+        return tensor.__dict__.get("_psg_pass") is self.drawn
+
+
+def _is_of_running_pass(mark: object) -> bool:
+    """Whether a mark is that of a pass around this one, whose fn has called psg."""
+    passes = (getattr(mode, "own", None) for mode in _get_current_function_mode_stack())
+    return any(isinstance(own, Marks) and mark in (own._mark, own.drawn) for own in passes)

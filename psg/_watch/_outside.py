@@ -1,0 +1,234 @@
+"""Outside tensors: tensors with a history that fn does not get by position, but closes over or gets by keyword.
+
+The caller may differentiate the result for them too. They are seen when an op uses them: the modes that watch fn report its ops here.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from psg._errors import USED_ELSEWHERE, StateError, warn_once
+from psg._torch import _autograd, _functorch
+from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
+from psg._torch._patches import assigned
+
+REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
+"""Ops that can turn a tensor into an autograd leaf."""
+
+COMPUTED_BEFORE = (
+    "stateless: the module uses a tensor that was computed from its parameter {!r} before the call (in __init__ or an earlier call), "
+    "where psg cannot replace the parameter. Compute it in forward, or detach it if it is meant as a constant."
+)
+
+_BASE = vars(torch._C.TensorBase)
+UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, _BASE["data"].__get__, _BASE["_backward_hooks"].__set__}
+"""Ops through which nothing is differentiated. (Autograd sets hooks of views that are written into, under a lock that grad_fn takes.)"""
+
+
+def _records(func: Any) -> bool:
+    """Whether autograd may record this op now."""
+    return func not in UNDIFFERENTIATED and torch.is_grad_enabled()
+
+
+_owned: ContextVar[tuple[Mapping[int, str], str]] = ContextVar("psg_owned", default=({}, ""))  # noqa: B039 (never changed)
+
+
+def owning(names: Mapping[int, str], message: str = USED_ELSEWHERE) -> AbstractContextManager[Any]:
+    """A context in which a module runs with other parameters than its own, whose names these are, by id: no op must use its own."""
+    return assigned(_owned, (names, message))
+
+
+class Looking(TorchFunctionMode):
+    """A function mode that shows all ops to `Outside.look`."""
+
+
+def is_looked_at() -> bool:
+    """Whether such a mode sees the ops that fn calls now."""
+    return any(isinstance(mode, Looking) for mode in _get_current_function_mode_stack())
+
+
+def refuse_own(func: Any, leaf: Tensor, first: Any, names: Mapping[int, str], message: str) -> None:
+    """Raise if an op differentiates a parameter with one of these names, or a view of it.
+
+    Raises:
+        StateError: It does; the message, with the name.
+    """
+    with torch._C.DisableTorchFunction():  # other modes watch fn, not these questions
+        name = names.get(id(_autograd.base_of(leaf)))
+    if name is not None and not _takes_metadata(func, leaf, first):
+        raise StateError(message.format(name))
+
+
+def _takes_metadata(func: Any, leaf: Tensor, first: Any) -> bool:
+    """Whether an op takes no more from a leaf than a shape, dtype or device; `first` is the first leaf of its arguments."""
+    return func in LIKENESSES or (name_of(func) in LIKE_ANOTHER and leaf is not first)
+
+
+class Outside:
+    """Ignores outside tensors, but refuses those that a module owns where it runs with other parameters (`owning`).
+
+    Attributes:
+        found: The outside tensors that ops have used, each once.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+        self._start = _autograd.now()
+        self._allowed: set[Any] = set()  # nodes of outside tensors' graphs that lead to no parameter that a module owns
+
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
+        """Look for outside tensors among the leaves of an op's arguments.
+
+        Args:
+            func: The op.
+            leaves: The leaves of its arguments.
+            own: The ids of leaves that do not count.
+            level: The level of psg's innermost transform: those above it are fn's own.
+
+        Returns:
+            The tensors, outside ones and others, that autograd records at this op and no transform has wrapped.
+
+        Raises:
+            StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
+        """
+        met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
+        inner = _bare(leaves, level) if _functorch.current_level() > level else []
+        if not ((met or inner) and _records(func)):
+            return []
+        names, message = _owned.get()
+        if names:
+            for leaf in (*met, *inner):
+                refuse_own(func, leaf, leaves[0], names, message)
+                if leaf.grad_fn is not None and self._is_older(leaf, own) and not _takes_metadata(func, leaf, leaves[0]):
+                    key = _autograd.find_leaf(leaf.grad_fn, names, self._allowed)
+                    if key is not None:
+                        raise StateError(COMPUTED_BEFORE.format(names[key]))
+        return met
+
+    def made(self, output: Any, kwargs: Any) -> None:
+        """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
+
+    def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
+        """Whether a tensor with a history is neither one of these nor made by fn."""
+        if tensor.grad_fn is not None and not _autograd.made_before(tensor.grad_fn, self._start):
+            return False
+        return id(tensor) not in own and id(_autograd.base_of(tensor)) not in own
+
+    def expect(self, nodes: list[Any], seen: set[int]) -> None:
+        """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
+
+    def replace(self, arguments: Any) -> Any:
+        """The same arguments, with other tensors in the places of outside ones."""
+        return arguments
+
+    def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call a function that no mode watches."""
+        return function(*args)
+
+
+def _bare(leaves: list[Any], level: int) -> list[Tensor]:
+    """The tensors that require grad and that transforms above this level, fn's own, have wrapped, without the wrappers."""
+    bare = [_functorch.innermost(leaf, level) for leaf in leaves if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)]
+    return [tensor for tensor in bare if not _functorch.is_wrapped(tensor) and tensor.requires_grad]
+
+
+class Recorded(Outside):
+    """Records outside tensors. Results computed meanwhile have no history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
+
+    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
+        """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
+        if func in REQUIRING and not leaves[0].requires_grad:
+            self._made[id(leaves[0])] = leaves[0]
+        met = super().look(func, leaves, own, level)
+        for leaf in met:
+            if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
+                self.found.append(leaf)
+        if _functorch.current_level() > level and _records(func):
+            self._expect_bare(func, leaves, own, level)
+        return met
+
+    def made(self, output: Any, kwargs: Any) -> None:
+        if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
+            self._made[id(output)] = output
+
+    def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
+        """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
+        for bare in _bare(leaves, level):
+            if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
+                warn_once(
+                    ("wrapped", name_of(func)),
+                    "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms "
+                    "(vmap, grad, jacrev), where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone "
+                    "of it, or make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is "
+                    "wanted.",
+                    UserWarning,
+                )
+
+    def expect(self, nodes: list[Any], seen: set[int]) -> None:
+        """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
+        known = seen | {tensor.grad_fn for tensor in self.found} | {id(tensor._base) for tensor in self.found if tensor._is_view()}
+        for node in filter(self._is_new, nodes):
+            for before, _ in node.next_functions:
+                what = id(before.variable) if hasattr(before, "variable") else before
+                if before is not None and not self._is_new(before) and what not in known:
+                    warn_once(
+                        ("hidden", node.name()),
+                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function or scripted function, where psg "
+                        "cannot follow it: the result has no derivative for that tensor. Make it one of fn's arguments, or detach it, or "
+                        "call psg under torch.no_grad() if no derivative is wanted.",
+                        UserWarning,
+                    )
+
+    def _is_new(self, node: Any) -> bool:
+        """Whether a node of a graph belongs to an op of fn's."""
+        return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
+
+    def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
+        return super()._is_older(tensor, own) and id(_autograd.base_of(tensor)) not in self._made
+
+    def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call the function and note the outside tensors that it uses; an output without a history depends on none."""
+        with torch.enable_grad():
+            output = function(*args)
+            if output.requires_grad:
+                with _Mode(self):
+                    function(*args)
+        return output.detach()
+
+
+class Replaced(Outside):
+    """Replaces the outside tensors in `found` by others."""
+
+    def __init__(self, found: list[Tensor], others: list[Tensor]) -> None:
+        super().__init__()
+        self.found = found
+        self._others = {id(tensor): other for tensor, other in zip(found, others, strict=True)}
+
+    def replace(self, arguments: Any) -> Any:
+        """The same arguments, with the outside tensors replaced."""
+        return substitute(arguments, lambda leaf: self._others.get(id(leaf), leaf)) if self._others else arguments
+
+    def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call the function with the outside tensors replaced."""
+        with _Mode(self):
+            return function(*args)
+
+
+class _Mode(Looking):
+    def __init__(self, outside: Outside) -> None:
+        super().__init__()
+        self.outside = outside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.outside.look(func, leaves_of(args, kwargs or {}))
+        args, kwargs = self.outside.replace((args, kwargs or {}))
+        return func(*args, **kwargs)
