@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from psg._torch import _ambient
 from psg.factors import Dense
-from psg.factors._arithmetic import wide, widen
+from psg.factors._arithmetic import widen
 from psg.rules._registry import decomposition, has_history, reshape, rule
 from psg.rules.linear import sum_images
 
@@ -59,7 +59,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
         return NotImplemented  # one value a group: torch refuses it
     # The native kernel assumes that input, weight and bias are contiguous, and does not check.
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
-    if not has_history(weight, bias) and input.dtype == wide(input.dtype) and not _ambient.is_autocast(input):
+    if not has_history(weight, bias) and not _ambient.is_autocast(input):
         norm = _Norm(weight, bias, num_groups, eps)
         output: Any = _GroupNorm.apply(input, norm) if input.requires_grad else norm.forward(input)
         return output, norm.factors()
@@ -85,7 +85,7 @@ def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, 
 
 
 class _Norm:
-    """A group norm in one precision. One call of its backward kernel gives the cotangent of the data and the gradients of all samples.
+    """A group norm. One call of its backward kernel gives the cotangent of the data and the gradients of all samples.
 
     Args:
         weight: [c] or None.
