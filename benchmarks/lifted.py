@@ -140,6 +140,16 @@ def kalman_filter(params, x):
     return total
 
 
+@function(params=((64, 8), (64,), (64, 64), (64,), (2, 64), (2,), (2,)), x=(64, 12))
+def gaussian_policy(params, x):
+    *layers, deviation = params
+    observed, action, advantage, before = x.split((8, 2, 1, 1))
+    hidden = F.linear(F.linear(observed, *layers[:2]).tanh(), *layers[2:4]).tanh()
+    policy = torch.distributions.Normal(F.linear(hidden, *layers[4:]), deviation.exp(), validate_args=False)
+    ratio = (policy.log_prob(action).sum() - before).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() - 0.01 * policy.entropy().sum()
+
+
 @function(params=((64, 32),), x=(64, 400, 32))
 def edges_of_its_own(params, x):
     source, target = (x[:, :2].abs() * 100).long().remainder(100).unbind(1)

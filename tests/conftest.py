@@ -13,6 +13,7 @@ import torch
 from seeding import seed
 
 from psg import _errors
+from psg._capture import _lifted
 from psg._hardware import _machine
 
 torch.set_num_threads(1)
@@ -76,13 +77,15 @@ def _defaults(request):
 
 @pytest.fixture(autouse=True)
 def _size(request, monkeypatch):
-    """Three tests in four take the code paths of large problems, as if calling an op cost nothing, the others those of small ones."""
+    """Three tests in four take the code paths of large problems, the others those of small ones."""
     if zlib.crc32(request.node.nodeid.encode()) % 4:
         as_large(monkeypatch)
 
 
 def as_large(monkeypatch):
+    """As if calling an op cost nothing, and no parameter were small."""
     monkeypatch.setattr(_machine, "op_call", lambda device: 0)
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 0)
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
 from cases.derived import COMPUTED_ONCE, Scaled
+from conftest import as_large
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
 from psg._call import Options, prepare
-from psg._capture import _backward
+from psg._capture import _backward, _lifted
 from psg._ladder import _ladder
 from psg._torch import _functorch
 from psg.factors import Outer
@@ -81,8 +82,9 @@ def parts_of(output):
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:index_reduce")
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", COMPUTED_ONCE)
-def test_an_op_on_parameters_alone_runs_once(name, n, device):
+def test_an_op_on_parameters_alone_runs_once(name, n, device, monkeypatch):
     """All outputs of the op are used, with cotangents that differ from sample to sample and from entry to entry."""
+    as_large(monkeypatch)
 
     def fn(w, x):
         loss = score(w * x[0])
@@ -103,6 +105,79 @@ def test_an_op_on_parameters_alone_runs_once(name, n, device):
         uses = psg.explain(fn)(w, x).leaves[0].uses
     op = name.split()[0]
     assert uses[f"{op}: derived"] and f"{op}: lifted" not in uses
+
+
+def few_numbers(p, x):
+    # A Gaussian's log density, with standard deviations and correlation computed from parameters.
+    deviation = F.softplus(p["raw"]) + 1e-3
+    whitened = (x - p["mean"]) / deviation
+    mixed = whitened - p["lean"].tanh() * whitened.flip(0)
+    return 0.5 * mixed.square().sum() + deviation.log().sum() + 0.01 * p["raw"].norm()
+
+
+def few_parameters(size, device):
+    return {name: torch.randn(size, device=device) for name in ("raw", "mean", "lean")}
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_few_numbers_computed_from_parameters_are_lifted(n, device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    calls = []
+
+    def fn(p, x):
+        calls.append(x.shape)
+        return few_numbers(p, x)
+
+    params, x = few_parameters(2, device), torch.randn(n, 2, device=device)
+    expected = loop_grad(few_numbers)(params, x)
+    for passes in (2, 1, 1) if n else (0,):  # the first call learns it
+        calls.clear()
+        grads = psg.per_sample_grad(fn)(params, x)
+        assert len(calls) == passes
+        assert_trees_close(grads, expected)
+    if n:
+        assert {use.split()[-1] for use in psg.explain(fn)(params, x).leaves[0].uses} == {"lifted"}
+
+
+def test_many_numbers_computed_from_parameters_are_not_lifted(device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    few, many = few_parameters(2, device), few_parameters(5000, device)
+
+    def fn(p, x):
+        return few_numbers(p, x)
+
+    for params in (few, many, few):  # also where the function's earlier calls were on few numbers
+        x = torch.randn(5, params["raw"].numel(), device=device)
+        assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(few_numbers)(params, x))
+        uses = psg.explain(fn)(params, x).leaves[0].uses
+        assert any(use.endswith("derived") for use in uses) == (params is many)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w, s, x: F.linear(x, w.exp()),  # by a rule
+        lambda w, s, x: F.linear(x, s.exp() * w),  # by a rule, one step later
+        lambda w, s, x: (s.exp() * torch.ones(40_000, dtype=w.dtype, device=w.device)).cos().mean() * x,  # to compute many numbers
+        lambda w, s, x: s.exp() * x if s.exp() > 0 else s * x,  # as a Python value
+        lambda w, s, x: s.exp() * x * (s > 0),  # with a constant computed from a parameter
+        lambda w, s, x: torch.linalg.inv(w[:, :3]).sum() * x,  # with an op that vmap runs sample by sample, or slowly
+    ],
+)
+def test_few_numbers_that_are_used_otherwise_are_computed_once(use, device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    calls = []
+
+    def fn(p, x):
+        calls.append(x.shape)
+        return score(use(*p, x))
+
+    params, x = (torch.randn(3, 5, device=device), torch.randn((), device=device)), torch.randn(4, 5, device=device)
+    for _ in range(2):
+        calls.clear()
+        grads = psg.per_sample_grad(fn)(params, x)
+        assert len(calls) == 1
+    assert_trees_close(grads, loop_grad(lambda p, x: score(use(*p, x)))(params, x))
 
 
 def test_distances_of_parameters_are_not_computed_once(device):
@@ -436,7 +511,8 @@ def test_a_constant_that_fn_keeps_serves_later_calls(make, sizes, device):
 @pytest.mark.parametrize("size", [5, 1])
 @pytest.mark.parametrize("make", [lambda w, x: 2 * x, lambda w, x: x > 0, lambda w, x: 2 * w, lambda w, x: (w * x).split(2)[0].sum()])
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
-def test_a_tensor_of_the_samples_that_fn_keeps_is_refused(method, make, size, device):
+def test_a_tensor_of_the_samples_that_fn_keeps_is_refused(method, make, size, device, monkeypatch):
+    as_large(monkeypatch)  # else 2 w is made for every sample, in a second pass, which refuses what the first one has left
     kept = []
 
     def fn(w, x):

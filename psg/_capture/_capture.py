@@ -5,7 +5,8 @@
    it, its gradient comes out per sample. This is the semantics; no rule is needed for it.
 3. A function mode, the router, watches the calls. An op that has a rule and gets a lifted parameter runs by the rule instead: once, on
    the physical batch and the one unexpanded parameter, and its output is *tapped*.
-4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn.
+4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn. (But if these
+   are few numbers, and no rule uses them, a second pass lifts the op too, which is faster; and so does every later call.)
 5. One `torch.autograd.grad` differentiates the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
 6. The cotangent at a tap gives a factor, that at a leaf a dense gradient. Gradients of derived values are pulled back to the parameters.
    A large cotangent is used as soon as it arrives: what a transform makes of it is often small, and the rest of the pass needs the memory.
@@ -150,6 +151,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
     try:
         with torch.enable_grad():
             outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
+        mode.reconsider()
         backward = Backward(mode.values, n, call.settles)
         backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:

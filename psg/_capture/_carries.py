@@ -465,11 +465,14 @@ _MOVING = {name for name, carry in _CARRIES.items() if carry in (_reshape, _tran
 
 _POINTWISE = frozenset(
     """
-    pow __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit
-    log_sigmoid tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign
-    tanhshrink softshrink hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu
-    sin cos tan asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp
-    logaddexp2 erf erfc special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine
+    pow __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit log_sigmoid
+    tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign tanhshrink softshrink
+    hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu sin cos tan asin acos
+    atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp logaddexp2 erf erfc
+    special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine fmod remainder frac
+    ldexp deg2rad rad2deg lgamma mvlgamma digamma polygamma i0 special_entr special_erfcx special_erfinv special_exp2 special_expm1
+    special_log1p special_logit special_log_ndtr special_ndtr special_ndtri special_gammaln special_multigammaln special_digamma special_psi
+    special_polygamma special_i0 special_i0e special_i1 special_i1e special_sinc special_xlogy special_xlog1py
     """.split()
 )
 """Elementwise ops: each entry of the result depends on the argument's entry at the same place alone."""
@@ -535,28 +538,31 @@ _DERIVING = frozenset({*_CARRIES, *_POINTWISE, *_REDUCING}) | frozenset(
     linalg_solve_triangular linalg_inv inverse pinverse linalg_pinv linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet
     linalg_householder_product orgqr real imag conj resolve_conj view_as_real view_as_complex complex polar fft_fft fft_ifft fft_rfft
     fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
-    stft istft fmod remainder ldexp frac fix deg2rad rad2deg lgamma mvlgamma digamma polygamma i0 igamma igammac
-    special_entr special_erfcx special_erfinv special_exp2 special_expm1 special_log1p special_logit special_log_ndtr special_ndtr
-    special_ndtri special_gammaln special_multigammaln special_digamma special_psi special_polygamma special_zeta special_i0 special_i0e
-    special_i1 special_i1e special_sinc special_round special_xlogy special_xlog1py special_softmax special_log_softmax special_logsumexp
-    softmin _threshold prelu layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist
-    renorm median nanmedian quantile nanquantile kthvalue mode topk sort msort argsort aminmax cummax cummin logcumsumexp cov corrcoef
-    trapezoid trapz cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin greater greater_equal
-    less less_equal not_equal logical_xor searchsorted bucketize masked_scatter index_put index_add index_copy index_fill index_reduce
-    scatter scatter_add scatter_reduce put take take_along_dim select_scatter slice_scatter diagonal_scatter unfold fold rot90 fliplr
-    flipud diagflat diag_embed broadcast_tensors meshgrid cartesian_prod combinations column_stack row_stack dstack dsplit hsplit vsplit
-    unsafe_chunk unsafe_split constant_pad_nd sum_to_size atleast_1d atleast_2d atleast_3d conj_physical pixel_shuffle pixel_unshuffle
-    channel_shuffle grid_sample affine_grid conv_transpose1d conv_transpose2d conv_transpose3d max_pool3d adaptive_avg_pool3d
-    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d linalg_svd linalg_svdvals svd linalg_eig linalg_eigvals
-    linalg_eigh linalg_eigvalsh linalg_lu linalg_lu_factor linalg_lu_factor_ex lu lu_unpack qr cholesky linalg_cholesky_ex cholesky_inverse
-    cholesky_solve linalg_inv_ex linalg_solve_ex linalg_lstsq linalg_tensorinv linalg_tensorsolve triangular_solve det slogdet linalg_cond
-    linalg_matrix_norm linalg_matrix_rank linalg_matrix_power linalg_multi_dot linalg_cross linalg_diagonal linalg_vander
-    linalg_vecdot mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits
-    poisson_nll_loss hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss custom_function_call
+    stft istft fix igamma igammac special_zeta special_round special_softmax special_log_softmax special_logsumexp softmin _threshold prelu
+    layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist renorm median nanmedian
+    quantile nanquantile kthvalue mode topk sort msort argsort aminmax cummax cummin logcumsumexp cov corrcoef trapezoid trapz
+    cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin greater greater_equal less less_equal
+    not_equal logical_xor searchsorted bucketize masked_scatter index_put index_add index_copy index_fill index_reduce scatter scatter_add
+    scatter_reduce put take take_along_dim select_scatter slice_scatter diagonal_scatter unfold fold rot90 fliplr flipud diagflat diag_embed
+    broadcast_tensors meshgrid cartesian_prod combinations column_stack row_stack dstack dsplit hsplit vsplit unsafe_chunk unsafe_split
+    constant_pad_nd sum_to_size atleast_1d atleast_2d atleast_3d conj_physical pixel_shuffle pixel_unshuffle channel_shuffle grid_sample
+    affine_grid conv_transpose1d conv_transpose2d conv_transpose3d max_pool3d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    adaptive_max_pool3d lp_pool1d lp_pool2d linalg_svd linalg_svdvals svd linalg_eig linalg_eigvals linalg_eigh linalg_eigvalsh linalg_lu
+    linalg_lu_factor linalg_lu_factor_ex lu lu_unpack qr cholesky linalg_cholesky_ex cholesky_inverse cholesky_solve linalg_inv_ex
+    linalg_solve_ex linalg_lstsq linalg_tensorinv linalg_tensorsolve triangular_solve det slogdet linalg_cond linalg_matrix_norm
+    linalg_matrix_rank linalg_matrix_power linalg_multi_dot linalg_cross linalg_diagonal linalg_vander linalg_vecdot mse_loss l1_loss
+    smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss
+    hinge_embedding_loss cosine_embedding_loss multilabel_soft_margin_loss custom_function_call
     """.split()
 )
 
 
 @cache
 def derives(func: Any) -> bool:
+    """Whether an op is computed once on parameters and constants."""
     return name_of(func) in _DERIVING and is_torchs(func)
+
+
+def is_simple(step: Step) -> bool:
+    """Whether vmap runs the step's op about as fast as torch does: entry by entry, as a reduction, a product or a move of entries."""
+    return step.name in _CARRIES or step.name in _POINTWISE or step.name in _REDUCING

@@ -66,6 +66,11 @@ class Lifted:
         """Whether an autograd.Function of the user's has computed this value."""
         return self.made_by is not None and self.made_by[0].name == "custom_function_call"
 
+    @property
+    def is_little(self) -> bool:
+        """Whether it is few numbers, of all samples together."""
+        return self.leaf.nbytes <= _FEW_BYTES
+
     @cached_property
     def attached(self) -> Tensor | None:
         """What derived values are computed from: `derived`, or an autograd leaf over a parameter's `value`; None if it has none."""
@@ -290,7 +295,7 @@ def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> Non
     """Turn the terms of derived values into terms of the parameters they were computed from."""
     derived = [value for value in values if value.derived is not None]
     # Many steps on small tensors: autograd pulls all of them back in less time than it takes to carry factors over each step.
-    little = len(derived) >= _MANY_STEPS and max(value.leaf.nbytes for value in (*derived, *params)) <= _FEW_BYTES
+    little = len(derived) >= _MANY_STEPS and all(value.is_little for value in (*derived, *params))
     for value in () if little else reversed(derived):  # parents come before the values derived from them
         value.carry_terms()
     derived = [value for value in derived if value.terms]

@@ -10,7 +10,7 @@ from torch._functorch.autograd_function import custom_function_call
 
 from psg import _trees
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
-from psg._capture._carries import derives
+from psg._capture._carries import derives, is_simple
 from psg._capture._inside import Product
 from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
@@ -75,6 +75,7 @@ class Router(Watch, Looking):
         self.constants_at: set[int] = set()
         self.differentiates = False
         self.has_functions = False
+        self.has_python_values = False
         self.failure: str | None = None  # the message alone: the error itself would keep all frames alive
 
     def start(self, samples: Sequence[Tensor], handles: Sequence[Tensor]) -> None:
@@ -134,6 +135,25 @@ class Router(Watch, Looking):
             self.failure = str(error)
             raise
 
+    def reconsider(self) -> None:
+        """After the function has run: ask for a pass that lifts the few numbers computed from parameters, if no rule has used them.
+
+        To compute them once takes a step to lift each result, and a step to pull its gradient back. Where all samples compute their own,
+        vmap and autograd run these ops like all others.
+
+        Raises:
+            Retry: Such a pass is faster.
+        """
+        if self.habits.lifts or self.constants or self.has_python_values:
+            return
+        made = [(value, *value.made_by) for value in self.values if value.made_by is not None]
+        few = [(value, step) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
+        own = {id(value) for value, _ in few}
+        used = {id(value) for tap in self.taps for _, value, _ in tap.builders}
+        used.update(id(parent) for value, _, parents in made if id(value) not in own for parent in parents)
+        if few and used.isdisjoint(own) and all(is_simple(step) for _, step in few):
+            raise Retry("no rule uses the few numbers that are computed from parameters", lifts=True)
+
     def _may_rule(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call may run by a rule for lifted values: rules for ops that autocast narrows cast the one value by themselves."""
         if self.habits.recorded or not self.habits.ruled or _registry.find_rule(func) is None:
@@ -184,6 +204,7 @@ class Router(Watch, Looking):
         Raises:
             Drawn: It does.
         """
+        self.has_python_values = True
         if self.own.is_drawn(tensor):
             raise Drawn(
                 'fn takes a Python value from random numbers, of which every sample draws its own; with randomness="same" all draw the same'
@@ -310,7 +331,7 @@ class Router(Watch, Looking):
             self._avoid_leak(func, args, kwargs, "inside")
         # This pass differentiates the gradients that a transform of the function's own has taken.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
-        if decompose is None or self._may_derive(func) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
+        if decompose is None or self._may_derive(func, args, kwargs) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
             return NotImplemented  # no decomposition, or an op on parameters alone, which is derived in one step
         with self:
             return decompose(*args, **kwargs)
@@ -345,7 +366,7 @@ class Router(Watch, Looking):
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
-        if self._may_derive(func):
+        if self.habits.derives and derives(func):
             held, options = substitute((args, kwargs), self._held)
             lifted = self.lifted_among(operands_of(held, options)[0])
             output = self._derive(func, lifted, held, options) if lifted else NotImplemented
@@ -437,8 +458,11 @@ class Router(Watch, Looking):
         bare = _functorch.without_constant_wrappers(leaf, self.level)
         return bare if id(bare) in self.by_handle or not _functorch.is_wrapped(bare) else leaf
 
-    def _may_derive(self, func: Any) -> bool:
-        return self.habits.derives and derives(func)
+    def _may_derive(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op is computed once if it is on lifted values and constants alone."""
+        if not self.habits.derives or not derives(func):
+            return False
+        return not self.habits.lifts or not all(value.is_little for value in self.lifted_among(operands_of(args, kwargs)[0]))
 
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors of a call that are no lifted values."""
@@ -446,7 +470,7 @@ class Router(Watch, Looking):
 
     def _derive(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants."""
-        if not self._may_derive(func):
+        if not self._may_derive(func, args, kwargs):
             return NotImplemented
         others = self._others(args, kwargs)
         if any(map(_functorch.is_wrapped, others)):
@@ -541,7 +565,7 @@ class Router(Watch, Looking):
         if arguments is None:
             return NotImplemented
         operands = Operands.of(self, rule, arguments)
-        if operands is None or not operands.are_worth(rule, self._may_derive(func)):
+        if operands is None or not operands.are_worth(rule, self._may_derive(func, args, kwargs)):
             return NotImplemented
         own, data, shared = operands.own, operands.data, operands.shared
         if operands.numbers:

@@ -14,6 +14,7 @@ class Habits(NamedTuple):
     Attributes:
         copied: Inputs are copied, so that the function may write into them.
         derives: Ops on parameters alone are computed once.
+        lifts: But those on few numbers are computed for every sample, since no rule uses their results.
         fills: How many sets of `FACTORIES` make a tensor for every sample, so that the function may write into it; such a tensor has no
             Python value.
         ruled: Known ops run by their rules.
@@ -24,6 +25,7 @@ class Habits(NamedTuple):
 
     copied: bool = False
     derives: bool = True
+    lifts: bool = False
     fills: int = 0
     ruled: bool = True
     recorded: bool = False
