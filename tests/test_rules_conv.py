@@ -1,5 +1,7 @@
 """Convolutions over drawn shapes and options."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -190,6 +192,14 @@ def test_taps_that_meet_padding_alone(size, kernel, stride, padding, dilation):
     assert geometry.dead_taps((size,), (out,)) == [[tap for tap in range(kernel) if tap not in met]]
 
 
+def test_positions_that_meet_padding_alone_are_foreseen():
+    for size, kernel, padding, dilation in itertools.product(range(1, 5), range(1, 5), range(5), range(1, 6)):
+        starts = range(-padding, size + padding - dilation * (kernel - 1))
+        alone = any(all(not 0 <= start + dilation * tap < size for tap in range(kernel)) for start in starts)
+        geometry = Geometry((2, kernel), (1, 1), (0, padding), (1, dilation), 1)
+        assert geometry.may_read_padding_alone((5, size)) or not alone
+
+
 @pytest.mark.parametrize("materialize", ["samples", None])
 @pytest.mark.parametrize("kernel, size, options", [(5, 1, {"padding": 2}), (3, 2, {"padding": 1, "stride": 3}), (7, 2, {"padding": 3})])
 def test_half_precision_of_taps_that_meet_padding_alone(kernel, size, options, materialize, device):
@@ -214,7 +224,7 @@ def test_half_precision_of_taps_that_meet_padding_alone(kernel, size, options, m
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{"kernel": 2, "stride": 2, "padding": 2}, {"kernel": 1, "stride": 1, "padding": 1}, {"kernel": 2, "padding": 1, "dilation": 3}],
+    [{"kernel": 2, "stride": 2, "padding": 2}, {"kernel": 1, "stride": 1, "padding": 1}, {"kernel": 2, "padding": 1, "dilation": 5}],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("materialize", [None, "correlation"])
