@@ -177,6 +177,12 @@ def test_lists_of_one_entry(op, option, method, device):
     assert_trees_close(psg.per_sample_grad(fn, method=method)(params, x), loop_grad(fn)(params, x))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_samples_without_images(groups, device):
+    params, x = {"w": torch.randn(4, 2, 2, 3, device=device)}, torch.randn(3, 0, 2 * groups, 5, 5, device=device)
+    assert_agrees(Problem(lambda p, x: F.conv2d(x, p["w"], groups=groups).square().sum(), (params, x)))
+
+
 @given(
     size=st.integers(1, 5),
     kernel=st.integers(1, 5),
