@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from agreement import linear_args, linear_loss
 from cases import N, each_case
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -94,6 +95,17 @@ def test_steps_of_recurrent_layers_become_kernels(device, monkeypatch):
     same(fast(params, x, y), psg.clipped_grad(loss, 1.0)(params, x, y))
     assert [entry.error for entry in fast.cache_info()] == [None]
     assert len(kernels) == 1 + 3 * 3  # the whole graph; for each direction a step forward, the slopes of all steps, and a step back
+
+
+def test_shapes_of_recurrent_layers_are_found_without_kernels(monkeypatch):
+    """The compiler runs the ops on fake tensors, for which no step may be compiled."""
+    monkeypatch.setattr(_fused, "_compiled", None)
+    with FakeTensorMode():
+        x, state, cotangent = (torch.empty(shape) for shape in ((2, 5, 3), (2, 4), (2, 5, 4)))
+        weights = [*(torch.empty(shape) for shape in ((12, 3), (12, 4), (12,), (12,))), None]
+        saved = torch.ops.psg.recurrence_forward("Gru", x, [state], weights, False, True)
+        found = torch.ops.psg.recurrence_backward("Gru", x, saved, weights, False, cotangent, [None], True)
+    assert [tuple(tensor.shape) for tensor in (saved[0], *found)] == [(2, 6, 4), (2, 5, 12), (2, 4), (2, 5, 12)]
 
 
 @pytest.mark.parametrize("step, count", [(_gates._advance_lstm, 9), (_gates._retreat_lstm, 8)])
