@@ -353,7 +353,8 @@ def centred(p, x, ids):
 
 def slightly_centred(p, x, ids):
     hidden = F.linear(x + 1, p["right"])
-    return (hidden - 0.03 * hidden.detach().mean(0)).square().sum(1)
+    share = 1e-6 if x.dtype == torch.float64 else 0.03
+    return (hidden - share * hidden.detach().mean(0)).square().sum(1)
 
 
 def weighted_by_counts(p, x, ids):
@@ -371,7 +372,7 @@ def neighbours(p, x, ids):
 
 
 def small(p, x, ids):
-    return 1e-12 * centred(p, x, ids)
+    return 1e-20 * centred(p, x, ids)
 
 
 @pytest.mark.parametrize("n", [2, 3, 16])
@@ -414,15 +415,30 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
     assert gradients[0].isfinite().all()
 
 
+NOISE = {
+    "dropout": lambda rows: F.dropout(rows, 0.3),
+    "attention by name": lambda rows: F.scaled_dot_product_attention(*[rows[:, None, :, None]] * 3, dropout_p=0.3).flatten(1),
+    "attention by position": lambda rows: F.scaled_dot_product_attention(*[rows[:, None, :, None]] * 3, None, 0.3).flatten(1),
+    "rand": lambda rows: rows + torch.rand(rows.shape, device=rows.device),
+    "rand_like": lambda rows: rows + torch.rand_like(rows),
+    "randn": lambda rows: rows * torch.randn(rows.shape, device=rows.device),
+    "randn_like": lambda rows: rows * torch.randn_like(rows),
+    "normal": lambda rows: torch.normal(rows.detach(), 1.0) * rows,
+    "normal_": lambda rows: rows * torch.empty_like(rows).normal_(),
+    "uniform_": lambda rows: rows * torch.empty_like(rows).uniform_(),
+}
+
+
 @pytest.mark.parametrize("order", ["by length", "by expert"])
-def test_dropout_behind_an_order_that_depends_on_data(order, device):
-    """In another batch the dropout masks fall on other samples: that is no mixing of samples."""
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_noise_behind_an_order_that_depends_on_data(noise, order, device):
+    """In another batch the noise falls on other samples: that is no mixing of samples."""
 
     def fn(w, x):
         groups = [x[:, 0].argsort()] if order == "by length" else [((x[:, 0] > 0) == flag).nonzero()[:, 0] for flag in (True, False)]
         output = x.new_zeros(len(x))
         for rows in groups:
-            output = output.index_add(0, rows, F.dropout(F.linear(x[rows], w).tanh(), 0.3).square().sum(1))
+            output = output.index_add(0, rows, noise(F.linear(x[rows], w).tanh()).square().sum(1))
         return output
 
     w = torch.randn(3, WIDTH, device=device)
@@ -465,6 +481,51 @@ def test_a_batch_that_fn_would_not_take_is_not_compared(device):
     assert_trees_close(found, loop_grad(one(fn))(w, x, ids))
 
 
+def test_out_of_memory_in_an_exchanged_batch_is_raised(device):
+    def fn(w, x, ids):
+        if len(ids.unique()) < len(ids):
+            raise torch.OutOfMemoryError("the exchanged batch does not fit")
+        return F.linear(x, w).square().sum(1)
+
+    w, x, ids = torch.randn(3, WIDTH, device=device), torch.randn(6, WIDTH, device=device), torch.arange(6, device=device)
+    with pytest.raises(torch.OutOfMemoryError, match="exchanged batch does not fit"):
+        psg.per_sample_grad(fn, method="batch")(w, x, ids)
+
+
+@pytest.mark.parametrize("n", range(2, 41))
+def test_which_samples_are_exchanged(n, device):
+    """Of a few samples each keeps its place once. Of many, some do, from which no simple pairing leads to others that do."""
+    seen = []
+
+    def fn(w, x):
+        seen.append(x.long().tolist())
+        return w * x * torch.rand(n, device=device)
+
+    psg.per_sample_grad(fn, method="batch")(torch.ones((), device=device), torch.arange(float(n), device=device))
+    every = list(range(n))
+    assert seen[:2] == [every] * 2  # the pass, and the same without dropout
+    exchanged = seen[2:]
+    kept = [[i for i in every if batch[i] == i] for batch in exchanged]
+    for own, batch in zip(kept, exchanged, strict=True):
+        assert batch == [max((j for j in own if j <= i), default=own[0]) for i in every]  # in order, if the batch was
+    together = sorted(i for own in kept for i in own)
+    if n < 8:
+        assert together == every and {len(own) for own in kept[:-1]} == {1 if n < 6 else 2}
+        return
+    assert len(kept) == 2 and len(set(together)) == len(together) and not {0, n - 1} & set(together)
+    for own in kept:
+        assert 1 <= len(own) == len(kept[0]) <= n // 4
+        for i in own:
+            assert not {i + 1, n - 1 - i, (i + n // 2) % n} & (set(own) - {i})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_that_meet_are_found_out_in_dtypes_of_few_digits(dtype, device):
+    w, x = torch.randn(3, WIDTH, device=device, dtype=dtype), torch.randn(8, WIDTH, device=device, dtype=dtype)
+    with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+        psg.per_sample_grad(lambda w, x: F.linear(x - x.mean(0), w).square().sum(1), method="batch")(w, x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_by_groups_of_other_sizes_is_no_meeting(dtype, device):
     """In a mixture of experts, the number of rows of an expert depends on the batch, and so does rounding."""
@@ -483,6 +544,15 @@ def test_rounding_by_groups_of_other_sizes_is_no_meeting(dtype, device):
     grads = psg.per_sample_grad(routed, method="batch")(params, x)
     narrow = torch.finfo(dtype).eps
     assert_trees_close(grads, loop_grad(one(routed))(params, x), rtol=30 * narrow, atol=30 * narrow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_in_an_order_that_depends_on_the_batch_are_no_meeting(dtype, device):
+    def fn(w, x, places):
+        return sum((1000 * w * x).roll(int(places.sum()), 1).unbind(1))
+
+    w, x, places = torch.rand(300, device=device, dtype=dtype), torch.rand(32, 300, device=device, dtype=dtype), torch.arange(32)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x, places.to(device)), 1000 * x)
 
 
 @pytest.mark.parametrize(

@@ -820,6 +820,24 @@ def test_depthwise_convolutions_by_correlation(size, norm, n, make, monkeypatch)
         holds_all_operations(factor, tensor)
 
 
+@pytest.mark.parametrize("size", CONVS)
+def test_patches_of_a_few_samples_at_a_time_have_derivatives(size, make, monkeypatch):
+    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: 100)
+    factor, tensor = make(conv, 3, size)
+    tracked, direction = factor.map(lambda field: field.clone().requires_grad_()), torch.randn_like(tensor[0])
+    fields = tracked.cotangent, tracked.input
+    with psg.plans.using(materialize="patches"):
+        found = torch.autograd.grad((tracked.materialize() * direction).sum(), fields)
+    assert_trees_close(found, torch.autograd.grad(tracked.dot(direction).sum(), fields))
+
+
+@pytest.mark.parametrize("size", CONVS)
+def test_directions_in_half_precision(size, make):
+    factor, tensor = make(conv, 3, size)
+    narrow, direction = factor.to(torch.bfloat16), torch.randn_like(tensor[0]).bfloat16()
+    assert_trees_close(narrow.dot(direction).double(), narrow.to(torch.float64).dot(direction.double()), rtol=1e-5)
+
+
 def test_large_depthwise_kernels_are_correlated():
     """Their native gradient is slow, so norms and sums come from the materialised gradients of single samples."""
     loss, params = psg.stateless(torch.nn.Conv2d(6, 6, 5, padding=2, groups=6), lambda out, target: (out - target).square().mean())

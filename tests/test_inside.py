@@ -204,6 +204,23 @@ def test_a_frozen_weight_with_a_trained_bias(normal):
     assert not are_lifted(fn, params, x)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [lambda x, w, b: F.linear(x, w, b), lambda x, w, b: F.conv1d(x[:, None], w[..., None], b)],
+    ids=["linear", "conv1d"],
+)
+def test_a_trained_weight_with_a_frozen_bias(layer, normal):
+    """The derivative in a direction has no bias."""
+    bias = normal(4)
+
+    def fn(p, x):
+        return torch.func.jvp(lambda z: layer(z, p["w"], bias).sin(), (x,), (x.cos(),))[1].square().sum()
+
+    params, x = {"w": normal(4, 3)}, normal(5, 3)
+    assert_agrees(Problem(fn, (params, x)))
+    assert not are_lifted(fn, params, x)
+
+
 @pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.grad, torch.func.vmap])
 def test_data_that_the_samples_share(transform, normal):
     points = normal(6, 3)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from agreement import linear_args, linear_loss
 from cases import N, each_case
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -98,10 +99,22 @@ def test_steps_of_recurrent_layers_become_kernels(device, monkeypatch):
     assert len(kernels) == 1 + 3 * 3  # the whole graph; for each direction a step forward, the slopes of all steps, and a step back
 
 
+def test_shapes_of_recurrent_layers_are_found_without_kernels(monkeypatch):
+    """The compiler runs the ops on fake tensors, for which no step may be compiled."""
+    monkeypatch.setattr(_fused, "_compiled", None)
+    with FakeTensorMode():
+        x, state, cotangent = (torch.empty(shape) for shape in ((2, 5, 3), (2, 4), (2, 5, 4)))
+        weights = [*(torch.empty(shape) for shape in ((12, 3), (12, 4), (12,), (12,))), None]
+        saved = torch.ops.psg.recurrence_forward("Gru", x, [state], weights, False, True)
+        found = torch.ops.psg.recurrence_backward("Gru", x, saved, weights, False, cotangent, [None], True)
+    assert [tuple(tensor.shape) for tensor in (saved[0], *found)] == [(2, 6, 4), (2, 5, 12), (2, 4), (2, 5, 12)]
+
+
 @pytest.mark.parametrize("step, count", [(_gates._advance_lstm, 9), (_gates._retreat_lstm, 8)])
 def test_a_kernel_writes_what_the_step_writes(step, count, device):
-    rows = [torch.randn(5, 3, 8, device=device)[:, 1] for _ in range(count)]  # strided, like one step of a sequence
-    given, expected = ([row.clone() for row in rows] for _ in range(2))
+    # Every other tensor is strided, like one step of a sequence.
+    buffers = [torch.randn(5, 3, 8, device=device) if i % 2 else torch.randn(5, 1, 8, device=device) for i in range(count)]
+    given, expected = ([buffer.clone()[:, -1] for buffer in buffers] for _ in range(2))
     kernel = _fused.Fused(step)
     for _ in range(2):
         step(*expected)

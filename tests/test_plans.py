@@ -326,6 +326,18 @@ def test_norms_of_terms_that_cancel_come_from_gradients_in_a_compiled_call(tied,
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("transform", [psg.per_sample_norm, lambda fn: lambda *args: psg.clipped_grad(fn, 1.0)(*args).norms])
+def test_small_gradients_of_few_terms_are_formed_in_a_compiled_call(transform, device):
+    """Inner products would take less time, but where terms cancel a trace could only raise such a norm."""
+    w, u, v = (torch.randn(*shape, device=device) for shape in ((50, 30), (2, 1, 30), (2, 1, 50)))
+    fn = lambda w, x, y: (F.linear(x, w) * y).sum()  # noqa: E731
+    batch = torch.cat([u, u + torch.finfo(u.dtype).eps ** 0.5 * torch.randn_like(u)], 1), torch.cat([v, -v], 1)
+    compiled = psg.jit(transform(fn), backend="eager")
+    compiled(w, *map(torch.randn_like, batch))
+    expected = psg.per_sample_norm(fn, method="loop")(w.double(), *(part.double() for part in batch))
+    torch.testing.assert_close(compiled(w, *batch).double(), expected, rtol=1e-2, atol=0)
+
+
 def test_an_answer_of_infinite_cost_is_not_timed():
     ran = []
     factor = Dense(torch.ones(2, 3))

@@ -1,5 +1,7 @@
 """Convolutions over drawn shapes and options."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -175,6 +177,12 @@ def test_lists_of_one_entry(op, option, method, device):
     assert_trees_close(psg.per_sample_grad(fn, method=method)(params, x), loop_grad(fn)(params, x))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_samples_without_images(groups, device):
+    params, x = {"w": torch.randn(4, 2, 2, 3, device=device)}, torch.randn(3, 0, 2 * groups, 5, 5, device=device)
+    assert_agrees(Problem(lambda p, x: F.conv2d(x, p["w"], groups=groups).square().sum(), (params, x)))
+
+
 @given(
     size=st.integers(1, 5),
     kernel=st.integers(1, 5),
@@ -188,6 +196,14 @@ def test_taps_that_meet_padding_alone(size, kernel, stride, padding, dilation):
     met = {tap for tap in range(kernel) for t in range(out) if 0 <= stride * t + dilation * tap - padding < size}
     geometry = Geometry((kernel,), (stride,), (padding,), (dilation,), 1)
     assert geometry.dead_taps((size,), (out,)) == [[tap for tap in range(kernel) if tap not in met]]
+
+
+def test_positions_that_meet_padding_alone_are_foreseen():
+    for size, kernel, padding, dilation in itertools.product(range(1, 5), range(1, 5), range(5), range(1, 6)):
+        starts = range(-padding, size + padding - dilation * (kernel - 1))
+        alone = any(all(not 0 <= start + dilation * tap < size for tap in range(kernel)) for start in starts)
+        geometry = Geometry((2, kernel), (1, 1), (0, padding), (1, dilation), 1)
+        assert geometry.may_read_padding_alone((5, size)) or not alone
 
 
 @pytest.mark.parametrize("materialize", ["samples", None])
@@ -214,7 +230,7 @@ def test_half_precision_of_taps_that_meet_padding_alone(kernel, size, options, m
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{"kernel": 2, "stride": 2, "padding": 2}, {"kernel": 1, "stride": 1, "padding": 1}, {"kernel": 2, "padding": 1, "dilation": 3}],
+    [{"kernel": 2, "stride": 2, "padding": 2}, {"kernel": 1, "stride": 1, "padding": 1}, {"kernel": 2, "padding": 1, "dilation": 5}],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("materialize", [None, "correlation"])

@@ -286,8 +286,6 @@ class Conv(Planned):
         """
         # The cotangent times the convolution of the input with the direction, entry by entry.
         _, stride, padding, dilation, groups = self.geometry
-        if self.n == 0:
-            return widen(self.cotangent)
         cotangent, input = widen(self.cotangent), widen(self.input).flatten(0, 1)
         none = [0] * len(stride)
         forward = torch.convolution(input, direction.to(input.dtype), None, stride, padding, dilation, False, none, groups)
