@@ -12,8 +12,22 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
 from psg._torch._higher_order import HIGHER_ORDER
-from psg._torch._ops import ARRAYS, CONVERSIONS, DIFFERENTIATING, FACTORIES, LIKENESSES, LOCATING, MASKED, PREDICATES, is_torchs
+from psg._torch._ops import (
+    ARRAYS,
+    CONVERSIONS,
+    DIFFERENTIATING,
+    FACTORIES,
+    LIKENESSES,
+    LOCATING,
+    MASKED,
+    PREDICATES,
+    is_torchs,
+    may_draw,
+    may_write,
+    operands_of,
+)
 from psg._watch._outside import REQUIRING
+from psg._watch._writes import may_copy
 from psg.rules._registry import TREATED
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import UPDATING
@@ -33,6 +47,28 @@ def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) ->
     if not _is_plain(func):
         return func is Tensor.__getitem__ and len(tensors) == 1  # an index without tensors is no mask
     return func not in TREATED and "requires_grad" not in kwargs
+
+
+def is_uniform(func: Any, tensors: Sequence[Tensor], others: Sequence[Any]) -> bool:
+    """Whether, besides, such a call only reads its arguments, draws no random numbers, and does not choose between a view and a copy.
+
+    Args:
+        func: The function.
+        tensors: The tensors among its arguments, which are all positional.
+        others: Arguments that are neither tensors nor plain values.
+    """
+    if others or not _is_uniform(func):
+        return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
+    return func not in TREATED
+
+
+def _is_plain_slice(item: Any) -> bool:
+    return type(item) is slice and not operands_of((item.start, item.stop, item.step), {})[0]
+
+
+@functools.cache
+def _is_uniform(func: Any) -> bool:
+    return _is_plain(func) and not may_write(func) and not may_draw(func) and not may_copy(func)
 
 
 _ELSEWHERE = {

@@ -14,7 +14,7 @@ from psg._capture._carries import derives, is_simple
 from psg._capture._inside import Product
 from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
-from psg._capture._ordinary import FUNCTIONS, is_ordinary
+from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_uniform
 from psg._errors import PsgError, Unsupported
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
@@ -91,6 +91,12 @@ class Router(Watch, Looking):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
+            if not (kwargs or types):
+                tensors, others = operands_of(args, {})
+                if is_uniform(func, tensors, others) and self._are_samples(tensors):
+                    output = self._call(func, args, {})
+                    self.own.claim(output)
+                    return output
             kwargs = torchs_names(func, kwargs) if kwargs else {}
             if type(func) not in FUNCTIONS:  # an attribute of tensors, or an op of ATen's
                 if changes_nothing(func, args):
@@ -134,6 +140,20 @@ class Router(Watch, Looking):
         except Exception as error:
             self.failure = str(error)
             raise
+
+    def _are_samples(self, tensors: list[Tensor]) -> bool:
+        """Whether tensors are samples' and constants alone, of which nothing has to be noted or refused."""
+        found = False
+        for tensor in tensors:
+            if tensor.requires_grad or id(tensor) in self.by_handle:
+                return False
+            mark = tensor.__dict__.get("_psg_pass")
+            if mark is not None and mark is not self.own.made:
+                return False
+            found = found or mark is not None
+        if not found or self.constants or self.aliases.outdated or torch._C._is_any_autocast_enabled():
+            return False
+        return _functorch.current_level() == self.level and _autograd.saved_tensor_hooks() == self.hooks
 
     def reconsider(self) -> None:
         """After the function has run: ask for a pass that lifts the few numbers computed from parameters, if no rule has used them.

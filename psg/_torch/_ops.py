@@ -191,6 +191,11 @@ def target_of(func: Any, args: Any, kwargs: Any) -> Any:
     return kwargs.get("out") if find is None else find(args, kwargs)
 
 
+def may_write(func: Any) -> bool:
+    """Whether an op may write into a tensor that is not its argument `out`."""
+    return _target_finder(func) is not None
+
+
 @cache
 def _target_finder(func: Any) -> Callable[[Any, Any], Any] | None:
     """The function that finds what a call of `func` writes into; None if that is at most its argument `out`."""

@@ -20,12 +20,13 @@ class Marks:
         levels: The levels of the pass' own transforms.
 
     Attributes:
+        made: The mark of tensors that the pass has made.
         drawn: The mark of tensors that depend on random numbers, of which every sample draws its own.
     """
 
     def __init__(self, *levels: int) -> None:
         self._levels = levels
-        self._mark, self.drawn = object(), object()
+        self.made, self.drawn = object(), object()
         self._unmarked: dict[StorageWeakRef, list[ref[Tensor]]] = {}  # outputs noted, by their storage
 
     def claim(self, output: Any, target: Any = None, mark: object | None = None) -> None:
@@ -37,7 +38,7 @@ class Marks:
             output = (*output, target) if isinstance(output, (tuple, list)) else (output, target)
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels:
-                vars(tensor)["_psg_pass"] = mark or self._mark
+                vars(tensor)["_psg_pass"] = mark or self.made
         if target is not None and self._unmarked:
             for own in target if isinstance(target, (tuple, list)) else (target,):
                 if isinstance(own, Tensor) and own.layout == torch.strided:
@@ -55,11 +56,11 @@ class Marks:
         known = set(map(id, given))
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and id(tensor) not in known and not _functorch.is_wrapped(tensor):
-                vars(tensor)["_psg_pass"] = self._mark
+                vars(tensor)["_psg_pass"] = self.made
 
     def has_marked(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `mark` has marked one of these, which no transform has wrapped."""
-        return any(tensor.__dict__.get("_psg_pass") is self._mark and not _functorch.is_wrapped(tensor) for tensor in tensors)
+        return any(tensor.__dict__.get("_psg_pass") is self.made and not _functorch.is_wrapped(tensor) for tensor in tensors)
 
     def owns(self, tensors: Sequence[Tensor]) -> object | None:
         """The mark of this pass on one of these, `drawn` before the other; None if there is none.
@@ -70,7 +71,7 @@ class Marks:
         found = None
         for tensor in tensors:
             mark = tensor.__dict__.get("_psg_pass")
-            if mark is self._mark:
+            if mark is self.made:
                 found = found or mark
             elif mark is self.drawn:
                 found = mark
@@ -88,4 +89,4 @@ class Marks:
 def _is_of_running_pass(mark: object) -> bool:
     """Whether a mark is that of a pass around this one, whose fn has called psg."""
     passes = (getattr(mode, "own", None) for mode in _get_current_function_mode_stack())
-    return any(isinstance(own, Marks) and mark in (own._mark, own.drawn) for own in passes)
+    return any(isinstance(own, Marks) and mark in (own.made, own.drawn) for own in passes)

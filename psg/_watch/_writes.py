@@ -133,6 +133,11 @@ _CONVERSIONS = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bflo
 """Ops that return a copy where the layout in memory is not the one asked for."""
 
 
+def may_copy(func: Any) -> bool:
+    """Whether the layout of its argument in memory decides if an op returns a view of it or a copy."""
+    return func in _RESHAPING or func in _CONVERSIONS
+
+
 def _selects(index: Any) -> bool:
     """Whether an index has an integer tensor [] of each sample's own: that gives a view in a loop, but a copy under vmap."""
     items = index if isinstance(index, (tuple, list)) else (index,)
