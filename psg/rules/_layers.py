@@ -15,7 +15,6 @@ from psg._torch import _ambient
 from psg.factors import Dense, Factor, Outer
 from psg.factors._arithmetic import wide
 from psg.rules._gates import Lstm, Recurrence, Weights
-from psg.rules._registry import reshape
 
 Kind = type[Recurrence]
 
@@ -111,21 +110,6 @@ class Layer:
 
     def _versions(self) -> list[int]:
         return [weight._version for own in self.given for weight in own if weight is not None]
-
-
-class Cell(Layer):
-    """One step: the input is [n, b, i], states are [n, b, h], and the new states are the only output."""
-
-    def forward(self, input: Tensor, *states: Tensor) -> list[Tensor]:
-        _, *final = super().forward(input.unsqueeze(2), *(state.unsqueeze(1) for state in states))
-        return [reshape(value, state.shape) for value, state in zip(final, states, strict=True)]
-
-    def _solve(self, cotangents: Sequence[Tensor | None]) -> None:
-        super()._solve([None, *(None if c is None else c.unsqueeze(1) for c in cotangents)])
-
-    def input_cotangents(self, needed: Sequence[bool]) -> list[Tensor | None]:
-        input, *states = super().input_cotangents(needed)
-        return [None if input is None else input.squeeze(2), *(None if state is None else state.squeeze(1) for state in states)]
 
 
 class _Run(torch.autograd.Function):

@@ -3,7 +3,7 @@
 With C_t the cotangents of the gates before their activations (psg/rules/_gates.py): grad W_ih[n] = sum_t C_t x_t^T,
 grad W_hh[n] = sum_t C_t h_{t-1}^T, grad b[n] = sum_t C_t. A rule runs one layer, in one direction or two. A stack of layers is split into
 such calls, with its dropout between them, which follows vmap's randomness. vmap itself has no rule for these ops: where psg's rule declines
-(weights differ between samples, a pack holds sequences of several lengths), the recurrence is written out in ops that vmap can run.
+(weights differ between samples, a pack holds sequences of several lengths), and for cells, the recurrence is written out in other ops.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 from psg._errors import PsgError
 from psg._torch import _ambient
 from psg.rules._gates import Elman, Gru, Lstm, Relu, Weights
-from psg.rules._layers import Cell, Kind, Layer, as_hx, compute_dtype, run_layer, states_of, weights_of
+from psg.rules._layers import Kind, Layer, as_hx, compute_dtype, run_layer, states_of, weights_of
 from psg.rules._registry import decomposition, has_history, rule
 
 _REFUSED = "recurrent op: the sizes or dtypes of the input, the states and the weights do not fit together"
@@ -152,39 +152,22 @@ def _pad_packed_sequence(data: Tensor, batch_sizes: Tensor, batch_first: bool, p
     return output.transpose(0, 1) if batch_first else output, lengths
 
 
-# Cells
+# Cells are always written out: the rules of their linear layers, and elementwise operations, take less time than a rule of the cell's own.
 
 
 def _cell(op: Any, kind: Kind) -> None:
     overload = getattr(torch.ops.aten, op.__name__).default
 
-    @rule(op, overload, params=("w_ih", "w_hh", "b_ih", "b_hh"), frozen=True)
-    def cell(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:
-        """One step: ([n,b,i], [n,b,h]) -> [n,b,h], or two states of an LSTM."""
-        states, weights = states_of(kind, hx), Weights(w_ih, w_hh, b_ih, b_hh, None)
-        if (b_ih is None) != (b_hh is None) or has_history(*weights) or input.ndim != 3 or input.numel() == 0:
-            return NotImplemented
-        compute = compute_dtype(kind, input, states, [weights])
-        if compute is None or any(state.shape[:-1] != input.shape[:2] for state in states):
-            return NotImplemented
-        dtypes = [input.dtype] * len(states)
-        if _ambient.is_autocast(input):
-            with torch.no_grad():
-                found = op(input[0, :1], as_hx(kind, [state[0, :1] for state in states]), w_ih, w_hh, b_ih, b_hh)
-                dtypes = [output.dtype for output in states_of(kind, found)]
-        run = Cell(kind, [weights], compute, [dtypes[0], *dtypes], time_first=False)
-        outputs = run_layer(run, input, *states)
-        return as_hx(kind, outputs), {name: run.builder(0, name) for name in weights.names()}
-
     @decomposition(op, overload)
     def written_out(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:
-        """One step in ops that vmap can run."""
+        """One step: ([*,i], [*,h]) -> [*,h], or two states of an LSTM."""
         states, weights = states_of(kind, hx), Weights(w_ih, w_hh, b_ih, b_hh, None)
-        sized = all(state.shape[:-1] == input.shape[:-1] for state in states)
-        if not sized or compute_dtype(kind, input, states, [weights]) is None:
+        with torch._C.DisableTorchFunction():  # each look at a shape would pass the function mode
+            sized = all(state.shape[:-1] == input.shape[:-1] for state in states)
+            fits = sized and compute_dtype(kind, input, states, [weights]) is not None
+        if not fits:
             raise PsgError(_REFUSED)
-        new = kind.step(F.linear(input, w_ih, b_ih), states, weights)
-        return as_hx(kind, new)
+        return as_hx(kind, kind.step(F.linear(input, w_ih, b_ih), states, weights))
 
 
 for _name, _kind in (("rnn_tanh", Elman), ("rnn_relu", Relu), ("gru", Gru), ("lstm", Lstm)):
