@@ -138,6 +138,31 @@ def lookups(n, device):
     return fn, params, batch
 
 
+def pairs(n, device):
+    """Parameters indexed by several tensors: of one shape, of shapes that broadcast, among other indices, and at the end."""
+
+    def fn(p, i, j, x):
+        steps = torch.arange(4, device=device)
+        scores = x * p["w"][i, j] - p["w"].log_softmax(1)[i[:, :1], j] + p["deep"][i, steps, j[:, :1].clamp(max=0)]
+        between = p["deep"][i, :, j].sin().sum(2) + p["deep"][i, -1, j].cos() + p["w"][i, ...].tanh().sum(2)
+        return (scores * between).sum(1) + (p["deep"][..., j].sin().movedim(2, 0) * x[:, None, None]).sum((1, 2, 3))
+
+    params = {"w": torch.randn(5, 3, device=device), "deep": torch.randn(5, 4, 3, device=device)}
+    ids = (torch.randint(-size, size, (n, 4), device=device) for size in (5, 3))
+    return fn, params, (*ids, torch.randn(n, 4, device=device))
+
+
+def converted(n, device):
+    """Parameters, and data, that take the dtype, device or shape of the other."""
+
+    def fn(p, x):
+        scaled = x.float().to(p["w"]) * p["b"].to(x).view_as(x[0, 0]) * p["c"].reshape_as(x[0, :, :1])
+        return (F.linear(scaled.float().type_as(p["w"]), p["w"].to(x, copy=True)) + p["b"].type_as(x)).tanh().sum((1, 2))
+
+    params = {"w": torch.randn(WIDTH, WIDTH, device=device), "b": torch.randn(WIDTH, device=device), "c": torch.randn(5, device=device)}
+    return fn, params, (torch.randn(n, 5, WIDTH, device=device),)
+
+
 def class_tokens(n, device):
     """Parameters repeated for every sample, by each op that can do so; one is repeated for every head instead."""
 
@@ -225,6 +250,8 @@ PROBLEMS = [
     spectrum,
     positions,
     lookups,
+    pairs,
+    converted,
     class_tokens,
     mask_tokens,
     broadcasts,
@@ -507,7 +534,14 @@ def test_what_cannot_be_told_is_an_error(fn, message, device):
 
 
 @pytest.mark.parametrize(
-    "lookup", [lambda w, i: w[i], lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1), lambda w, i: F.embedding(i, w)]
+    "lookup",
+    [
+        lambda w, i: w[i],
+        lambda w, i: w[0, i - 4, None],
+        lambda w, i: w[i % 5, i, None],
+        lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1),
+        lambda w, i: F.embedding(i, w),
+    ],
 )
 @pytest.mark.parametrize("beyond", [7, -8])
 def test_an_index_out_of_range_is_torch_s_own_error(lookup, beyond, device):

@@ -356,7 +356,7 @@ class Router(Watch, Looking):
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices."""
         index = args[-1] if len(args) > 1 else None
-        batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
+        batched = any(_functorch.is_batched(tensor, self.level) for tensor in operands_of((index,), {})[0])
         return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
 
     def _run_lifted(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:

@@ -201,6 +201,10 @@ def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bia
     return torch.cat([*groups, self.new_zeros(len(self) - ends[-1], mat2.shape[2])])
 
 
+def _converted(input: Tensor, other: Tensor, *flags: Any, **options: Any) -> Tensor:
+    return input.to(other.device, other.dtype, *flags, **options)
+
+
 def _full_shape(*args: Any, **kwargs: Any) -> torch.Size:
     return torch.broadcast_shapes(*(leaf.shape for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)))
 
@@ -256,6 +260,9 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     torch.linalg.multi_dot: lambda tensors: reduce(torch.matmul, tensors),
     torch.broadcast_tensors: _broadcast_tensors,
     Tensor.expand_as: lambda input, other: input.expand(other.shape),
+    Tensor.view_as: lambda input, other: input.view(other.shape),
+    Tensor.reshape_as: lambda input, other: input.reshape(other.shape),
+    **dict.fromkeys((Tensor.to, Tensor.type_as), _converted),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
     torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage]
