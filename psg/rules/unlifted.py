@@ -160,6 +160,11 @@ def _inner(input: Tensor, other: Tensor) -> Tensor:
     return torch.tensordot(input, other, dims=([-1], [-1]))  # pyright: ignore[reportArgumentType]
 
 
+def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """([*,t,d], [*,s,d]) -> [*,t,s]. Where entries tie, the gradient of other norms than p = 2 is not that of `vector_norm`."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), dim=-1) if p == 2 else NotImplemented
+
+
 def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
     return (x.conj() * y).sum(dim)
 
@@ -256,6 +261,9 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.addr, Tensor.addr), _added(_outer)),
     **dict.fromkeys((torch.outer, Tensor.outer, torch.ger, Tensor.ger), _outer),
     **dict.fromkeys((torch.inner, Tensor.inner), _inner),
+    **dict.fromkeys((torch.dot, Tensor.dot), lambda input, tensor: _inner(input, tensor)),
+    **dict.fromkeys((torch.vdot, Tensor.vdot), lambda input, other: _inner(input.conj(), other)),
+    torch.cdist: _distances,
     torch.linalg.vecdot: _vecdot,
     torch.linalg.multi_dot: lambda tensors: reduce(torch.matmul, tensors),
     torch.broadcast_tensors: _broadcast_tensors,
