@@ -1,5 +1,6 @@
 """psg's functions under plain autograd: what has a history, what is differentiated, and what a zero gradient does."""
 
+import copy
 import gc
 import weakref
 
@@ -163,6 +164,74 @@ def test_what_is_closed_over_and_handed_to_a_transform(transform, method, args):
         assert not psg.per_sample_norm(handed(lambda scale: scale), method=method)(params, x).requires_grad
     ours = slopes(weigh(psg.per_sample_norm(handed(torch.clone), method=method)(params, x)), scale)
     expected = slopes(weigh(flat(gradients(handed(torch.clone), params, x)).norm(dim=1)), scale)
+    assert_trees_close(ours, expected, per_sample=False)
+
+
+LEAVES = {
+    "requires_grad=True": lambda x: torch.zeros_like(x, requires_grad=True),
+    "Parameter": lambda x: nn.Parameter(torch.zeros_like(x)),
+    "Variable": lambda x: torch.autograd.Variable(0.3 * x, requires_grad=True),
+    "module": lambda x: nn.LayerNorm(len(x), device=x.device).weight,
+    "copy": lambda x: copy.deepcopy(nn.Parameter(0.3 * x)),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_leaf_that_fn_makes_is_not_closed_over(name, method, args):
+    """No function mode sees nn.Parameter and Variable: their leaves were taken for tensors that fn closes over."""
+    params, x, _ = args
+
+    def perturbed(p, x):
+        return fn(p, x + LEAVES[name](x)) + vmap(torch.sin)(LEAVES[name](x)).sum()
+
+    assert_trees_close(psg.per_sample_grad(perturbed, method=method)(params, x), gradients(perturbed, params, x))
+    out = psg.clipped_grad(perturbed, 1.0, method=method)(params, x)
+    assert not any(leaf.requires_grad for leaf in (out.values, out.norms, *tree_leaves(out.grads)))
+    factor = psg.factored_grad(perturbed, method=method)(params, x)["a"]
+    assert type(factor).__name__ == ("Dense" if method in ("vmap", "loop") else "Outer")
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_fn_differentiates_for_a_leaf_that_it_makes(name, args):
+    """nn.Parameter, given a tensor of each sample's own, required grad of vmap's wrapper alone."""
+    params, x, _ = args
+
+    def adversarial(p, x):
+        delta = LEAVES[name](x)
+        (slope,) = torch.autograd.grad(fn(p, x + delta), delta)
+        return fn(p, x + 0.1 * slope)
+
+    for n in (0, 1, N):
+        expected = psg.per_sample_grad(adversarial, method="loop")(params, x[:n])
+        assert_trees_close(psg.per_sample_grad(adversarial, method="capture")(params, x[:n]), expected)
+
+
+@each_method
+def test_a_leaf_that_a_graph_alone_holds_is_closed_over(method, args):
+    params, x, _ = args
+    node = (0.3 * torch.full((3,), 0.7, device=x.device, requires_grad=True)).grad_fn.next_functions[0][0]
+
+    def closed(p, x):
+        return fn(p, node.variable * x)
+
+    ours = slopes(weigh(psg.per_sample_norm(closed, method=method)(params, x)), node.variable)
+    expected = slopes(weigh(flat(gradients(closed, params, x)).norm(dim=1)), node.variable)
+    assert_trees_close(ours, expected, per_sample=False)
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_a_leaf_that_fn_keeps_is_closed_over_at_once(method, args):
+    """A layer that the first call makes, say, and later calls close over."""
+    params, x, _ = args
+    kept = []
+
+    def closed(p, x):
+        kept[:] = kept or [nn.Parameter(torch.full((3,), 0.7, device=x.device))]
+        return fn(p, kept[0] * x)
+
+    ours = slopes(weigh(psg.per_sample_norm(closed, method=method)(params, x)), kept[0])
+    expected = slopes(weigh(flat(gradients(closed, params, x)).norm(dim=1)), kept[0])
     assert_trees_close(ours, expected, per_sample=False)
 
 

@@ -138,6 +138,31 @@ def lookups(n, device):
     return fn, params, batch
 
 
+def pairs(n, device):
+    """Parameters indexed by several tensors: of one shape, of shapes that broadcast, among other indices, and at the end."""
+
+    def fn(p, i, j, x):
+        steps = torch.arange(4, device=device)
+        scores = x * p["w"][i, j] - p["w"].log_softmax(1)[i[:, :1], j] + p["deep"][i, steps, j[:, :1].clamp(max=0)]
+        between = p["deep"][i, :, j].sin().sum(2) + p["deep"][i, -1, j].cos() + p["w"][i, ...].tanh().sum(2)
+        return (scores * between).sum(1) + (p["deep"][..., j].sin().movedim(2, 0) * x[:, None, None]).sum((1, 2, 3))
+
+    params = {"w": torch.randn(5, 3, device=device), "deep": torch.randn(5, 4, 3, device=device)}
+    ids = (torch.randint(-size, size, (n, 4), device=device) for size in (5, 3))
+    return fn, params, (*ids, torch.randn(n, 4, device=device))
+
+
+def converted(n, device):
+    """Parameters, and data, that take the dtype, device or shape of the other."""
+
+    def fn(p, x):
+        scaled = x.float().to(p["w"]) * p["b"].to(x).view_as(x[0, 0]) * p["c"].reshape_as(x[0, :, :1])
+        return (F.linear(scaled.float().type_as(p["w"]), p["w"].to(x, copy=True)) + p["b"].type_as(x)).tanh().sum((1, 2))
+
+    params = {"w": torch.randn(WIDTH, WIDTH, device=device), "b": torch.randn(WIDTH, device=device), "c": torch.randn(5, device=device)}
+    return fn, params, (torch.randn(n, 5, WIDTH, device=device),)
+
+
 def class_tokens(n, device):
     """Parameters repeated for every sample, by each op that can do so; one is repeated for every head instead."""
 
@@ -225,6 +250,8 @@ PROBLEMS = [
     spectrum,
     positions,
     lookups,
+    pairs,
+    converted,
     class_tokens,
     mask_tokens,
     broadcasts,
@@ -564,7 +591,7 @@ def test_sums_in_an_order_that_depends_on_the_batch_are_no_meeting(dtype, device
         ),
         (lambda p, x: torch.cat([x, p["w"]]).sum().expand(len(x)), r"p\['w'\] reaches cat"),
         (lambda p, x: torch.kron(x, p["w"][:1]).sum(1), r"p\['w'\] reaches kron"),
-        (lambda p, x: torch.cdist(x, p["w"]).sum(1), r"p\['w'\] reaches cdist"),
+        (lambda p, x: torch.cdist(x, p["w"], p=1).sum(1), r"p\['w'\] reaches cdist"),
         (lambda p, x: F.conv1d(x.T, p["w"][:, :, None]).sum(0), r"reaches conv1d"),
         (lambda p, x: F.linear(x, p["w"]).sum(), r"expected fn to return one loss for each of the 5 samples, got a tensor of shape \(\)"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),
@@ -577,7 +604,14 @@ def test_what_cannot_be_told_is_an_error(fn, message, device):
 
 
 @pytest.mark.parametrize(
-    "lookup", [lambda w, i: w[i], lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1), lambda w, i: F.embedding(i, w)]
+    "lookup",
+    [
+        lambda w, i: w[i],
+        lambda w, i: w[0, i - 4, None],
+        lambda w, i: w[i % 5, i, None],
+        lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1),
+        lambda w, i: F.embedding(i, w),
+    ],
 )
 @pytest.mark.parametrize("beyond", [7, -8])
 def test_an_index_out_of_range_is_torch_s_own_error(lookup, beyond, device):
@@ -1310,6 +1344,8 @@ WEIGHTS = {"v": (4,), "m": (4, 4), "positions": (3, 4), "s": (), "one": (1, 4), 
         lambda p, x: torch.outer(x[:, 0, 0], p["v"]) + torch.addr(x[:, 0], x[:, 1, 0], p["v"], beta=0.5, alpha=2),
         lambda p, x: torch.linalg.vecdot(x, p["v"]) + F.cosine_similarity(x, p["v"], dim=-1) + F.pairwise_distance(x, p["v"]),
         lambda p, x: torch.linalg.multi_dot([x[:, 0], p["m"], p["m"]]),
+        lambda p, x: torch.stack([torch.dot(own, p["v"]) * p["z"].vdot(own) * own for own in x[:, 0]]) if len(x) else x * p["s"],
+        lambda p, x: torch.cdist(x, p["m"]) + torch.cdist(p["positions"], x[:, 1]).T[:, :, None],
         lambda p, x: torch.maximum(x, p["v"]) - x.minimum(p["positions"]) + torch.clamp(x, max=p["v"]) + x.fmax(p["s"]),
         lambda p, x: x.abs() ** p["v"] + p["v"] ** x + x.abs().pow(p["s"]) + torch.float_power(x.abs(), p["s"]),
         lambda p, x: torch.logaddexp(x, p["v"]) + torch.atan2(p["v"], x) + torch.hypot(x, p["s"]) + torch.xlogy(x, p["v"]),

@@ -693,6 +693,12 @@ STAYS = {
     "weight norm of numbers": lambda w, x: (torch._weight_norm(w[0], w[1], 0) * x + torch._weight_norm(w[0], w[1, 1], -1)).sin().sum(),
     "moveaxis": lambda w, x: (torch.moveaxis(w * x, 0, 1) @ x).sin().sum(),
     "norms of a list": lambda w, x: torch.stack(torch._foreach_norm([w @ x, w * x], 1) + torch._foreach_norm([w * x, x])).prod(),
+    "arithmetic on lists": lambda w, x: sum(
+        map(
+            torch.sum,
+            torch._foreach_add(torch._foreach_mul(torch._foreach_sub([w @ x, w], [x, x]), 2.0), torch._foreach_div([x, w], x[0].exp())),
+        )
+    ).sin(),
     "a mask that all samples share": masked(lambda x: x < 100),
     "a mask of two kinds": masked(lambda x: torch.arange(4, device=x.device) < 2 + (x[0] > 0)),
     "weight standardisation": lambda w, x: (F.batch_norm(w[None], None, None, training=True)[0] @ x).sin().sum(),
@@ -816,6 +822,28 @@ def assert_stays_on_the_first_rung(fn, device):
 def test_stays_on_the_first_rung(fn, device):
     assert_stays_on_the_first_rung(fn, device)
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+SPARSE = {
+    "data": lambda a, p, x: a @ x.tanh() @ p["w"] + a.matmul(x),
+    "a layer's output": lambda a, p, x: torch.mm(a, torch.sparse.mm(a, x @ p["w"]).relu()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_constant_sparse_matrix(name, layout, device):
+    """The adjacency of a graph: vmap cannot repeat it for every sample."""
+    adjacency = torch.randn(6, 6, device=device).relu().to_sparse(layout=layout)
+    params = {"w": torch.randn(6, 6, device=device)}
+
+    def fn(p, x):
+        return SPARSE[name](adjacency, p, x).sin().sum()
+
+    for n in (0, 1, 3):
+        x = torch.randn(n, 6, 6, device=device)
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(fn)(params, x))
 
 
 # Each has one step that vmap would run sample by sample, with a warning.

@@ -208,6 +208,38 @@ def test_index_select_by_numbers_and_by_lists(n, shape, place, count, role, shar
     assert_agrees(Problem(fn, (w, x, index), options={"in_dims": (None, 0, None if shared else 0)}))
 
 
+@given(
+    n=st.integers(0, 3),
+    kinds=st.lists(
+        st.sampled_from(["ids", "ids", "few", "one", "shared", "number", "range", "all", "new", "rest"]), min_size=1, max_size=4
+    ),
+    left=st.integers(0, 1),
+    t=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_indices_of_all_kinds(n, kinds, left, t, seed, device):
+    """Several tensors, whose shapes broadcast and whose entries may be negative, among numbers, ranges, None and an ellipsis."""
+    torch.manual_seed(seed)
+    own = {"ids": (n, 2, t), "few": (n, t), "one": (n,), "shared": (t,)}
+    w = torch.randn([3] * (left + sum(kind not in ("new", "rest") for kind in kinds)), device=device)
+    given = [torch.randint(-3, 3, own[kind], device=device) for kind in kinds if kind in own]
+    dims = [None if kind == "shared" else 0 for kind in kinds if kind in own]
+
+    def fn(w, x, *given):
+        rest, fixed = iter(given), {"number": -2, "range": slice(1, None), "all": slice(None), "new": None, "rest": ...}
+        index = [next(rest) if kind in own else fixed[kind] for kind in kinds]
+        return score(w.tanh()[tuple(index)] * x)
+
+    if kinds.count("rest") < 2:
+        assert_agrees(Problem(fn, (w, torch.randn(n, device=device), *given), options={"in_dims": (None, 0, *dims)}))
+
+
+@pytest.mark.parametrize("lookup", [lambda w, i, j: w[i, j], lambda w, i, j: w[..., j], lambda w, i, j: w[1:, i, j]])
+def test_indices_give_views_of_rows(lookup, device):
+    table, ids = torch.randn(5, 5, 5, device=device), torch.randint(-4, 4, (2, 3, 4), device=device)
+    assert isinstance(psg.factored_grad(lambda w, i, j: score(lookup(w, i, j)))(table, *ids), psg.factors.Views)
+
+
 @given(n=st.integers(0, 3), rows=st.integers(1, 4), t=st.integers(0, 4), padding=st.integers(-1, 4), seed=st.integers(0, 99))
 def test_torch_s_own_embedding(n, rows, t, padding, seed, device):
     """With another order of arguments than `F.embedding`; a padding that is no row has no effect."""

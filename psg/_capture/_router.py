@@ -185,11 +185,11 @@ class Router(Watch, Looking):
         """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
         if here and target is None and is_ordinary(func, tensors, kwargs) and self.by_handle.keys().isdisjoint(map(id, tensors)):
-            if any([tensor.requires_grad for tensor in tensors]):  # one from outside: a wrapper of this vmap does not
-                self.look(func, tensors, (), self.level)
+            if any([tensor.requires_grad for tensor in tensors]):
+                self._look(func, tensors)
             self._expect_own_hooks()
             return self._call(func, args, kwargs)
-        self.look(func, tensors, (), self.level)
+        self._look(func, tensors)
         if target is not None:
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs, target)
@@ -214,6 +214,13 @@ class Router(Watch, Looking):
             return output
         lifted = self.lifted_among(tensors)
         return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
+
+    def _look(self, func: Any, tensors: list[Tensor]) -> None:
+        self.look(func, tensors, (), self.level)
+        for tensor in tensors:
+            # nn.Parameter and Variable, which no function mode sees, require it of this vmap's wrapper, below which autograd records.
+            if tensor.requires_grad and _functorch.is_batched(tensor, self.level):
+                self._require_grad(Tensor.requires_grad_, tensor)
 
     def expect_agreed(self, tensor: Tensor) -> None:
         """Refuse a Python value that depends on random numbers.
@@ -369,7 +376,7 @@ class Router(Watch, Looking):
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices."""
         index = args[-1] if len(args) > 1 else None
-        batched = isinstance(index, Tensor) and _functorch.is_batched(index, self.level)
+        batched = any(_functorch.is_batched(tensor, self.level) for tensor in operands_of((index,), {})[0])
         return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
 
     def _run_lifted(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:

@@ -44,6 +44,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
     with torch.no_grad():
         result = compute(call.watched_by(outside), method)
+    outside.conclude()
     if not needed and not outside.found:
         return result
     if not attach:

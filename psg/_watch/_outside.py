@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.weak import TensorWeakRef
 
-from psg._errors import USED_ELSEWHERE, StateError, warn_once
+from psg._errors import USED_ELSEWHERE, StateError, user_line, warn_once
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
 from psg._torch._patches import assigned
@@ -23,6 +24,17 @@ REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"]._
 COMPUTED_BEFORE = (
     "stateless: the module uses a tensor that was computed from its parameter {!r} before the call (in __init__ or an earlier call), "
     "where psg cannot replace the parameter. Compute it in forward, or detach it if it is meant as a constant."
+)
+
+LOST_TO_TRANSFORM = (
+    "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms (vmap, grad, "
+    "jacrev) at {}, where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone of it, or make it one of "
+    "fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is wanted."
+)
+LOST_TO_FUNCTION = (
+    "fn closes over a tensor that requires grad, and hands it to an autograd.Function or scripted function, where psg cannot follow it: "
+    "the result has no derivative for that tensor. Make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no "
+    "derivative is wanted."
 )
 
 _BASE = vars(torch._C.TensorBase)
@@ -137,15 +149,21 @@ def _bare(leaves: list[Any], level: int) -> list[Tensor]:
     return [tensor for tensor in bare if not _functorch.is_wrapped(tensor) and tensor.requires_grad]
 
 
+def _reference(what: Any) -> Callable[[], Any]:
+    """A function that returns this tensor or node; None once it is a leaf (others lead to leaves) that nothing else refers to."""
+    return TensorWeakRef(what) if isinstance(what, Tensor) and what.grad_fn is None else lambda: what
+
+
 class Recorded(Outside):
     """Records outside tensors. Results computed meanwhile have no history."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
+        self._lost: list[tuple[Callable[[], Any], Any, str]] = []  # tensors that cannot be replaced, and the key and text of a warning
 
     def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
-        """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
+        """Note the outside tensors among the leaves that autograd would record, and those that a transform of fn's own has wrapped."""
         if func in REQUIRING and not leaves[0].requires_grad:
             self._made[id(leaves[0])] = leaves[0]
         met = super().look(func, leaves, own, level)
@@ -161,32 +179,32 @@ class Recorded(Outside):
             self._made[id(output)] = output
 
     def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
-        """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
+        """Note outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
         for bare in _bare(leaves, level):
             if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
-                warn_once(
-                    ("wrapped", name_of(func)),
-                    "fn closes over a tensor that requires grad, and hands it as an argument to a function that torch.func transforms "
-                    "(vmap, grad, jacrev), where psg cannot follow it: the result has no derivative for that tensor. Hand over a clone "
-                    "of it, or make it one of fn's arguments, or detach it, or call psg under torch.no_grad() if no derivative is "
-                    "wanted.",
-                    UserWarning,
-                )
+                self._lost.append((_reference(bare), ("wrapped", name_of(func)), LOST_TO_TRANSFORM.format(user_line())))
 
     def expect(self, nodes: list[Any], seen: set[int]) -> None:
-        """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
+        """Note outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
         known = seen | {tensor.grad_fn for tensor in self.found} | {id(tensor._base) for tensor in self.found if tensor._is_view()}
         for node in filter(self._is_new, nodes):
             for before, _ in node.next_functions:
                 what = id(before.variable) if hasattr(before, "variable") else before
                 if before is not None and not self._is_new(before) and what not in known:
-                    warn_once(
-                        ("hidden", node.name()),
-                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function or scripted function, where psg "
-                        "cannot follow it: the result has no derivative for that tensor. Make it one of fn's arguments, or detach it, or "
-                        "call psg under torch.no_grad() if no derivative is wanted.",
-                        UserWarning,
-                    )
+                    self._lost.append((_reference(getattr(before, "variable", before)), ("hidden", node.name()), LOST_TO_FUNCTION))
+
+    def conclude(self) -> None:
+        """After the call: forget leaves that nothing else refers to, then warn of the other tensors whose derivative is lost.
+
+        fn has made such leaves itself, where no function mode sees it (nn.Parameter, a module's constructor): had it closed over them, it
+        would still refer to them. And nobody can ask for their derivative.
+        """
+        references = [*map(_reference, self.found)]
+        self.found.clear()
+        self.found += [tensor for reference in references if (tensor := reference()) is not None]
+        for reference, key, message in self._lost:
+            if reference() is not None:
+                warn_once(key, message, UserWarning)
 
     def _is_new(self, node: Any) -> bool:
         """Whether a node of a graph belongs to an op of fn's."""

@@ -127,12 +127,45 @@ def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_gra
 
 
 def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
-    """W[index] for an integer tensor along dim 0, as an embedding; with `from_end`, negative indices count from the end."""
-    known = isinstance(input, Tensor) and isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
-    if not known or input.ndim == 0 or input.is_complex() or len(input) == 0:
+    """W[index] with integer tensors among the indices, as an embedding; with `from_end`, negative ones count from the end."""
+    indices = index if isinstance(index, tuple) else (index,)
+    if not isinstance(input, Tensor) or input.is_complex() or sum(own is ... for own in indices) > 1:
         return NotImplemented
+    spare = [slice(None)] * (input.ndim - sum(own is not None and own is not ... for own in indices))
+    indices = [own for given in indices for own in (spare if given is ... else [given])]
+    tensors = [own for own in indices if isinstance(own, Tensor)]
+    known = all(isinstance(own, (Tensor, slice)) or own is None or type(own) is int for own in indices)
+    if not (tensors and known) or any(own.dtype not in (torch.int32, torch.int64) for own in tensors):
+        return NotImplemented
+    # As in torch: first what selects no rows by a tensor, then the tensors, whose dimensions come first if anything is between them.
+    others = tuple(slice(None) if isinstance(own, Tensor) else own for own in indices)
+    if any(own != slice(None) for own in others):
+        input = input[others]
+    dims = [dim for dim, own in enumerate(own for own in indices if type(own) is not int) if isinstance(own, Tensor)]
+    if dims[-1] >= input.ndim or any(input.shape[dim] == 0 for dim in dims):
+        return NotImplemented
+    first, count = dims[0], len(dims)
+    if first or dims[-1] >= count:
+        input = input.movedim(dims, tuple(range(count)))
     if from_end:
-        index = torch.where(index < 0, index + len(input), index)
+        tensors = [torch.where(own < 0, own + size, own) for own, size in zip(tensors, input.shape, strict=False)]
+    index = _joined(tensors, input.shape)
+    output = _as_embedding(input.flatten(0, count - 1) if count > 1 else input, index)
+    back = first if dims[-1] - first == count - 1 else 0
+    return output.movedim(tuple(range(index.ndim)), tuple(range(back, back + index.ndim))) if back else output
+
+
+def _joined(indices: list[Tensor], sizes: torch.Size) -> Tensor:
+    """The index into the first dimensions flattened to one; out of range if one of these is."""
+    joined, *others = indices
+    fits: Any = True
+    for own, size in zip(others, sizes[1:], strict=False):
+        joined, fits = joined * size + own, fits & (own >= 0) & (own < size)
+    return torch.where(fits, joined, -1) if others else joined
+
+
+def _as_embedding(input: Tensor, index: Tensor) -> Tensor:
+    """W[index] for one index into dim 0."""
     if input.ndim == 2:
         return F.embedding(index, input)
     if input.ndim == 1:

@@ -229,6 +229,36 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | 
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
+def _one_after_another(op: Any) -> Callable[..., Any]:
+    """An op of two operands on lists, as it runs on their tensors; the second may be one number for all."""
+
+    def run(self: Sequence[Tensor], others: Any, **options: Any) -> Any:
+        others = others if isinstance(others, (list, tuple)) else [others] * len(self)
+        return [op(*pair, **options) for pair in zip(self, others, strict=True)] if len(self) == len(others) else NotImplemented
+
+    return run
+
+
+for _name in ("add", "sub", "mul", "div"):
+    decomposition(getattr(torch, f"_foreach_{_name}"))(_one_after_another(getattr(torch, _name)))
+
+
+@rule(torch.sparse.mm, params=("mat1",), frozen=True)
+def sparse_product(mat1: Tensor, mat2: Tensor) -> Any:
+    """One product of a constant sparse matrix, which vmap cannot repeat, with the columns of all samples: [k,m], [n,m,p] -> [n,k,p]."""
+    if mat1.layout == torch.strided or mat1.ndim != 2 or mat2.layout != torch.strided or mat2.ndim != 3:
+        return NotImplemented
+    product = torch.sparse.mm(mat1, mat2.movedim(0, 1).flatten(1))
+    return product.unflatten(1, (len(mat2), mat2.shape[2])).movedim(1, 0), {}
+
+
+@decomposition(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+def _sparse_times_dense(input: Tensor, *others: Tensor, **options: Any) -> Any:
+    if input.layout not in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc) or input.ndim != 2 or options or others[0].ndim != 2:
+        return NotImplemented
+    return torch.sparse.mm(input, *others)
+
+
 @decomposition(F.rrelu)
 def _rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
     """In evaluation mode. In training mode the numbers that torch draws depend on the signs of all samples."""

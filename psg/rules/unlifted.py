@@ -160,6 +160,11 @@ def _inner(input: Tensor, other: Tensor) -> Tensor:
     return torch.tensordot(input, other, dims=([-1], [-1]))  # pyright: ignore[reportArgumentType]
 
 
+def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """([*,t,d], [*,s,d]) -> [*,t,s]. Where entries tie, the gradient of other norms than p = 2 is not that of `vector_norm`."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), dim=-1) if p == 2 else NotImplemented
+
+
 def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
     return (x.conj() * y).sum(dim)
 
@@ -199,6 +204,10 @@ def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bia
     groups = [self[start:end] @ matrix for start, end, matrix in zip([0, *ends], ends, mat2.unbind(), strict=False)]
     # torch leaves rows beyond the last offset undefined; here they are zero.
     return torch.cat([*groups, self.new_zeros(len(self) - ends[-1], mat2.shape[2])])
+
+
+def _converted(input: Tensor, other: Tensor, *flags: Any, **options: Any) -> Tensor:
+    return input.to(other.device, other.dtype, *flags, **options)
 
 
 def _full_shape(*args: Any, **kwargs: Any) -> torch.Size:
@@ -252,10 +261,16 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.addr, Tensor.addr), _added(_outer)),
     **dict.fromkeys((torch.outer, Tensor.outer, torch.ger, Tensor.ger), _outer),
     **dict.fromkeys((torch.inner, Tensor.inner), _inner),
+    **dict.fromkeys((torch.dot, Tensor.dot), lambda input, tensor: _inner(input, tensor)),
+    **dict.fromkeys((torch.vdot, Tensor.vdot), lambda input, other: _inner(input.conj(), other)),
+    torch.cdist: _distances,
     torch.linalg.vecdot: _vecdot,
     torch.linalg.multi_dot: lambda tensors: reduce(torch.matmul, tensors),
     torch.broadcast_tensors: _broadcast_tensors,
     Tensor.expand_as: lambda input, other: input.expand(other.shape),
+    Tensor.view_as: lambda input, other: input.view(other.shape),
+    Tensor.reshape_as: lambda input, other: input.reshape(other.shape),
+    **dict.fromkeys((Tensor.to, Tensor.type_as), _converted),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
     torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage]
