@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from psg._errors import USED_ELSEWHERE, StateError, warn_once
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
+from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, operands_of, substitute
 from psg._torch._patches import assigned
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
@@ -28,11 +28,6 @@ COMPUTED_BEFORE = (
 _BASE = vars(torch._C.TensorBase)
 UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, _BASE["data"].__get__, _BASE["_backward_hooks"].__set__}
 """Ops through which nothing is differentiated. (Autograd sets hooks of views that are written into, under a lock that grad_fn takes.)"""
-
-
-def _records(func: Any) -> bool:
-    """Whether autograd may record this op now."""
-    return func not in UNDIFFERENTIATED and torch.is_grad_enabled()
 
 
 _owned: ContextVar[tuple[Mapping[int, str], str]] = ContextVar("psg_owned", default=({}, ""))  # noqa: B039 (never changed)
@@ -78,49 +73,70 @@ class Outside:
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
+        self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
         self._start = _autograd.now()
         self._allowed: set[Any] = set()  # nodes of outside tensors' graphs that lead to no parameter that a module owns
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
-        """Look for outside tensors among the leaves of an op's arguments.
+    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> tuple[list[Tensor], list[Tensor]]:
+        """Look for outside tensors among the arguments of an op.
 
         Args:
             func: The op.
-            leaves: The leaves of its arguments.
-            own: The ids of leaves that do not count.
+            tensors: The tensors among its arguments.
+            own: The ids of tensors that do not count.
             level: The level of psg's innermost transform: those above it are fn's own.
 
         Returns:
-            The tensors, outside ones and others, that autograd records at this op and no transform has wrapped.
+            Tensors that autograd records at this op, among them all outside ones: those that no transform has wrapped, and those that one
+            of fn's own has, without the wrappers.
 
         Raises:
             StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
         """
-        met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
-        inner = _bare(leaves, level) if _functorch.current_level() > level else []
-        if not ((met or inner) and _records(func)):
-            return []
+        if func in REQUIRING and not tensors[0].requires_grad:
+            self._made[id(tensors[0])] = tensors[0]
+        if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
+            return [], []
         names, message = _owned.get()
-        if names:
-            for leaf in (*met, *inner):
-                refuse_own(func, leaf, leaves[0], names, message)
-                if leaf.grad_fn is not None and self._is_older(leaf, own) and not _takes_metadata(func, leaf, leaves[0]):
-                    key = _autograd.find_leaf(leaf.grad_fn, names, self._allowed)
-                    if key is not None:
-                        raise StateError(COMPUTED_BEFORE.format(names[key]))
-        return met
+        met = []
+        for tensor in tensors:  # nothing else is done for most ops of a loop over samples
+            if tensor.requires_grad and id(tensor) not in own:
+                node = tensor.grad_fn
+                if names or node is None or _autograd.made_before(node, self._start):  # what fn makes may be a view of a module's own
+                    met.append(tensor)
+        is_inside = _functorch.current_level() > level
+        if not met and not is_inside:
+            return [], []
+        met = [tensor for tensor in met if not _functorch.is_wrapped(tensor)]
+        inner = _bare(tensors, level) if is_inside else []
+        for tensor in (*met, *inner) if names else ():
+            refuse_own(func, tensor, tensors[0], names, message)
+            if tensor.grad_fn is not None and self._is_older(tensor, own) and not _takes_metadata(func, tensor, tensors[0]):
+                key = _autograd.find_leaf(tensor.grad_fn, names, self._allowed)
+                if key is not None:
+                    raise StateError(COMPUTED_BEFORE.format(names[key]))
+        return met, inner
 
     def made(self, output: Any, kwargs: Any) -> None:
         """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
+        if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
+            self._made[id(output)] = output
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        """Whether a tensor with a history is neither one of these nor made by fn."""
-        if tensor.grad_fn is not None and not _autograd.made_before(tensor.grad_fn, self._start):
+        """Whether a tensor that requires grad is neither one of these nor made by fn."""
+        if (node := tensor.grad_fn) is not None and not _autograd.made_before(node, self._start):
             return False
-        return id(tensor) not in own and id(_autograd.base_of(tensor)) not in own
+        base = id(_autograd.base_of(tensor))
+        return id(tensor) not in own and base not in own and base not in self._made
 
-    def expect(self, nodes: list[Any], seen: set[int]) -> None:
-        """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
+    def expect(self, nodes: list[Any], leaves: list[Any], seen: set[int]) -> None:
+        """Check that ops have used all outside tensors in the loss' graph.
+
+        Args:
+            nodes: The nodes of the graph.
+            leaves: Those of leaves among them.
+            seen: The ids of the tensors that ops have used.
+        """
 
     def replace(self, arguments: Any) -> Any:
         """The same arguments, with other tensors in the places of outside ones."""
@@ -131,38 +147,22 @@ class Outside:
         return function(*args)
 
 
-def _bare(leaves: list[Any], level: int) -> list[Tensor]:
+def _bare(tensors: list[Tensor], level: int) -> list[Tensor]:
     """The tensors that require grad and that transforms above this level, fn's own, have wrapped, without the wrappers."""
-    bare = [_functorch.innermost(leaf, level) for leaf in leaves if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)]
+    bare = [_functorch.innermost(tensor, level) for tensor in tensors if _functorch.is_wrapped(tensor)]
     return [tensor for tensor in bare if not _functorch.is_wrapped(tensor) and tensor.requires_grad]
 
 
 class Recorded(Outside):
     """Records outside tensors. Results computed meanwhile have no history."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
-
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
-        """Note the outside tensors among the leaves that autograd would record; warn of those that a transform of fn's own has wrapped."""
-        if func in REQUIRING and not leaves[0].requires_grad:
-            self._made[id(leaves[0])] = leaves[0]
-        met = super().look(func, leaves, own, level)
-        for leaf in met:
-            if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
-                self.found.append(leaf)
-        if _functorch.current_level() > level and _records(func):
-            self._expect_bare(func, leaves, own, level)
-        return met
-
-    def made(self, output: Any, kwargs: Any) -> None:
-        if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
-            self._made[id(output)] = output
-
-    def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
-        """Warn of outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
-        for bare in _bare(leaves, level):
+    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> tuple[list[Tensor], list[Tensor]]:
+        """Note outside tensors; warn of those that fn's own transforms have wrapped: these cannot be replaced, so no derivative is kept."""
+        met, inner = super().look(func, tensors, own, level)
+        for tensor in met:
+            if self._is_older(tensor, own) and not any(tensor is other for other in self.found):
+                self.found.append(tensor)
+        for bare in inner:
             if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
                 warn_once(
                     ("wrapped", name_of(func)),
@@ -172,28 +172,23 @@ class Recorded(Outside):
                     "wanted.",
                     UserWarning,
                 )
+        return met, inner
 
-    def expect(self, nodes: list[Any], seen: set[int]) -> None:
+    def expect(self, nodes: list[Any], leaves: list[Any], seen: set[int]) -> None:
         """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
         known = seen | {tensor.grad_fn for tensor in self.found} | {id(tensor._base) for tensor in self.found if tensor._is_view()}
-        for node in filter(self._is_new, nodes):
-            for before, _ in node.next_functions:
-                what = id(before.variable) if hasattr(before, "variable") else before
-                if before is not None and not self._is_new(before) and what not in known:
-                    warn_once(
-                        ("hidden", node.name()),
-                        "fn closes over a tensor that requires grad, and hands it to an autograd.Function or scripted function, where psg "
-                        "cannot follow it: the result has no derivative for that tensor. Make it one of fn's arguments, or detach it, or "
-                        "call psg under torch.no_grad() if no derivative is wanted.",
-                        UserWarning,
-                    )
-
-    def _is_new(self, node: Any) -> bool:
-        """Whether a node of a graph belongs to an op of fn's."""
-        return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
-
-    def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        return super()._is_older(tensor, own) and id(_autograd.base_of(tensor)) not in self._made
+        others = {node for node in nodes if node._sequence_nr() < self._start}.difference(leaves)
+        hidden = {node for node in leaves if id(node.variable) not in known} | (others - known)
+        for node in nodes if hidden else ():
+            of_fn = node not in others and node not in leaves
+            if of_fn and not hidden.isdisjoint(before for before, _ in node.next_functions):
+                warn_once(
+                    ("hidden", node.name()),
+                    "fn closes over a tensor that requires grad, and hands it to an autograd.Function or scripted function, where psg "
+                    "cannot follow it: the result has no derivative for that tensor. Make it one of fn's arguments, or detach it, or "
+                    "call psg under torch.no_grad() if no derivative is wanted.",
+                    UserWarning,
+                )
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call the function and note the outside tensors that it uses; an output without a history depends on none."""
@@ -229,6 +224,6 @@ class _Mode(Looking):
         self.outside = outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.outside.look(func, leaves_of(args, kwargs or {}))
+        self.outside.look(func, operands_of(args, kwargs or {})[0])
         args, kwargs = self.outside.replace((args, kwargs or {}))
         return func(*args, **kwargs)
