@@ -77,7 +77,7 @@ class Outside:
         self._start = _autograd.now()
         self._allowed: set[Any] = set()  # nodes of outside tensors' graphs that lead to no parameter that a module owns
 
-    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> tuple[list[Tensor], list[Tensor]]:
+    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> bool:
         """Look for outside tensors among the arguments of an op.
 
         Args:
@@ -87,8 +87,7 @@ class Outside:
             level: The level of psg's innermost transform: those above it are fn's own.
 
         Returns:
-            Tensors that autograd records at this op, among them all outside ones: those that no transform has wrapped, and those that one
-            of fn's own has, without the wrappers.
+            Whether autograd may record this op.
 
         Raises:
             StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
@@ -96,26 +95,17 @@ class Outside:
         if func in REQUIRING and not tensors[0].requires_grad:
             self._made[id(tensors[0])] = tensors[0]
         if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
-            return [], []
+            return False
         names, message = _owned.get()
-        met = []
-        for tensor in tensors:  # nothing else is done for most ops of a loop over samples
-            if tensor.requires_grad and id(tensor) not in own:
-                node = tensor.grad_fn
-                if names or node is None or _autograd.made_before(node, self._start):  # what fn makes may be a view of a module's own
-                    met.append(tensor)
-        is_inside = _functorch.current_level() > level
-        if not met and not is_inside:
-            return [], []
-        met = [tensor for tensor in met if not _functorch.is_wrapped(tensor)]
-        inner = _bare(tensors, level) if is_inside else []
-        for tensor in (*met, *inner) if names else ():
-            refuse_own(func, tensor, tensors[0], names, message)
-            if tensor.grad_fn is not None and self._is_older(tensor, own) and not _takes_metadata(func, tensor, tensors[0]):
-                key = _autograd.find_leaf(tensor.grad_fn, names, self._allowed)
-                if key is not None:
-                    raise StateError(COMPUTED_BEFORE.format(names[key]))
-        return met, inner
+        if names:
+            met = [tensor for tensor in tensors if tensor.requires_grad and id(tensor) not in own and not _functorch.is_wrapped(tensor)]
+            for tensor in (*met, *_bare(tensors, level)):
+                refuse_own(func, tensor, tensors[0], names, message)
+                if tensor.grad_fn is not None and self._is_older(tensor, own) and not _takes_metadata(func, tensor, tensors[0]):
+                    key = _autograd.find_leaf(tensor.grad_fn, names, self._allowed)
+                    if key is not None:
+                        raise StateError(COMPUTED_BEFORE.format(names[key]))
+        return True
 
     def made(self, output: Any, kwargs: Any) -> None:
         """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
@@ -149,6 +139,8 @@ class Outside:
 
 def _bare(tensors: list[Tensor], level: int) -> list[Tensor]:
     """The tensors that require grad and that transforms above this level, fn's own, have wrapped, without the wrappers."""
+    if _functorch.current_level() <= level:
+        return []
     bare = [_functorch.innermost(tensor, level) for tensor in tensors if _functorch.is_wrapped(tensor)]
     return [tensor for tensor in bare if not _functorch.is_wrapped(tensor) and tensor.requires_grad]
 
@@ -156,13 +148,15 @@ def _bare(tensors: list[Tensor], level: int) -> list[Tensor]:
 class Recorded(Outside):
     """Records outside tensors. Results computed meanwhile have no history."""
 
-    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> tuple[list[Tensor], list[Tensor]]:
+    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> bool:
         """Note outside tensors; warn of those that fn's own transforms have wrapped: these cannot be replaced, so no derivative is kept."""
-        met, inner = super().look(func, tensors, own, level)
-        for tensor in met:
-            if self._is_older(tensor, own) and not any(tensor is other for other in self.found):
-                self.found.append(tensor)
-        for bare in inner:
+        if not super().look(func, tensors, own, level):
+            return False
+        for tensor in tensors:
+            if tensor.requires_grad and id(tensor) not in own and not _functorch.is_wrapped(tensor) and self._is_older(tensor, own):
+                if not any(tensor is other for other in self.found):
+                    self.found.append(tensor)
+        for bare in _bare(tensors, level):
             if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
                 warn_once(
                     ("wrapped", name_of(func)),
@@ -172,7 +166,7 @@ class Recorded(Outside):
                     "wanted.",
                     UserWarning,
                 )
-        return met, inner
+        return True
 
     def expect(self, nodes: list[Any], leaves: list[Any], seen: set[int]) -> None:
         """Warn of outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
