@@ -145,6 +145,18 @@ class Call:
             if not isinstance(output, tuple) or len(output) != 2:
                 raise InputError(f"{self.name}, has_aux=True: expected fn to return (loss, aux), got {_describe(output)}.")
             output, aux = output
+        with torch._C.DisableTorchFunction():  # modes watch fn, not these questions
+            self._expect_loss(output, batch)
+        for tensor in _trees.tensors_in(_trees.flatten(aux)[0]) if batch else ():
+            if tensor.shape[:1] != (self.n,):
+                raise InputError(
+                    f'{self.name}, method="batch": expected the {self.n} samples in dim 0 of every tensor in aux, got one of shape '
+                    f"{tuple(tensor.shape)}."
+                )
+        return output, aux
+
+    def _expect_loss(self, output: Any, batch: bool) -> None:
+        """Refuse what is no real scalar, or for a batch no [n]."""
         if not isinstance(output, Tensor):
             hint = " To return more than the loss, pass has_aux=True." if isinstance(output, tuple) else ""
             hint = " A number has no derivative: leave out .item() or float()." if isinstance(output, (int, float)) else hint
@@ -162,13 +174,6 @@ class Call:
         if not output.is_floating_point():
             hint = " Take its .real; for the imaginary part's derivative, make a second call with .imag." if output.is_complex() else ""
             raise InputError(f"{self.name}: expected fn to return a real floating-point scalar, got dtype {output.dtype}.{hint}")
-        for tensor in _trees.tensors_in(_trees.flatten(aux)[0]) if batch else ():
-            if tensor.shape[:1] != (self.n,):
-                raise InputError(
-                    f'{self.name}, method="batch": expected the {self.n} samples in dim 0 of every tensor in aux, got one of shape '
-                    f"{tuple(tensor.shape)}."
-                )
-        return output, aux
 
     def detached(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What fn has returned, without history; if that is a parameter or an input itself, a clone that shares no memory with it."""

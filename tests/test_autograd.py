@@ -235,6 +235,38 @@ def test_a_leaf_that_fn_keeps_is_closed_over_at_once(method, args):
     assert_trees_close(ours, expected, per_sample=False)
 
 
+def scripted_product(x, w):
+    return x * w
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, w = ctx.saved_tensors
+        return cotangent * w, cotangent * x
+
+
+@pytest.mark.parametrize("history", [False, True], ids=["leaf", "computed"])
+@pytest.mark.parametrize("kind", ["function", "scripted"])
+def test_what_is_closed_over_and_handed_where_no_op_is_seen(kind, history, args):
+    """The loop finds it in the loss' graph: the derivative would be lost silently."""
+    params, x, _ = args
+    scale = torch.full((3,), 0.7, device=x.device, requires_grad=True)
+    outside = scale.exp() if history else scale
+    product = Product.apply if kind == "function" else torch.jit.script(scripted_product)
+
+    def handed(p, x):
+        return fn(p, product(x * p["a"].sum(), outside))
+
+    with pytest.warns(UserWarning, match="hands it to an autograd.Function or scripted function"):
+        assert not psg.per_sample_norm(handed, method="loop")(params, x).requires_grad
+
+
 CONSTANTS = {
     "detached": lambda live, x: live.detach() * x,
     "data": lambda live, x: live.data * x,

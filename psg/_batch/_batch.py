@@ -164,7 +164,7 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
     if mode.failure is not None:
         raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]
-    called.expect_replaced(_autograd.nodes_of(outputs[0].grad_fn))
+    called.expect_replaced(_autograd.leaves_in(_autograd.nodes_of(outputs[0].grad_fn)))
     with called.again():
         try:
             mode.backward(outputs[0])
@@ -236,7 +236,7 @@ class _BatchMode(Watch, Looking):
         return output
 
     def _route(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Any) -> Any:
-        self.look(func, leaves, self.by_handle.keys(), self.level)
+        self.look(func, _trees.tensors_in(leaves), self.by_handle.keys(), self.level)
         if target is not None:
             self._protect(func, target)
         refuse_updates(func, args, kwargs, target)

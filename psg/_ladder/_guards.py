@@ -1,10 +1,12 @@
 """Function modes that watch fn where vmap or plain autograd runs its ops as they are, and the loop's backward passes."""
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from psg._call import Call
@@ -21,6 +23,7 @@ from psg._torch._ops import (
     foreign_mode,
     leaves_of,
     name_of,
+    operands_of,
     target_of,
     torchs_names,
 )
@@ -78,7 +81,7 @@ class VmapGuard(Looking):
             leaves = leaves_of(args, kwargs)
             tensors = tensors_in(leaves)
             marked = self.own.owns(tensors) and func not in LIKENESSES
-            self.outside.look(func, leaves, (), self.level)
+            self.outside.look(func, tensors, (), self.level)
             for tensor in tensors:
                 if not _functorch.is_wrapped(tensor) and tensor.grad_fn and _autograd.find_leaf(tensor.grad_fn, self.bare, self.harmless):
                     raise Stale("a value of the parameters from another thread")
@@ -154,6 +157,14 @@ def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:
             )
 
 
+@cache
+def _is_ordinary(func: Any, is_inside: bool) -> bool:
+    """Whether `Repaired` runs an op as it is, whatever its arguments: what all tables say of it, asked once."""
+    if isinstance(func, HigherOrderOperator) or func in DIFFERENTIATING or func in _kernels.BATCH_NORMS or is_misderived(func):
+        return False
+    return python_form(func) is None and not (is_inside and find_decomposition(func, differentiated=True))
+
+
 class Repaired(TorchFunctionMode):
     """Under plain autograd, or for one sample inside a transform: works around ops that torch gets wrong there.
 
@@ -176,6 +187,8 @@ class Repaired(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = torchs_names(func, kwargs)
+        if _is_ordinary(func, self.is_inside):
+            return func(*args, **kwargs)
         if (form := python_form(func)) is not None:
             with self:
                 return form(*args, **kwargs)
@@ -206,8 +219,8 @@ class LoopGuard(Repaired, Looking):
         differentiated: As `Repaired` takes it.
 
     Attributes:
-        used_ids: The ids of all arguments of ops.
-        recorded_ids: The ids of the arguments of ops that autograd records.
+        recorded_ids: The ids of the tensors that were given to ops while autograd was on.
+        other_ids: The ids of those that were given to other ops.
     """
 
     def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
@@ -215,19 +228,19 @@ class LoopGuard(Repaired, Looking):
         self.outside = call.outside
         self.level = _functorch.current_level()
         self.own = frozenset(map(id, own))
-        self.used_ids: set[int] = set()
         self.recorded_ids: set[int] = set()
+        self.other_ids: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = torchs_names(func, kwargs)
-        leaves = leaves_of(args, kwargs)
-        ids = set(map(id, leaves))
-        self.used_ids |= ids
-        if torch.is_grad_enabled():
-            self.recorded_ids |= ids
-        self.outside.look(func, leaves, self.own, self.level)
+        tensors = operands_of(args, kwargs)[0]
+        (self.recorded_ids if torch.is_grad_enabled() else self.other_ids).update(map(id, tensors))
+        self.outside.look(func, tensors, self.own, self.level)
         args, kwargs = self.outside.replace((args, kwargs))
-        refuse_updates(func, args, kwargs, target_of(func, args, kwargs))
+        target = target_of(func, args, kwargs)
+        if target is None and "requires_grad" not in kwargs and _is_ordinary(func, self.is_inside):
+            return func(*args, **kwargs)
+        refuse_updates(func, args, kwargs, target)
         if self.level >= 0:
             _refuse_constants(func, args, kwargs, self.level)
         output = super().__torch_function__(func, types, args, kwargs)
@@ -247,8 +260,7 @@ class RerunGuard(Repaired):
 
     def __init__(self, call: Call, forward: LoopGuard, called: _pass.Pass, history: bool) -> None:
         super().__init__(forward.differentiated)
-        self.call, self.used_ids, self.called, self.history = call, forward.used_ids, called, history
-        self.shapes = {call.leaves[position].shape for position in call.params}
+        self.call, self.forward, self.called, self.history = call, forward, called, history
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -262,7 +274,7 @@ class RerunGuard(Repaired):
             own = _autograd.base_of(leaf) if isinstance(leaf, Tensor) else leaf
             if (name := self.called.replaced.get(id(own))) is not None and leaf.requires_grad:
                 raise StateError(USED_ELSEWHERE.format(name))
-            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and id(leaf) not in self.used_ids and leaf.shape in self.shapes:
+            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and self._is_unknown(leaf):
                 raise StateError(
                     f"{self.call.name}: the backward pass runs a part of fn again, as checkpointed, reversible and adjoint layers do, with "
                     f"a module's own parameter (of shape {tuple(leaf.shape)}) in the place of the one that fn was given: functional_call "
@@ -274,3 +286,9 @@ class RerunGuard(Repaired):
                     "that module with several sets of parameters: psg cannot tell which of them to use then. Remove the checkpointing."
                 )
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _is_unknown(self, leaf: Tensor) -> bool:
+        """Whether the forward pass has not used this tensor, which has the shape of a parameter."""
+        if id(leaf) in self.forward.recorded_ids or id(leaf) in self.forward.other_ids:
+            return False
+        return any(leaf.shape == self.call.leaves[position].shape for position in self.call.params)

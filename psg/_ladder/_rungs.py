@@ -20,7 +20,7 @@ from psg._capture._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._ladder._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
-from psg._torch._ops import foreign_mode, handles_ops, leaves_of
+from psg._torch._ops import foreign_mode, handles_ops, operands_of
 from psg._watch import _copies, _pass
 from psg._watch._habits import Retry
 from psg._watch._outside import Outside
@@ -244,7 +244,7 @@ def _expect_right(call: Call) -> Callable[[Any, list[Any]], None]:
 
     def look(script: Any, arguments: list[Any]) -> None:
         # Only to refuse, not to record: inside of TorchScript no tensor can be replaced.
-        Outside.look(call.outside, script, [*leaves_of(arguments, {}), *_scripts.parameters_of(script)], (), level)
+        Outside.look(call.outside, script, [*operands_of(arguments, {})[0], *_scripts.parameters_of(script)], (), level)
         if (op := unseen_op(script)) is not None:
             raise PsgError(
                 f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"
@@ -332,8 +332,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
             if not history:
                 gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids, called))
             else:
-                with again:
-                    found = _autograd.gradients(loss, own, create_graph=True) if loss.requires_grad else [None] * len(own)
+                found = _autograd.gradients(loss, own, True, again) if loss.requires_grad else [None] * len(own)
                 gradients = [None if g is None else g.to_dense() for g in found]
     return (*gradients, *(values if history else [value.detach() for value in values]))
 
@@ -343,13 +342,13 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int], calle
     ids = set(map(id, own))
     for leaf in own:
         vars(leaf)["_psg_loop_leaf"] = True
-    for node in nodes:
-        if hasattr(node, "variable") and "_psg_loop_leaf" in vars(node.variable) and id(node.variable) not in ids:
-            raise Stale("a value of the parameters of another sample")
-        if id(getattr(node, "variable", None)) in ids and _autograd.node_of(node.variable) is not node:
-            raise PsgError("fn changes the dtype of a parameter in place, after which autograd takes it for another one: cast a copy")
-    called.expect_replaced(nodes)
-    call.outside.expect(nodes, seen | ids)
+    leaves = _autograd.leaves_in(nodes)
+    if any(id(node.variable) not in ids and "_psg_loop_leaf" in vars(node.variable) for node in leaves):
+        raise Stale("a value of the parameters of another sample")
+    if _autograd.outdated([node for node in leaves if id(node.variable) in ids]):
+        raise PsgError("fn changes the dtype of a parameter in place, after which autograd takes it for another one: cast a copy")
+    called.expect_replaced(leaves)
+    call.outside.expect(nodes, leaves, seen | ids)
 
 
 def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:

@@ -90,9 +90,8 @@ def current_level() -> int:
     return _C.maybe_current_level() or -1
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether some torch.func transform has wrapped this tensor."""
-    return _C.is_functorch_wrapped_tensor(tensor)
+is_wrapped = _C.is_functorch_wrapped_tensor
+"""Whether some torch.func transform has wrapped this tensor."""
 
 
 level_of = _C.maybe_get_level

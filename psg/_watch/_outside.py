@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from psg._errors import USED_ELSEWHERE, StateError, user_line, warn_once
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, leaves_of, name_of, substitute
+from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, operands_of, substitute
 from psg._torch._patches import assigned
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
@@ -40,11 +40,6 @@ LOST_TO_FUNCTION = (
 _BASE = vars(torch._C.TensorBase)
 UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, _BASE["data"].__get__, _BASE["_backward_hooks"].__set__}
 """Ops through which nothing is differentiated. (Autograd sets hooks of views that are written into, under a lock that grad_fn takes.)"""
-
-
-def _records(func: Any) -> bool:
-    """Whether autograd may record this op now."""
-    return func not in UNDIFFERENTIATED and torch.is_grad_enabled()
 
 
 _owned: ContextVar[tuple[Mapping[int, str], str]] = ContextVar("psg_owned", default=({}, ""))  # noqa: B039 (never changed)
@@ -90,49 +85,60 @@ class Outside:
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
+        self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
         self._start = _autograd.now()
         self._allowed: set[Any] = set()  # nodes of outside tensors' graphs that lead to no parameter that a module owns
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
-        """Look for outside tensors among the leaves of an op's arguments.
+    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> bool:
+        """Look for outside tensors among the arguments of an op.
 
         Args:
             func: The op.
-            leaves: The leaves of its arguments.
-            own: The ids of leaves that do not count.
+            tensors: The tensors among its arguments.
+            own: The ids of tensors that do not count.
             level: The level of psg's innermost transform: those above it are fn's own.
 
         Returns:
-            The tensors, outside ones and others, that autograd records at this op and no transform has wrapped.
+            Whether autograd may record this op.
 
         Raises:
             StateError: A module uses its own parameter instead of the one that it is given, or a tensor computed from its own.
         """
-        met = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not _functorch.is_wrapped(leaf)]
-        inner = _bare(leaves, level) if _functorch.current_level() > level else []
-        if not ((met or inner) and _records(func)):
-            return []
+        if func in REQUIRING and not tensors[0].requires_grad:
+            self._made[id(tensors[0])] = tensors[0]
+        if func in UNDIFFERENTIATED or not torch.is_grad_enabled():
+            return False
         names, message = _owned.get()
         if names:
-            for leaf in (*met, *inner):
-                refuse_own(func, leaf, leaves[0], names, message)
-                if leaf.grad_fn is not None and self._is_older(leaf, own) and not _takes_metadata(func, leaf, leaves[0]):
-                    key = _autograd.find_leaf(leaf.grad_fn, names, self._allowed)
+            met = [tensor for tensor in tensors if tensor.requires_grad and id(tensor) not in own and not _functorch.is_wrapped(tensor)]
+            for tensor in (*met, *_bare(tensors, level)):
+                refuse_own(func, tensor, tensors[0], names, message)
+                if tensor.grad_fn is not None and self._is_older(tensor, own) and not _takes_metadata(func, tensor, tensors[0]):
+                    key = _autograd.find_leaf(tensor.grad_fn, names, self._allowed)
                     if key is not None:
                         raise StateError(COMPUTED_BEFORE.format(names[key]))
-        return met
+        return True
 
     def made(self, output: Any, kwargs: Any) -> None:
         """Note what an op of fn's has made: with requires_grad=True it is a leaf of fn's own."""
+        if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
+            self._made[id(output)] = output
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        """Whether a tensor with a history is neither one of these nor made by fn."""
-        if tensor.grad_fn is not None and not _autograd.made_before(tensor.grad_fn, self._start):
+        """Whether a tensor that requires grad is neither one of these nor made by fn."""
+        if (node := tensor.grad_fn) is not None and not _autograd.made_before(node, self._start):
             return False
-        return id(tensor) not in own and id(_autograd.base_of(tensor)) not in own
+        base = id(_autograd.base_of(tensor))
+        return id(tensor) not in own and base not in own and base not in self._made
 
-    def expect(self, nodes: list[Any], seen: set[int]) -> None:
-        """Check that ops have used all outside tensors in the loss' graph; `seen` has the ids of the tensors that they have used."""
+    def expect(self, nodes: list[Any], leaves: list[Any], seen: set[int]) -> None:
+        """Check that ops have used all outside tensors in the loss' graph.
+
+        Args:
+            nodes: The nodes of the graph.
+            leaves: Those of leaves among them.
+            seen: The ids of the tensors that ops have used.
+        """
 
     def replace(self, arguments: Any) -> Any:
         """The same arguments, with other tensors in the places of outside ones."""
@@ -143,9 +149,11 @@ class Outside:
         return function(*args)
 
 
-def _bare(leaves: list[Any], level: int) -> list[Tensor]:
+def _bare(tensors: list[Tensor], level: int) -> list[Tensor]:
     """The tensors that require grad and that transforms above this level, fn's own, have wrapped, without the wrappers."""
-    bare = [_functorch.innermost(leaf, level) for leaf in leaves if isinstance(leaf, Tensor) and _functorch.is_wrapped(leaf)]
+    if _functorch.current_level() <= level:
+        return []
+    bare = [_functorch.innermost(tensor, level) for tensor in tensors if _functorch.is_wrapped(tensor)]
     return [tensor for tensor in bare if not _functorch.is_wrapped(tensor) and tensor.requires_grad]
 
 
@@ -159,39 +167,31 @@ class Recorded(Outside):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, Tensor] = {}  # leaves of the function's own, by id
         self._lost: list[tuple[Callable[[], Any], Any, str]] = []  # tensors that cannot be replaced, and the key and text of a warning
 
-    def look(self, func: Any, leaves: list[Any], own: Collection[int] = (), level: int = -1) -> list[Tensor]:
-        """Note the outside tensors among the leaves that autograd would record, and those that a transform of fn's own has wrapped."""
-        if func in REQUIRING and not leaves[0].requires_grad:
-            self._made[id(leaves[0])] = leaves[0]
-        met = super().look(func, leaves, own, level)
-        for leaf in met:
-            if self._is_older(leaf, own) and not any(leaf is other for other in self.found):
-                self.found.append(leaf)
-        if _functorch.current_level() > level and _records(func):
-            self._expect_bare(func, leaves, own, level)
-        return met
-
-    def made(self, output: Any, kwargs: Any) -> None:
-        if kwargs.get("requires_grad") is True and isinstance(output, Tensor):
-            self._made[id(output)] = output
-
-    def _expect_bare(self, func: Any, leaves: list[Any], own: Collection[int], level: int) -> None:
-        """Note outside tensors that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
-        for bare in _bare(leaves, level):
+    def look(self, func: Any, tensors: list[Tensor], own: Collection[int] = (), level: int = -1) -> bool:
+        """Note outside tensors, and those that fn's own transforms have wrapped: these cannot be replaced, so their derivative is lost."""
+        if not super().look(func, tensors, own, level):
+            return False
+        for tensor in tensors:
+            if tensor.requires_grad and id(tensor) not in own and not _functorch.is_wrapped(tensor) and self._is_older(tensor, own):
+                if not any(tensor is other for other in self.found):
+                    self.found.append(tensor)
+        for bare in _bare(tensors, level):
             if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
                 self._lost.append((_reference(bare), ("wrapped", name_of(func)), LOST_TO_TRANSFORM.format(user_line())))
+        return True
 
-    def expect(self, nodes: list[Any], seen: set[int]) -> None:
+    def expect(self, nodes: list[Any], leaves: list[Any], seen: set[int]) -> None:
         """Note outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
         known = seen | {tensor.grad_fn for tensor in self.found} | {id(tensor._base) for tensor in self.found if tensor._is_view()}
-        for node in filter(self._is_new, nodes):
-            for before, _ in node.next_functions:
-                what = id(before.variable) if hasattr(before, "variable") else before
-                if before is not None and not self._is_new(before) and what not in known:
-                    self._lost.append((_reference(getattr(before, "variable", before)), ("hidden", node.name()), LOST_TO_FUNCTION))
+        others = {node for node in nodes if node._sequence_nr() < self._start}.difference(leaves)
+        hidden = {node for node in leaves if id(node.variable) not in known} | (others - known)
+        for node in nodes if hidden else ():
+            if node not in others and node not in leaves:  # of an op of fn's
+                for before, _ in node.next_functions:
+                    if before in hidden:
+                        self._lost.append((_reference(getattr(before, "variable", before)), ("hidden", node.name()), LOST_TO_FUNCTION))
 
     def conclude(self) -> None:
         """After the call: forget leaves that nothing else refers to, then warn of the other tensors whose derivative is lost.
@@ -205,13 +205,6 @@ class Recorded(Outside):
         for reference, key, message in self._lost:
             if reference() is not None:
                 warn_once(key, message, UserWarning)
-
-    def _is_new(self, node: Any) -> bool:
-        """Whether a node of a graph belongs to an op of fn's."""
-        return not hasattr(node, "variable") and not _autograd.made_before(node, self._start)
-
-    def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        return super()._is_older(tensor, own) and id(_autograd.base_of(tensor)) not in self._made
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call the function and note the outside tensors that it uses; an output without a history depends on none."""
@@ -247,6 +240,6 @@ class _Mode(Looking):
         self.outside = outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.outside.look(func, leaves_of(args, kwargs or {}))
+        self.outside.look(func, operands_of(args, kwargs or {})[0])
         args, kwargs = self.outside.replace((args, kwargs or {}))
         return func(*args, **kwargs)

@@ -40,18 +40,21 @@ class Pass:
         if {name: id(tensor) for name, tensor in known.items()} != {name: id(tensor) for name, tensor in tensors.items()}:
             self.ambiguous.update(id(tensor) for tensor in (*known.values(), *tensors.values()))
 
-    def expect_replaced(self, nodes: Iterable[Any]) -> None:
-        """Raise StateError if one of these nodes of a loss' graph is that of an owner's own tensor, and not of the one in its place."""
-        for node in nodes:
-            if (name := self.replaced.get(id(getattr(node, "variable", None)))) is not None:
+    def expect_replaced(self, leaves: Iterable[Any]) -> None:
+        """Raise StateError if one of these nodes of leaves is that of an owner's own tensor, and not of the one in its place."""
+        for node in leaves:
+            if (name := self.replaced.get(id(node.variable))) is not None:
                 raise StateError(USED_ELSEWHERE.format(name))
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> contextlib.AbstractContextManager[None]:
         """A context for the backward pass, in which the owners hold their tensors.
 
         Autograd stays in this thread, also for an accelerator's tensors: what runs again may call owners, whose locks this thread holds.
         """
+        return self._holding() if self._held else torch.autograd.set_multithreading_enabled(False)
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack, torch.autograd.set_multithreading_enabled(False):
             # In one order everywhere, to avoid deadlocks: each context waits for its module's lock.
             for _, (_, held) in sorted(self._held.items()):
@@ -93,12 +96,11 @@ def gradients(
         look(nodes)
     if loss.grad_fn is None:
         found: Sequence[Tensor | None] = [torch.ones_like(loss) if loss is target else None for target in targets]
-    elif not any(isinstance(node, BackwardCFunction) for node in nodes):
-        with watch:
-            found = _autograd.gradients(loss, targets)
+    elif not any(issubclass(kind, BackwardCFunction) for kind in set(map(type, nodes))):
+        found = _autograd.gradients(loss, targets, watch=watch)
     else:
         # A Function's backward may add to the `.grad` of leaves itself: read the targets' gradients there, and restore the others' `.grad`.
-        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        leaves = [node.variable for node in _autograd.leaves_in(nodes)]
         own = {id(target) for target in targets}
         others = [leaf for leaf in leaves if id(leaf) not in own]
         before = [leaf.grad for leaf in others]

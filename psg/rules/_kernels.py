@@ -15,7 +15,7 @@ from psg.rules.leaks import UPDATING
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own."""
     output = run_without_gaps(func, args, kwargs)
-    if func not in _BATCH_NORMS:
+    if func not in BATCH_NORMS:
         return output
     normalized = output[0] if isinstance(output, tuple) else output
     if normalized.is_cpu and normalized.requires_grad:
@@ -32,7 +32,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def run_without_gaps(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op, a batch norm with weights and statistics without gaps; under transforms, where the workaround by a hook has no place."""
-    if func in _BATCH_NORMS:
+    if func in BATCH_NORMS:
         # All arguments but the input. Running statistics may be copies: updates of them were refused before (psg/rules/leaks.py).
         args = (*args[:1], *map(_without_gaps, args[1:]))
         kwargs = {name: value if name == "input" else _without_gaps(value) for name, value in kwargs.items()}
@@ -45,4 +45,4 @@ def _without_gaps(value: Any) -> Any:
 
 
 _aten = torch.ops.aten
-_BATCH_NORMS = {*UPDATING, _aten._native_batch_norm_legit.no_stats, _aten._native_batch_norm_legit_no_training.default}
+BATCH_NORMS = {*UPDATING, _aten._native_batch_norm_legit.no_stats, _aten._native_batch_norm_legit_no_training.default}
