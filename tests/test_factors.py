@@ -822,7 +822,7 @@ def test_depthwise_convolutions_by_correlation(size, norm, n, make, monkeypatch)
 
 @pytest.mark.parametrize("size", CONVS)
 def test_patches_of_a_few_samples_at_a_time_have_derivatives(size, make, monkeypatch):
-    monkeypatch.setattr(psg._machine, "chunk_bytes", lambda device: 100)
+    monkeypatch.setattr(psg._hardware._machine, "chunk_bytes", lambda device: 100)
     factor, tensor = make(conv, 3, size)
     tracked, direction = factor.map(lambda field: field.clone().requires_grad_()), torch.randn_like(tensor[0])
     fields = tracked.cotangent, tracked.input
