@@ -7,6 +7,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 import psg
 
 
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, y = ctx.saved_tensors
+        return cotangent * y, cotangent * x
+
+
 def gradients(fn, p, x):
     return vmap(grad(fn), in_dims=(None, 0))(p, x)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from agreement import two_layer_loss as fn
 from agreement import two_layer_params
 from cases import N, score
-from differentiation import FUNCTIONS, flat, gradients, live, reference_clipped, slopes, weigh
+from differentiation import FUNCTIONS, Times, flat, gradients, live, reference_clipped, slopes, weigh
 from torch import nn
 from torch.func import grad, hessian, jacfwd, vmap
 from torch.utils._pytree import tree_leaves, tree_map
@@ -239,18 +239,6 @@ def scripted_product(x, w):
     return x * w
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        x, w = ctx.saved_tensors
-        return cotangent * w, cotangent * x
-
-
 @pytest.mark.parametrize("history", [False, True], ids=["leaf", "computed"])
 @pytest.mark.parametrize("kind", ["function", "scripted"])
 def test_what_is_closed_over_and_handed_where_no_op_is_seen(kind, history, args):
@@ -258,7 +246,7 @@ def test_what_is_closed_over_and_handed_where_no_op_is_seen(kind, history, args)
     params, x, _ = args
     scale = torch.full((3,), 0.7, device=x.device, requires_grad=True)
     outside = scale.exp() if history else scale
-    product = Product.apply if kind == "function" else torch.jit.script(scripted_product)
+    product = Times.apply if kind == "function" else torch.jit.script(scripted_product)
 
     def handed(p, x):
         return fn(p, product(x * p["a"].sum(), outside))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees
 from cases import Problem, score
+from cases.derived import COMPUTED_ONCE
 from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,19 @@ MATRICES = {
     "a softmax called in another way": (lambda p: torch.softmax(p["w"], 1, torch.float64), {"w": Sum}),
     "matrix exponential": (lambda p: p["b"] @ torch.matrix_exp(p["a"][:, :RANK]) @ p["a"], {"a": Sum, "b": Outer}),
 }
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("name", [name for name in COMPUTED_ONCE if name in _carries._POINTWISE])
+def test_a_factor_is_carried_over_an_elementwise_op(name, n, device):
+    def fn(w, x):
+        return score(F.linear(x, COMPUTED_ONCE[name](w)))
+
+    with torch.device(device):
+        problem = Problem(fn, (torch.rand(4, 4) + 0.5, torch.randn(n, 2, 4)))
+    assert_agrees(problem)
+    if n:
+        assert not isinstance(psg.factored_grad(fn)(*problem.args), Dense)
 
 
 def parameters(device, *names):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, each_case, score
+from differentiation import Times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -832,18 +833,6 @@ def test_layers_that_run_again_after_functional_call_are_refused(way, device):
     params = {name: value.detach() + 1 for name, value in module.named_parameters()}
     with pytest.raises(psg.StateError, match="runs a part of fn again"):
         psg.per_sample_grad(loss, method="loop")(params, torch.randn(N, 3, device=device))
-
-
-class Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        x, y = ctx.saved_tensors
-        return cotangent * y, cotangent * x
 
 
 @pytest.mark.parametrize("make", [lambda leaf: leaf, lambda leaf: leaf * 2, lambda leaf: leaf[1:]])
