@@ -1,6 +1,7 @@
 """One call of a function on a batch: its arguments checked, flattened, and split into chunks and samples."""
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -49,7 +50,10 @@ class Options:
         given = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         numbers = tuple(number for number in map(as_integer, given) if number is not None)
         if not numbers or len(numbers) < len(given):
-            raise InputError(f"argnums={self.argnums!r}: expected an integer or a non-empty tuple of integers.")
+            raise InputError(
+                f"argnums={reprlib.repr(self.argnums)}: expected an integer or a non-empty tuple of integers. The batch goes to the "
+                "function that the transform returns, per_sample_grad(fn)(params, *batch)."
+            )
         self.chunk_size, self.argnums = chunk, numbers if isinstance(self.argnums, tuple) else numbers[0]
         self.in_dims = tuple(map(_dim, self.in_dims)) if isinstance(self.in_dims, (tuple, list)) else _dim(self.in_dims)
 

@@ -70,8 +70,9 @@ def stateless(
             list; or the criterion uses a parameter of the module to which it holds a reference of its own.
 
     Warns:
-        UserWarning: A parameter has a hook, which is not called. At a call: the module's parameters have moved to other memory, so the
-            `params` that stateless returned no longer change with them.
+        UserWarning: A parameter has a hook, which is not called. With batch_dim=0, the module begins with a recurrent or Transformer layer
+            of torch.nn without `batch_first=True`, which would take every step for a sequence of its own. At a call: the module's
+            parameters have moved to other memory, so the `params` that stateless returned no longer change with them.
 
     Example:
         >>> import torch, psg
@@ -108,6 +109,14 @@ def stateless(
     if hooked:
         warnings.warn(
             f"stateless: the parameter {hooked[0]!r} has a hook, which psg does not call: apply it to the gradients yourself.",
+            UserWarning,
+            stacklevel=2,
+        )
+    time_first = _time_first_layer(module) if own_dim == 0 else None
+    if time_first is not None:
+        warnings.warn(
+            f"stateless: {kind_of(time_first)} without batch_first=True takes dimension 0 for time, so every step of a sample would be a "
+            "sequence of its own. Pass batch_dim=1 for sequences [t, *].",
             UserWarning,
             stacklevel=2,
         )
@@ -174,6 +183,25 @@ _WRAPPERS = {
     "GradSampleModule": "it hooks the parameters of the module that it wraps. Give that module itself, before it is wrapped",
 }
 """Class names of modules that copy, shard or hook parameters, or synchronise processes: no pure function does the same."""
+
+
+def _time_first_layer(module: nn.Module) -> nn.Module | None:
+    """The layer that takes dimension 0 of the module's own input for time: one of torch.nn's, with at most others of them before it."""
+    for layer in _in_order(module):
+        if not type(layer).__module__.startswith("torch.nn."):
+            return None
+        if any(isinstance(own, (nn.RNNBase, nn.MultiheadAttention)) and not own.batch_first for own in layer.modules()):
+            return layer
+    return None
+
+
+def _in_order(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a Sequential, and of those in it; any other module as it is."""
+    if not isinstance(module, nn.Sequential):
+        yield module
+        return
+    for layer in module:
+        yield from _in_order(layer)
 
 
 def _refuse_trainable(criterion: nn.Module, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from agreement import two_layer_loss as fn
 from agreement import two_layer_params
 from cases import N, score
-from differentiation import FUNCTIONS, Times, flat, gradients, live, reference_clipped, slopes, weigh
+from differentiation import FUNCTIONS, Times, flat, gradients, live, may_have_a_history, reference_clipped, slopes, weigh
 from torch import nn
 from torch.func import grad, hessian, jacfwd, vmap
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,6 +33,7 @@ each_method = pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
 # --- what is differentiated ---------------------------------------------------------------------------------
 
 
+@may_have_a_history
 @each_function
 @pytest.mark.parametrize("wanted", [0, 1, 2], ids=["params", "batch", "rest"])
 def test_backward_for_some_arguments(name, wanted, args):
@@ -47,6 +48,7 @@ def test_backward_for_some_arguments(name, wanted, args):
     assert_trees_close(backward(ours(fn)), backward(lambda p, x, rest: theirs(fn, p, x, rest)), name=name, per_sample=False)
 
 
+@may_have_a_history
 @each_function
 def test_history_is_there_exactly_if_an_input_requires_grad(name, args):
     ours = FUNCTIONS[name][0](fn)
@@ -139,6 +141,24 @@ def test_a_live_backbone_is_differentiated_where_it_is_used(args):
     backbone.requires_grad_(False)
     assert not psg.per_sample_norm(features)(params, x).requires_grad
     assert type(psg.factored_grad(features)(params, x)["a"]).__name__ == "Outer"
+
+
+@pytest.mark.parametrize(
+    "transform, own, way",
+    [
+        (psg.factored_grad, fn, "so the gradients have a history, and come from vmap"),
+        (psg.per_sample_norm, lambda p, x: fn(p, F.dropout(x)), "so the result has a history, and comes from vmap.*random numbers"),
+    ],
+)
+def test_live_parameters_that_cost_the_fast_path_are_warned_of(transform, own, way, args):
+    params, x, _ = args
+    transform(own)(params, x)
+    with torch.no_grad():
+        transform(own)(live(params), x)
+    transform(own, method="vmap")(live(params), x)
+    with pytest.warns(psg.FallbackWarning, match=rf"p\['a'\] requires grad, {way}.*detached tensors.*no_grad\(\)") as caught:
+        transform(own)(live(params), x)
+    assert caught[0].filename == __file__
 
 
 def test_under_autocast_functions_are_warned_of_one_by_one(device):
@@ -301,6 +321,7 @@ def test_an_auxiliary_output_has_its_history(args):
     assert_trees_close(slopes(weigh(aux[0]), p["a"]), slopes(weigh(x * p["a"][0]), p["a"]), per_sample=False)
 
 
+@may_have_a_history
 @pytest.mark.parametrize("name", ["per_sample_grad", "per_sample_norm", "clipped_grad", "norm", "gram"])
 def test_an_empty_batch_has_a_history_too(name, args):
     # A training loop over Poisson samples must not stop at the first empty one.
@@ -369,6 +390,7 @@ def test_nothing_is_held_once_the_results_are_gone(args):
         gc.enable()
 
 
+@may_have_a_history
 @pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
 def test_random_functions_keep_their_draw(method, device):
     # The derivative must be that of the values that came out: the masks of forward and backward are the same.
@@ -417,6 +439,7 @@ def at_zero(device):
     return params, torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [2.0, -1.0, 0.5]], device=device)
 
 
+@may_have_a_history
 @pytest.mark.parametrize("name", AT_ZERO)
 def test_derivatives_at_a_zero_gradient_are_finite(name, at_zero):
     # At zero the norm has no derivative; psg takes zero. This holds to second order too, in forward and reverse mode.

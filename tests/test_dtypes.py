@@ -163,7 +163,7 @@ def test_autocast_of_a_recurrent_layer_of_data_in_the_low_dtype(device):
 def test_a_device_that_autocast_does_not_know(kind):
     """torch raises if it is asked whether autocast is on for tensors without values."""
     with torch.device("meta"):
-        layer = {"group norm": torch.nn.GroupNorm(2, 4), "lstm": torch.nn.LSTM(4, 4)}[kind]
+        layer = {"group norm": torch.nn.GroupNorm(2, 4), "lstm": torch.nn.LSTM(4, 4, batch_first=True)}[kind]
         loss, params = psg.stateless(layer, lambda output, _: (output if kind == "group norm" else output[0]).square().sum())
         grads = psg.per_sample_grad(loss, method="capture")(params, torch.empty(N, 4, 4), torch.empty(N))
     assert {name: grad.shape for name, grad in grads.items()} == {name: (N, *leaf.shape) for name, leaf in params.items()}

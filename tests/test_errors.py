@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, score
+from differentiation import may_have_a_history
 from torch import nn
 from torch.func import functional_call
 
@@ -413,6 +414,7 @@ def test_a_module_that_changes_a_buffer_is_named(how, device):
 # --- live parameters ------------------------------------------------------------------------------------------
 
 
+@may_have_a_history
 @each_transform
 def test_live_parameters_work(name, device):
     module = nn.Linear(3, 4).to(device)
@@ -588,6 +590,12 @@ def test_a_module_that_raises_no_error_of_torch_s(x, device):
     with pytest.raises(AttributeError, match="'dict' object") as caught:
         psg.per_sample_grad(model)(dict(model.named_parameters()), x)
     assert "psg.stateless(module, criterion)" in caught.value.__notes__[-1]
+
+
+def test_a_tree_in_the_place_of_argnums():
+    with pytest.raises(psg.InputError, match=r"^argnums=\{.*per_sample_grad\(fn\)\(params, \*batch\)\.$") as caught:
+        psg.per_sample_grad(lambda params, x: x.sum(), {"w": torch.arange(10_000.0)})
+    assert len(str(caught.value)) < 300
 
 
 def test_a_module_s_parameters_in_the_place_of_a_tree(x, device):

@@ -6,6 +6,7 @@ import time
 import types
 import warnings
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -1261,6 +1262,26 @@ def test_hooks_of_parameters_are_not_called(register):
     with pytest.warns(UserWarning, match="the parameter 'bias' has a hook"):
         loss, params = psg.stateless(module, lambda output: output.sum())
     assert psg.per_sample_grad(loss)(params, torch.randn(4, 3))["bias"].eq(1).all()
+
+
+SEQUENCES = {
+    "layer": (lambda **options: nn.LSTM(3, 4, **options), True),
+    "after others": (
+        lambda **options: nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), nn.TransformerEncoderLayer(4, 2, **options)),
+        True,
+    ),
+    "after a module of the user's": (lambda **options: nn.Sequential(nn.Sequential(Shift(1.0)), nn.GRU(4, 4, **options)), False),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_layers_that_take_time_first_are_warned_of(name, recwarn):
+    make, begins = SEQUENCES[name]
+    psg.stateless(make(batch_first=True))
+    psg.stateless(make(), batch_dim=1)
+    psg.stateless(make(), batch_dim=None)
+    with pytest.warns(UserWarning, match=r"without batch_first=True takes dimension 0 for time.*batch_dim=1") if begins else nullcontext():
+        psg.stateless(make())
 
 
 @pytest.mark.parametrize(

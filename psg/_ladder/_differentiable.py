@@ -16,6 +16,7 @@ from psg import _trees
 from psg._call import Call
 from psg._errors import code_of, warn_once
 from psg._torch import _ambient, _functorch, _random
+from psg._watch import _pass
 from psg._watch._outside import Recorded, Replaced
 
 Compute = Callable[[Call, str], Any]
@@ -39,6 +40,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     reference = "auto" if method == "capture" else method
     needed = call.needs_derivative
     if needed and not attach:
+        _warn(call, method, [], _DENSE)
         return compute(call, reference)
     outside = Recorded()
     before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
@@ -47,19 +49,13 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     outside.conclude()
     if not needed and not outside.found:
         return result
-    if not attach:
-        warn_once(
-            (code_of(call.fn), "outside"),
-            f"{call.name}: fn closes over a tensor of shape {tuple(outside.found[0].shape)} that requires grad, so the gradients come from "
-            "vmap(grad) and are dense, with a history. To get factors, detach that tensor (module.requires_grad_(False)) or call under "
-            "torch.no_grad().",
-        )
     drew = not _random.same_state(before, _random.get_state(call.tensors))
     if pythons is not None and not _random.same_python_state(pythons, _random.get_python_state()):
         _random.set_python_state(pythons)
         drew = True
     if not attach or drew:
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
+        _warn(call, method, outside.found, _DRAWN if attach else _DENSE)
         _random.set_state(before)
         return compute(call.watched_by(Replaced(outside.found, outside.found)), reference)
 
@@ -71,6 +67,23 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     leaves, spec = _trees.flatten(result)
     attached = _Primitive.apply(again, _trees.tensors_in(leaves), *call.tensors, *outside.found)
     return _trees.unflatten(spec, _trees.fill(leaves, attached))
+
+
+_DENSE = "the gradients have a history, and come from vmap(grad), dense"
+_DRAWN = "the result has a history, and comes from vmap(grad): fn draws random numbers, and a later pass may draw them in another order"
+
+
+def _warn(call: Call, method: str, outside: list[Tensor], result: str) -> None:
+    """Warn of a step down the ladder that only a derivative of the result needs, which the caller may not want."""
+    if method not in ("auto", "capture") or _pass.is_open():
+        return
+    own = next((i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
+    what = f"fn closes over a tensor of shape {tuple(outside[0].shape)} that" if own is None else call.paths[own]
+    warn_once(
+        (code_of(call.fn), result),
+        f"{call.name}: {what} requires grad, so {result}. If you want no derivative of it, pass detached tensors, as psg.stateless returns "
+        "them, detach what fn closes over (module.requires_grad_(False)), or call under torch.no_grad(); if you do, method='vmap' says so.",
+    )
 
 
 class _Primitive(torch.autograd.Function):
