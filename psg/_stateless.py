@@ -20,7 +20,7 @@ from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, rece
 from psg._torch import _ambient, _autograd, _functorch
 from psg._torch._ops import leaves_of
 from psg._watch import _pass, _writes
-from psg._watch._effects import Attributes, Writes, changing, kind_of
+from psg._watch._effects import Attributes, Writes, changing, kind_of, restore_if_given_up
 from psg._watch._modules import CALLED, LOCKS
 from psg._watch._outside import UNDIFFERENTIATED, is_looked_at, owning, refuse_own
 
@@ -260,6 +260,7 @@ def _call(
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest}, buffers)
     given = {id(parameter): name for name, parameter in own.items() if name in params}
     writes, attributes = Writes(children, kept, params), Attributes(children)
+    restore_if_given_up((id(module), id(criterion)), partial(_restore, lock, attributes))
     try:
         with held(), _writes.refusing(writes.refuse):
             with owning(given), _guarding(given) if kept_elsewhere else contextlib.nullcontext():
@@ -284,6 +285,11 @@ def _call(
     if writes.param:
         attributes.expect_same(writes.param)
     return output
+
+
+def _restore(lock: Any, attributes: Attributes) -> None:
+    with lock:
+        attributes.restore()
 
 
 def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor], memory: dict[str, int]) -> None:
@@ -473,7 +479,9 @@ def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:
 
 
 def _mixes_samples(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or kind_of(module).startswith("BatchNorm")
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.original_name.startswith("BatchNorm")  # the class itself is lost
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _add_batch_dim(argument: Any, dim: int | None) -> Any:

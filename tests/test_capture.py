@@ -5,6 +5,7 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,10 +131,10 @@ def test_few_numbers_computed_from_parameters_are_lifted(n, device, monkeypatch)
 
     params, x = few_parameters(2, device), torch.randn(n, 2, device=device)
     expected = loop_grad(few_numbers)(params, x)
-    for passes in (2, 1, 1) if n else (0,):  # the first call learns it
+    for _ in range(3):  # the first call learns it
         calls.clear()
         grads = psg.per_sample_grad(fn)(params, x)
-        assert len(calls) == passes
+        assert len(calls) == min(n, 1)
         assert_trees_close(grads, expected)
     if n:
         assert {use.split()[-1] for use in psg.explain(fn)(params, x).leaves[0].uses} == {"lifted"}
@@ -146,7 +147,7 @@ def test_many_numbers_computed_from_parameters_are_not_lifted(device, monkeypatc
     def fn(p, x):
         return few_numbers(p, x)
 
-    for params in (few, many, few):  # also where the function's earlier calls were on few numbers
+    for params in (few, many, few):  # also where the function's earlier calls were on few numbers; the first call learns it
         x = torch.randn(5, params["raw"].numel(), device=device)
         assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(few_numbers)(params, x))
         uses = psg.explain(fn)(params, x).leaves[0].uses
@@ -178,6 +179,58 @@ def test_few_numbers_that_are_used_otherwise_are_computed_once(use, device, monk
         grads = psg.per_sample_grad(fn)(params, x)
         assert len(calls) == 1
     assert_trees_close(grads, loop_grad(lambda p, x: score(use(*p, x)))(params, x))
+
+
+def test_few_numbers_in_ops_that_vmap_gets_wrong_are_computed_once(device, monkeypatch):
+    """What a function's calls have learnt where it takes one branch must not cost the fast path where it takes another."""
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    branch = "first"
+
+    def fn(w, x):
+        if branch == "select_scatter":
+            w = torch.select_scatter(w, w[0] ** 2, 0, 1)
+        elif branch == "as_strided":
+            w = w.exp().as_strided((3,), (1,))
+        return (w.exp() * x).square().sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    for branch in ("first", "select_scatter", "first", "as_strided", "first"):  # noqa: B007 (fn reads it)
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        assert psg.explain(fn)(w, x).rung == "capture"
+
+
+NUMBERS = {
+    "alpha": lambda b, w, x: torch.addmm(w, w, w.T, alpha=b[0]).sum() * x.sum(),
+    "computed alpha": lambda b, w, x: torch.addmm(w, x * w, w.T, alpha=b.exp()[1]).sum(),
+    "eps": lambda b, w, x: F.layer_norm(x, (3,), w[0], eps=b[0]).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_parameter_in_the_place_of_a_number_is_refused_as_by_torch(name, device):
+    """Its gradient would be lost."""
+    fn = NUMBERS[name]
+    params, x = {"b": torch.rand(3, device=device), "w": torch.randn(3, 3, device=device)}, torch.randn(N, 3, device=device)
+    for method in ("auto", "loop"):
+        with pytest.raises(TypeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", psg.FallbackWarning)
+            psg.per_sample_grad(lambda p, x: fn(p["b"], p["w"], x), method=method)(params, x)
+    detached = lambda p, x: fn(p["b"].detach(), p["w"], x)  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(detached, method="capture")(params, x), loop_grad(detached)(params, x))
+
+
+@pytest.mark.parametrize("read", [lambda w: w.detach().numpy(), lambda w: np.asarray(w.exp().detach())], ids=["parameter", "computed"])
+def test_arrays_of_parameters_cannot_be_written_into(read):
+    """They are the memory of the caller's parameter, or of a value that is computed once."""
+
+    def fn(w, x):
+        read(w)[0] = 5
+        return (w.exp() * x).sum()
+
+    w = torch.tensor([0.3, -0.7])
+    with pytest.raises(ValueError, match="read-only"):
+        psg.per_sample_grad(fn, method="capture")(w, torch.randn(N, 2))
+    assert w.tolist() == torch.tensor([0.3, -0.7]).tolist()
 
 
 def test_distances_of_parameters_are_not_computed_once(device):

@@ -1264,6 +1264,15 @@ def test_hooks_of_parameters_are_not_called(register):
     assert psg.per_sample_grad(loss)(params, torch.randn(4, 3))["bias"].eq(1).all()
 
 
+def test_a_module_is_no_batch_norm_by_its_name(device):
+    class BatchNormFree(nn.Linear):
+        """Has no statistics."""
+
+    loss, params = psg.stateless(BatchNormFree(3, 2).to(device), lambda output: output.square().sum())
+    x = torch.randn(4, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(loss)(params, x), loop_grad(loss)(params, x))
+
+
 SEQUENCES = {
     "layer": (lambda **options: nn.LSTM(3, 4, **options), True),
     "after others": (
@@ -1575,6 +1584,47 @@ def test_a_pass_that_is_given_up_leaves_the_module_as_it_was(kind, device):
     columns = dict(zip(params, map(torch.stack, zip(*expected, strict=True)), strict=True))
     assert_trees_close(psg.per_sample_grad(loss)(params, x), columns)
     assert module.training and not module.a._forward_hooks
+
+
+class Counting(Layers):
+    """Each call counts; what psg learns in the first, it learns after forward has returned."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.calls, self.turns, self.then = 0, [1.0, 2.0, 4.0], then
+
+    def forward(self, x):
+        factor = self.turns[0] / (1 + self.calls)
+        self.calls += 1
+        self.turns.append(self.turns.pop(0))
+        return self.then(factor * super().forward(x), x)
+
+
+def caught(output, x):
+    try:
+        x.view(7)
+    except RuntimeError:
+        return output
+    raise AssertionError
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "then, requires_grad",
+    [(caught, False), (lambda output, x: output * (1 + 0 * torch.rand_like(output)), True), (lambda output, x: output, False)],
+    ids=["an error caught", "random numbers with a history", "nothing"],
+)
+def test_a_pass_that_is_given_up_after_forward_leaves_the_module_as_it_was(then, requires_grad, device):
+    """The next pass went on from where the last had stopped: another value, and another gradient."""
+    module = Counting(then).to(device)
+    loss, params = psg.stateless(module)
+    given, x = dict(module.named_parameters()) if requires_grad else params, torch.randn(1, 3, device=device)
+    values, grads = psg.per_sample_value_and_grad(loss)(given, x)
+    assert module.calls == 1 and module.turns == [2.0, 4.0, 1.0]
+    module.calls, module.turns = 0, [1.0, 2.0, 4.0]
+    expected = module(x)
+    columns = dict(zip(params, (g[None] for g in torch.autograd.grad(expected, list(module.parameters()))), strict=True))
+    assert_trees_close((values.detach(), {name: grad.detach() for name, grad in grads.items()}), (expected.detach()[None], columns))
 
 
 class Cast(Layers):

@@ -6,7 +6,7 @@
 3. A function mode, the router, watches the calls. An op that has a rule and gets a lifted parameter runs by the rule instead: once, on
    the physical batch and the one unexpanded parameter, and its output is *tapped*.
 4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn. (But if these
-   are few numbers, and no rule uses them, a second pass lifts the op too, which is faster; and so does every later call.)
+   are few numbers, and no rule has used them, later calls lift the op too, which is faster.)
 5. One `torch.autograd.grad` differentiates the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
 6. The cotangent at a tap gives a factor, that at a leaf a dense gradient. Gradients of derived values are pulled back to the parameters.
    A large cotangent is used as soon as it arrives: what a transform makes of it is often small, and the rest of the pass needs the memory.
@@ -27,6 +27,7 @@ from psg._errors import PsgError, StateError, Unsupported
 from psg._torch import _autograd, _functions, _functorch, _random, _scripts
 from psg._torch._ops import FACTORIES
 from psg._watch import _copies
+from psg._watch._effects import Attempt
 from psg._watch._habits import Habits, Retry, habits_of, remember
 from psg.factors import Factor
 
@@ -78,17 +79,18 @@ def capture(call: Call, function: Function) -> Captured:
                 for i, (tensor, dim) in enumerate(zip(call.tensors, call.tensor_dims, strict=True))
             ]
             before = [tensor._version for tensor in call.tensors]
-            captured, differentiates = _one_pass(call, function, given, habits, state)
-            if before != [tensor._version for tensor in call.tensors]:
-                raise StateError(
-                    "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
-                )
-            if habits is not known or habits.recorded != differentiates:
-                remember(call.fn, habits._replace(recorded=differentiates))
+            with Attempt():
+                captured, better = _one_pass(call, function, given, habits, state)
+                if before != [tensor._version for tensor in call.tensors]:
+                    raise StateError(
+                        "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
+                    )
+            if habits is not known or better != known:
+                remember(call.fn, better)
             return captured
         except Retry as retry:
             habits = habits._replace(**retry.change)
-            # At once: what the failed pass has left in a module's attribute may keep the next from succeeding, until the user clears it.
+            # At once: what the failed pass has left in a cache of fn's may keep the next from succeeding, until the user clears it.
             remember(call.fn, habits)
         except RuntimeError as error:
             if habits.fills == len(FACTORIES) or isinstance(error, (PsgError, torch.OutOfMemoryError)):
@@ -127,8 +129,8 @@ def _run(function: Function, samples: Sequence[Tensor], mode: Router) -> tuple[T
     return outputs
 
 
-def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits, state: _random.State) -> tuple[Captured, bool]:
-    """Run one pass on these tensors, from this state of the generators; returns its result, and whether the function called autograd."""
+def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits, state: _random.State) -> tuple[Captured, Habits]:
+    """Run one pass on these tensors, from this state of the generators; returns its result, and the habits for the next call's."""
     dims, n = list(call.tensor_dims), call.n
     data = [tensor for i, tensor in enumerate(tensors) if i not in call.tensor_params]
     inputs = [] if habits.copied else [*data, *call.keyword_tensors]
@@ -151,7 +153,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
     try:
         with torch.enable_grad():
             outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
-        mode.reconsider()
+        better = habits._replace(recorded=mode.differentiates, lifts=habits.lifts or mode.prefers_lifting())
         backward = Backward(mode.values, n, call.settles)
         backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:
@@ -164,4 +166,4 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
-    return Captured(call.detached(outputs), factors, [value.uses for value in lifted], backward.freed), mode.differentiates
+    return Captured(call.detached(outputs), factors, [value.uses for value in lifted], backward.freed), better

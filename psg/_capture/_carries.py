@@ -524,11 +524,13 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 # Ops that are computed once on parameters and constants
 
+_SIMPLE = frozenset({*_CARRIES, *_POINTWISE, *_REDUCING})
+
 # Deterministic, functional ops, which have one value for all samples: those above, whose factors are carried over, and these, whose
 # gradients are pulled back. An op that is not named is lifted, which is right too; an op that draws random numbers must not be named, nor
 # one whose backward vmap gets wrong (cdist). An output without a derivative, such as a mask, is a constant. (custom_function_call is every
 # autograd.Function: the router's `_compute` sees if one has drawn.)
-_DERIVING = frozenset({*_CARRIES, *_POINTWISE, *_REDUCING}) | frozenset(
+_DERIVING = _SIMPLE | frozenset(
     """
     batch_norm interpolate cumsum cumprod normalize bmm einsum kron tensordot repeat repeat_interleave tile index_select gather diagonal
     diag stack hstack vstack flip roll pad as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d
@@ -563,6 +565,6 @@ def derives(func: Any) -> bool:
     return name_of(func) in _DERIVING and is_torchs(func)
 
 
-def is_simple(step: Step) -> bool:
-    """Whether vmap runs the step's op about as fast as torch does: entry by entry, as a reduction, a product or a move of entries."""
-    return step.name in _CARRIES or step.name in _POINTWISE or step.name in _REDUCING
+def is_simple(name: str) -> bool:
+    """Whether vmap runs the op of this name about as fast as torch does: entry by entry, as a reduction, a product or a move of entries."""
+    return name in _SIMPLE

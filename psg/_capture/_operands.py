@@ -47,6 +47,8 @@ class Operands(NamedTuple):
         for place, argument in places_of(arguments):
             value = watch.by_handle.get(id(argument))
             if place[0] in rule.numbers:
+                if value is not None or any(own.requires_grad for own in _functorch.layers(argument)):
+                    return None  # its gradient would be lost; torch raises
                 numbers[place] = python_value(watch, Tensor.item, (argument,), {})
                 continue
             if place[0] in rule.params:

@@ -20,6 +20,7 @@ from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
 from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import (
+    ARRAYS,
     FACTORIES,
     GRAD_FN,
     IS_LEAF,
@@ -155,24 +156,20 @@ class Router(Watch, Looking):
             return False
         return _functorch.current_level() == self.level and _autograd.saved_tensor_hooks() == self.hooks
 
-    def reconsider(self) -> None:
-        """After the function has run: ask for a pass that lifts the few numbers computed from parameters, if no rule has used them.
+    def prefers_lifting(self) -> bool:
+        """After the function has run: whether it is faster to lift the few numbers computed from parameters, which no rule has used.
 
         To compute them once takes a step to lift each result, and a step to pull its gradient back. Where all samples compute their own,
         vmap and autograd run these ops like all others.
-
-        Raises:
-            Retry: Such a pass is faster.
         """
-        if self.habits.lifts or self.constants or self.has_python_values:
-            return
+        if self.constants or self.has_python_values:
+            return False
         made = [(value, *value.made_by) for value in self.values if value.made_by is not None]
         few = [(value, step) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
         own = {id(value) for value, _ in few}
         used = {id(value) for tap in self.taps for _, value, _ in tap.builders}
         used.update(id(parent) for value, _, parents in made if id(value) not in own for parent in parents)
-        if few and used.isdisjoint(own) and all(is_simple(step) for _, step in few):
-            raise Retry("no rule uses the few numbers that are computed from parameters", lifts=True)
+        return bool(few) and used.isdisjoint(own) and all(is_simple(step.name) for _, step in few)
 
     def _may_rule(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call may run by a rule for lifted values: rules for ops that autocast narrows cast the one value by themselves."""
@@ -336,6 +333,8 @@ class Router(Watch, Looking):
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
         reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)
+        if reason is not None and self.habits.lifts:
+            raise Retry(f"{reason}, and its arguments may be computed once", lifts=False)
         if reason is not None:
             raise Unsupported(reason)
 
@@ -393,7 +392,7 @@ class Router(Watch, Looking):
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
-        if self.habits.derives and derives(func):
+        if derives(func):
             held, options = substitute((args, kwargs), self._held)
             lifted = self.lifted_among(operands_of(held, options)[0])
             output = self._derive(func, lifted, held, options) if lifted else NotImplemented
@@ -416,6 +415,8 @@ class Router(Watch, Looking):
                 return func(*args, **{**kwargs, "requires_grad": False}).requires_grad_()
         self._avoid_leak(func, args, kwargs)
         output = self._run(func, args, kwargs)
+        if func in ARRAYS and _functorch.memory_of(args[0]) in self.owned | self.derived_at | self.constants_at:
+            output.setflags(write=False)  # a write would reach a parameter of the caller's, or a constant that psg uses again
         if not self.habits.fills or not any(func in kind for kind in FACTORIES[: self.habits.fills]):
             return output
         if not isinstance(output, Tensor) or _functorch.is_wrapped(output) or any(output is arg for arg in args):
@@ -489,7 +490,9 @@ class Router(Watch, Looking):
         """Whether an op is computed once if it is on lifted values and constants alone."""
         if not self.habits.derives or not derives(func):
             return False
-        return not self.habits.lifts or not all(value.is_little for value in self.lifted_among(operands_of(args, kwargs)[0]))
+        if not self.habits.lifts or not is_simple(name_of(func)):
+            return True
+        return not all(value.is_little for value in self.lifted_among(operands_of(args, kwargs)[0]))
 
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors of a call that are no lifted values."""

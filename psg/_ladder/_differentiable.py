@@ -17,6 +17,7 @@ from psg._call import Call
 from psg._errors import code_of, warn_once
 from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
+from psg._watch._effects import Attempt
 from psg._watch._outside import Recorded, Replaced
 
 Compute = Callable[[Call, str], Any]
@@ -44,7 +45,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
         return compute(call, reference)
     outside = Recorded()
     before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
-    with torch.no_grad():
+    with torch.no_grad(), Attempt() as first:
         result = compute(call.watched_by(outside), method)
     outside.conclude()
     if not needed and not outside.found:
@@ -56,6 +57,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool = Tru
     if not attach or drew:
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
         _warn(call, method, outside.found, _DRAWN if attach else _DENSE)
+        first.give_up()
         _random.set_state(before)
         return compute(call.watched_by(Replaced(outside.found, outside.found)), reference)
 

@@ -12,6 +12,7 @@ from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVm
 from psg._ladder._rungs import RUNGS, Result
 from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
+from psg._watch._effects import Attempt
 from psg.rules._registry import are_disabled
 
 
@@ -45,7 +46,7 @@ def run(call: Call, method: str) -> Result:
         rung = rungs.pop(0)
         forget = _functorch.attempt()
         try:
-            with _pass.opened(None):  # this call may be made inside another call's pass
+            with Attempt(), _pass.opened(None):  # this call may be made inside another call's pass
                 result = RUNGS[rung](call)
             break
         except Exception as error:

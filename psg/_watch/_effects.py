@@ -1,6 +1,8 @@
 """What the forward pass of a module does beside computing: writes into its tensors, and changes of its attributes."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -93,6 +95,37 @@ class Attributes:
 
 
 _COLLECTIONS = {dict, OrderedDict, list, set}
+
+
+_restoring: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("psg_restoring", default=None)
+
+
+class Attempt:
+    """A context for a pass that may be given up: if it raises, modules get back the attributes that they had before."""
+
+    def __enter__(self) -> "Attempt":
+        self._restoring: dict[Hashable, Callable[[], None]] = {}
+        self._outer = _restoring.get()
+        self._token = _restoring.set(self._restoring)
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        _restoring.reset(self._token)
+        if kind is not None:
+            self.give_up()
+        elif self._outer is not None:
+            self._outer.update((key, restore) for key, restore in self._restoring.items() if key not in self._outer)
+
+    def give_up(self) -> None:
+        """Give the pass up after it has ended."""
+        for restore in reversed(self._restoring.values()):  # modules may share submodules
+            restore()
+
+
+def restore_if_given_up(key: Hashable, restore: Callable[[], None]) -> None:
+    """Note what takes back the changes of this key, unless the pass that is open has noted that before."""
+    if (now := _restoring.get()) is not None:
+        now.setdefault(key, restore)
 
 
 def _mark_of(value: Any) -> Any:

@@ -14,7 +14,7 @@ class Habits(NamedTuple):
     Attributes:
         copied: Inputs are copied, so that the function may write into them.
         derives: Ops on parameters alone are computed once.
-        lifts: But those on few numbers are computed for every sample, since no rule uses their results.
+        lifts: But simple ones on few numbers are computed for every sample, since no rule has used their results.
         fills: How many sets of `FACTORIES` make a tensor for every sample, so that the function may write into it; such a tensor has no
             Python value.
         ruled: Known ops run by their rules.
