@@ -231,8 +231,15 @@ POLICIES: dict[str, Policy] = {"clip": clip, "automatic": automatic(), "normaliz
 class PerLeaf:
     """Clip every leaf on its own.
 
+    With C for each of k leaves the clipped sum has sensitivity C sqrt(k): divide C by sqrt(k) to keep C. To clip the leaves of each module
+    together, see `PerGroup`.
+
     Args:
         clip_norm: A number for all leaves, or a tree of numbers with the parameters' structure (or a prefix of it).
+
+    Raises:
+        InputError: At a call: the tree does not fit the parameters, a clip norm is not a number of at least 0, or it is inf under a policy
+            that cannot use that.
 
     Example:
         >>> import torch, psg
@@ -249,10 +256,18 @@ class PerLeaf:
 class PerGroup:
     """Clip groups of leaves, each to a norm of its own.
 
+    The sensitivity of the clipped sum is sqrt(sum C^2) over the groups. The label `path[0].rpartition(".")[0]` makes each module's
+    parameters one group.
+
     Args:
         label: A function from a leaf's path to its group's label. The path is a tuple of keys; in a dict of parameters it has one key,
             `("encoder.weight",)`, so the parameter's name is `path[0]`.
-        clip_norm: A mapping from every label that `label` gives to a clip norm.
+        clip_norm: A mapping from every label that `label` gives to a clip norm. `collections.defaultdict(lambda: C)` gives all groups the
+            same one.
+
+    Raises:
+        InputError: At a call: `clip_norm` is not a mapping, a label is not hashable or has no clip norm, no leaf has a label of
+            `clip_norm`, a clip norm is not a number of at least 0, or it is inf under a policy that cannot use that.
 
     Example:
         >>> import torch, psg

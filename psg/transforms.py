@@ -16,18 +16,18 @@ Arguments that all five share:
     method:     "auto" takes the first of capture, vmap(grad) and a loop over the samples that can run fn, and warns once (FallbackWarning)
                 if an earlier one could not. "capture", "vmap" or "loop" forces that method. All give right results; `psg.explain` tells
                 which one runs and why.
-                "batch" is for a different kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called without vmap.
-                Choose it where vmap cannot run fn and a loop is slow: data-dependent routing (mixtures of experts), `.item()`, kernels
-                without a batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that combines a
-                parameter with data needs a rule; otherwise InputError names the parameter, the op and the line. Values computed from
-                parameters and frozen tensors alone (merged low-rank updates, masks, penalties against an anchor) need none.
-                StateError if several losses depend on one row of data, as under batch normalisation, or if at least half of the losses of
-                up to half of the samples (of fewer than eight, of all) change when the others are exchanged. Samples that interact
-                rarely, in other ways than through parameters, are not noticed; nor are those of an fn that rejects the exchanged batch
-                (it warns), or whose losses are not repeatable. These checks hold for the samples at hand, and cost two more backward
-                passes (three for more than 65 samples; more in float16, or if cotangents of other samples cancel) and two more forward
-                passes (for fewer than eight samples up to five; one more where fn draws random numbers). Only shared arguments can be
-                differentiated, and tensors in aux must have the samples in dim 0 (else InputError).
+                "batch" is for a different kind of fn, one of a whole batch: `fn(params, *batch) -> losses [n]`, called without vmap. Choose
+                it where vmap cannot run fn and a loop is slow: data-dependent routing (mixtures of experts), `.item()`, kernels without a
+                batching rule, activation checkpointing. Sample i's gradient is that of losses[i]. Every op that combines a parameter with
+                data needs a rule; otherwise InputError names the parameter, the op and the line. Values computed from parameters and frozen
+                tensors alone (merged low-rank updates, masks, penalties against an anchor) need none. StateError if several losses depend
+                on one row of data, as under batch normalisation (to more than about 2e-5 of the largest row, in 16-bit dtypes 3e-2; less
+                looks like rounding), or if at least half of the losses of up to half of the samples (of fewer than eight, of all) change
+                when the others are exchanged. Samples that interact rarely, in other ways than through parameters, are not noticed; nor are
+                those of an fn that rejects the exchanged batch (it warns), or whose losses are not repeatable. These checks hold for the
+                samples at hand, and cost two more backward passes (three for more than 65 samples; more in float16, or if cotangents of
+                other samples cancel) and two more forward passes (for fewer than eight samples up to five; one more where fn draws random
+                numbers). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0 (else InputError).
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 
@@ -43,6 +43,16 @@ module's buffers. If fn draws random numbers, vmap(grad) runs from the start, be
 no derivative is wanted, pass detached parameters or call under torch.no_grad(). psg notices draws from the default generators of torch,
 Python and NumPy, but of the latter two not where only a closed-over tensor requires grad; draws from a generator of fn's own go unnoticed.
 Inside torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are zero.
+
+Derivatives reach the history of a closed-over tensor only if it was recorded in the thread that calls psg. Of what a function of
+torch.jit.script closes over, psg sees nothing.
+
+Side effects. fn runs once for all samples, in one thread, and again wherever a pass cannot go on: samples that branch apart run in groups,
+other functions by the next method. A first call runs it again, too, if a faster way shows. Side effects (counters, writes into tensors that
+fn closes over) happen once in every pass, not once for each sample; in the loop, a sample sees those of the samples before it. `stateless`
+takes back what a pass that is given up has left in the module's attributes. A tensor that fn keeps in an attribute is of no use after the
+call, and a module that holds one cannot be copied: return it as aux. Parameters used in threads that fn starts are an error, except with
+method="loop".
 
 torch.compile does not trace psg's functions: it breaks the graph around them. Compiled functions inside fn run uncompiled.
 """
@@ -153,7 +163,8 @@ def per_sample_grad(
         `torch.autograd.grad`, leaves may share memory with each other or be expanded tensors: clone a leaf before you write into it.
 
     Raises:
-        InputError: `fn` is not a function, or an option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed. `help(psg.transforms)` has what every transform
+            raises at a call.
 
     Example:
         >>> import torch, psg
@@ -196,7 +207,8 @@ def per_sample_value_and_grad(
         A function that takes fn's arguments for a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
 
     Raises:
-        InputError: `fn` is not a function, or an option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed. `help(psg.transforms)` has what every transform
+            raises at a call.
 
     Example:
         >>> import torch, psg
@@ -240,13 +252,17 @@ def per_sample_norm(
         `(norms, aux)`. Rules materialise per-sample gradients only where that is cheapest, mostly a few samples at a time.
 
     Raises:
-        InputError: `fn` is not a function, or an option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed. `help(psg.transforms)` has what every transform
+            raises at a call.
 
     Example:
         >>> import torch, psg
         >>> loss = lambda w, x: (w * x).sum()
         >>> psg.per_sample_norm(loss)(torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([5., 0.])
+
+    Source: Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Li, Tramer, Liang & Hashimoto, "Large Language Models Can Be
+    Strong Differentially Private Learners", 2022 (ghost clipping: norms from Gram matrices over positions).
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
     return _transform("per_sample_norm", fn, options, "reductions", _chunks.RowCollector, _norm, _norms)
@@ -266,7 +282,8 @@ def factored_grad(
     """Make a function that computes every sample's gradient as factors, from which `psg.tree` computes everything else.
 
     For inputs that require grad, and inside torch.func transforms, vmap(grad) computes the gradients and every factor is Dense: pass
-    detached parameters to have them factored.
+    detached parameters to have them factored. Reduce inside the transform, `vmap(lambda p: psg.tree.norm(psg.factored_grad(loss)(p, x,
+    y)))`: outside, dimension 0 of a factor counts the members.
 
     Factors may share memory with the batch (a linear layer's input is one half of its factor) and with parameters (where a weight is the
     product of two). While the factors are in use, write into neither: do not refill a buffer with the next batch or step an optimizer.
@@ -290,7 +307,8 @@ def factored_grad(
         `(loss, loss)`.
 
     Raises:
-        InputError: `fn` is not a function, or an option has a value that is not allowed.
+        InputError: `fn` is not a function, or an option has a value that is not allowed. `help(psg.transforms)` has what every transform
+            raises at a call.
 
     Example:
         >>> import torch, psg
@@ -301,6 +319,9 @@ def factored_grad(
         Outer(n=5, shape=(2, 3), dtype=torch.float32)
         >>> psg.tree.gram(g).shape
         torch.Size([5, 5])
+
+    Source: Goodfellow, "Efficient Per-Example Gradient Computations", 2015 (gradients as inputs and cotangents); Li, Tramer, Liang &
+    Hashimoto, "Large Language Models Can Be Strong Differentially Private Learners", 2022 (sums over positions).
     """
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
     return _transform("factored_grad", fn, options, "factors", _chunks.FactorCollector, _factors, _gradients)

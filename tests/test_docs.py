@@ -1,5 +1,6 @@
 """The code in the documents runs as printed: README, notebooks, the demo."""
 
+import importlib.util
 import inspect
 import os
 import re
@@ -11,6 +12,9 @@ import nbclient
 import nbformat
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import vmap
 
 import psg
 from psg.rules import _registry
@@ -36,7 +40,8 @@ def test_readme(monkeypatch, tmp_path):
     assert source
     namespace: dict = {"__name__": "readme"}
     for i, block in enumerate(source):
-        exec(compile(block, f"README.md, python block {i + 1}", "exec"), namespace)
+        if "opacus" not in block or importlib.util.find_spec("opacus"):  # the `bench` extra brings it
+            exec(compile(block, f"README.md, python block {i + 1}", "exec"), namespace)
 
 
 def test_readme_s_shapes():
@@ -78,6 +83,57 @@ def test_readme_s_unfolded_convolution():
         exec(block, namespace)
     f, unfolded = (namespace[name] for name in ("f", "unfolded"))
     assert_trees_close(unfolded.materialize(), f.materialize().flatten(2), rtol=1e-4)
+
+
+def test_readme_s_gradient_of_several_processes():
+    """Clipped, added up over the processes (here one), noisy, divided."""
+    torch.set_default_dtype(torch.float32)
+    namespace: dict = {"__name__": "readme", "noise_multiplier": 0.5, "sample_rate": 0.25}
+    source = blocks((ROOT / "README.md").read_text(), "python")
+    for block in [source[0], *(block for block in source if "def private_gradient" in block)]:
+        exec(block, namespace)
+    out, x, y = (namespace[name] for name in ("out", "x", "y"))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        found = namespace["private_gradient"](x, y, torch.Generator().manual_seed(0), 128)
+    finally:
+        torch.distributed.destroy_process_group()
+    noisy = psg.tree.add_noise(out.grads, 0.5, generator=torch.Generator().manual_seed(0))
+    assert_trees_close(found, {name: grad / 32 for name, grad in noisy.items()}, rtol=1e-5)
+
+
+def test_readme_s_methods():
+    """From a method to the call: the formulas that are not one call, against dense matrices."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    loss, params = psg.stateless(model, F.cross_entropy)
+    n, lam, x, y = 7, 0.1, torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    g = psg.factored_grad(loss)(params, x, y)
+    G = psg.tree.flatten(g)
+    flat = lambda sums: psg.tree.flatten({name: leaf[None] for name, leaf in sums.items()})[0]  # noqa: E731
+    eye = lambda k: lam * torch.eye(k, dtype=G.dtype)  # noqa: E731
+
+    w = torch.linalg.solve(psg.tree.gram(g) / n + eye(n), torch.ones(n, dtype=G.dtype) / n)
+    assert_trees_close(flat(psg.tree.weighted_sum(g, w)), torch.linalg.solve(G.T @ G / n + eye(G.shape[1]), G.mean(0)), rtol=1e-9)
+
+    mean, second = moments = psg.tree.moments(g)
+    assert_trees_close(flat(second), G.square().mean(0), rtol=1e-9)
+    trace = n / (n - 1) * sum(leaf.sum() for leaf in moments.variance.values())
+    signal = sum(leaf.square().sum() for leaf in mean.values()) - trace / n
+    assert_trees_close(trace, G.var(0).sum(), rtol=1e-9)
+    products = G @ G.T
+    assert_trees_close(signal, (products.sum() - products.trace()) / (n * (n - 1)), rtol=1e-9)  # of different samples: unbiased
+
+    mean_loss = lambda p: vmap(loss, (None, 0, 0))(p, x, y).mean()  # noqa: E731
+    hessian = torch.func.hessian(lambda v: mean_loss(psg.tree.unflatten(v, params)))(flat(params))
+    v = torch.randn(G.shape[1], dtype=G.dtype)
+    product = torch.func.jvp(torch.func.grad(mean_loss), (params,), (psg.tree.unflatten(v, params),))[1]
+    assert_trees_close(flat(product), hessian @ v, rtol=1e-9)
+
+    micro = psg.tree.clip(psg.tree.segment_sum(g, torch.arange(n) // 2, 4), 2 * 0.5)
+    means = torch.stack([rows.sum(0) / 2 for rows in G.split(2)])
+    expected = ((0.5 / means.norm(dim=1)).clamp(max=1)[:, None] * means).sum(0)
+    assert_trees_close(flat(micro.grads) / 2, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

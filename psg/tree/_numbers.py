@@ -51,6 +51,9 @@ def norm(tree: Any) -> Tensor:
     Returns:
         [n], real, in at least float32. Differentiable; at zero all derivatives are taken to be zero.
 
+    Raises:
+        InputError: `tree` is no tree of per-sample gradients: see `help(psg.tree)`.
+
     Example:
         >>> import torch
         >>> norm([torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])])
@@ -62,7 +65,7 @@ def norm(tree: Any) -> Tensor:
 
 @unaffected
 def dot(tree: Any, direction: Any) -> Tensor:
-    """<g_n, v>, the inner product of each sample's gradient with one direction.
+    """<g_n, v>, the inner product of each sample's gradient with one direction v, the same for all samples.
 
     Many directions, stacked to a tree of tensors [k, *shape], are like the gradients of k samples: `gram(tree, directions)` is [n, k].
 
@@ -88,7 +91,7 @@ def dot(tree: Any, direction: Any) -> Tensor:
 
 @unaffected
 def inner(tree: Any, other: Any) -> Tensor:
-    """<g_n, h_n>, sample by sample.
+    """<g_n, h_n>, sample by sample: the inner product of each sample's gradient with the same sample's gradient in another tree.
 
     Args:
         tree: Per-sample gradients.
@@ -147,6 +150,9 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
     Returns:
         [n, m], real, in at least float32, in [-1, 1] up to rounding. The inner products are computed first: in float32 they overflow for
         norms above 1.8e19 (the cosine is NaN), and for norms below 1e-19 they lose digits or become 0.
+
+    Raises:
+        InputError: A tree holds no per-sample gradients, or the trees differ in structure: see `help(psg.tree)`.
 
     Example:
         >>> import torch

@@ -30,6 +30,9 @@ def materialize(tree: Any) -> Any:
     Returns:
         The same tree with a tensor [n, *shape] at every leaf.
 
+    Raises:
+        InputError: `tree` is no tree of per-sample gradients: see `help(psg.tree)`.
+
     Example:
         >>> import torch
         >>> from psg.factors import Outer
@@ -247,7 +250,9 @@ def segment_sum(tree: Any, segment_ids: Tensor, num_segments: int) -> Any:
 
 @unaffected
 def precondition(tree: Any, diagonal: Any) -> Any:
-    """diagonal * g_n, entry by entry: every sample's gradient times an inverse Fisher diagonal, say, or Adam's 1 / sqrt(second moment).
+    """diagonal * g_n, entry by entry: multiplies every sample's gradient by a diagonal, which it does not invert.
+
+    Give it an inverse Fisher diagonal, say, or Adam's 1 / sqrt(second moment).
 
     Args:
         tree: Per-sample gradients.
@@ -269,7 +274,8 @@ def precondition(tree: Any, diagonal: Any) -> Any:
         tensor([[ 3.,  7.],
                 [ 7., 17.]])
 
-    Source: Xia et al., "LESS: Selecting Influential Data for Targeted Instruction Tuning", 2024, section 3 (gradients as Adam takes them).
+    Source: Xia et al., "LESS: Selecting Influential Data for Targeted Instruction Tuning", 2024, section 3 (gradients as Adam takes them);
+    George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis", 2018 (EK-FAC, in an eigenbasis).
     """
     factors, leaves = beside(tree, diagonal, "precondition", "diagonal")
     if any(leaf.is_complex() for leaf in leaves):

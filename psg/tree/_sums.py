@@ -95,6 +95,9 @@ def sum(tree: Any) -> Any:  # noqa: A001
     Returns:
         The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
 
+    Raises:
+        InputError: `tree` is no tree of per-sample gradients: see `help(psg.tree)`.
+
     Example:
         >>> import torch
         >>> sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -113,6 +116,9 @@ def mean(tree: Any) -> Any:
 
     Returns:
         The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
+
+    Raises:
+        InputError: `tree` is no tree of per-sample gradients: see `help(psg.tree)`.
 
     Example:
         >>> import torch
@@ -164,6 +170,9 @@ def moments(tree: Any) -> Moments:
     Returns:
         `Moments`, in at least float32; NaN for n = 0. Unbiased estimates for the gradient noise scale tr(Sigma) / |G|^2: tr(Sigma) is
         n / (n - 1) times the sum of `variance`, |G|^2 the sum of mean^2 minus tr(Sigma) / n. Average each over batches, then divide.
+
+    Raises:
+        InputError: `tree` is no tree of per-sample gradients: see `help(psg.tree)`.
 
     Example:
         >>> import torch
