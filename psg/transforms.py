@@ -36,23 +36,24 @@ transform; errors from fn itself are raised unchanged. A method that is forced a
 Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples gives leaves
 [0, *shape] and zero sums.
 
-Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same,
-at the same price, and saves nothing but the inputs. A backward pass through the results computes vmap(grad(fn)) (or a loop over the
-samples, where vmap cannot run fn) and differentiates that. This runs fn again. Until then, write into nothing that fn reads, such as a
-module's buffers. If fn draws random numbers, vmap(grad) runs from the start, because values and derivatives must come from one draw: where
-no derivative is wanted, pass detached parameters or call under torch.no_grad(). psg notices draws from the default generators of torch,
-Python and NumPy, but of the latter two not where only a closed-over tensor requires grad; draws from a generator of fn's own go unnoticed.
-Inside torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are zero.
+Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same, at
+the same price, and saves nothing but the inputs. A backward pass through the results computes vmap(grad(fn)) (or a loop over the samples,
+where vmap cannot run fn) and differentiates that. This runs fn again. Until then, write into nothing that fn reads, such as a module's
+buffers. If fn draws random numbers, vmap(grad) runs from the start, because values and derivatives must come from one draw. A warning says
+so: where no derivative is wanted, pass detached parameters or call under torch.no_grad(). psg notices draws from the default generators of
+torch, Python and NumPy, but of the latter two not where only a closed-over tensor requires grad; draws from a generator of fn's own go
+unnoticed. Inside torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are
+zero.
 
 Derivatives reach the history of a closed-over tensor only if it was recorded in the thread that calls psg. Of what a function of
 torch.jit.script closes over, psg sees nothing.
 
 Side effects. fn runs once for all samples, in one thread, and again wherever a pass cannot go on: samples that branch apart run in groups,
-other functions by the next method. A first call runs it again, too, if a faster way shows. Side effects (counters, writes into tensors that
-fn closes over) happen once in every pass, not once for each sample; in the loop, a sample sees those of the samples before it. `stateless`
-takes back what a pass that is given up has left in the module's attributes. A tensor that fn keeps in an attribute is of no use after the
-call, and a module that holds one cannot be copied: return it as aux. Parameters used in threads that fn starts are an error, except with
-method="loop".
+other functions by the next method. Side effects (counters, writes into tensors that fn closes over) happen once in every pass, not once for
+each sample; in the loop, a sample sees those of the samples before it. `stateless` takes back what a pass that is given up has left in the
+module's attributes. A tensor that fn keeps in an attribute is of no use after the call, and a module that holds one cannot be copied:
+return it as aux. `Tensor.set_`, which psg cannot see, does nothing to a sample, as under vmap. Parameters used in threads that fn starts
+are an error, except with method="loop".
 
 torch.compile does not trace psg's functions: it breaks the graph around them. Compiled functions inside fn run uncompiled.
 """

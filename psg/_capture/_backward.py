@@ -107,7 +107,7 @@ class Backward:
 def _is_worth_a_hook(tap: Tap) -> bool:
     # The per-sample gradients must not take more memory than the cotangent: a settled factor never takes more than they do.
     formed = sum(value.leaf.nbytes for _, value, _ in tap.builders)
-    return tap.shapes is None and tap.nbytes >= max(LARGE, formed)
+    return tap.zeros is None and tap.nbytes >= max(LARGE, formed)
 
 
 def _leads_to(node: Any, reached: set[Any]) -> bool:

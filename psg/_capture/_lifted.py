@@ -141,7 +141,7 @@ class Tap(NamedTuple):
 
     op: str
     edges: tuple[GradientEdge, ...]
-    shapes: tuple[Tensor, ...] | None  # for several outputs: zeros that take no memory, for cotangents that never arrive
+    zeros: tuple[Tensor, ...] | None  # for several outputs: these take no memory, for cotangents that never arrive
     builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
     inputs: list[tuple[Tensor, int]]  # tensors that the builders will read, each with its version when the rule read it
     nbytes: int  # of the outputs, and so of the cotangents
@@ -155,8 +155,8 @@ class Tap(NamedTuple):
     def factors(self, arrived: Sequence[Tensor | None], n: int) -> list[tuple[Lifted, Factor]]:
         """The factors that the builders make of the outputs' cotangents, at least one of which has arrived."""
         cotangent: Any = arrived[0]
-        if self.shapes is not None:
-            cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, self.shapes, strict=True))
+        if self.zeros is not None:
+            cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, self.zeros, strict=True))
         return [(value, value.accept(build(cotangent), f"{name} of {self.op}", n)) for name, value, build in self.builders]
 
 
@@ -245,9 +245,9 @@ class Watch(TorchFunctionMode):
     ) -> tuple[Tensor, ...]:
         """Tap a rule's outputs; returns the outputs with which the function goes on."""
         outputs, edges = zip(*map(_anchored, outputs), strict=True)
-        shapes = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
+        zeros = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
         versions = [(tensor, tensor._version) for tensor in inputs]
-        self.taps.append(Tap(op, edges, shapes, builders, versions, sum(output.nbytes for output in outputs), guess))
+        self.taps.append(Tap(op, edges, zeros, builders, versions, sum(output.nbytes for output in outputs), guess))
         return outputs
 
 

@@ -1,6 +1,6 @@
 """Functions of torch's that nothing but vmap has to treat: most of those that fn calls.
 
-A pass asks every table of psg's about a function. For these all tables have the same answer, found once.
+A pass asks every table of psg's about a function. For these all tables have the same answer, found once but for rules, which users add.
 """
 
 import functools
@@ -57,9 +57,9 @@ def is_uniform(func: Any, tensors: Sequence[Tensor], others: Sequence[Any]) -> b
         tensors: The tensors among its arguments, which are all positional.
         others: Arguments that are neither tensors nor plain values.
     """
-    if others or not _is_uniform(func):
-        return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
-    return func not in TREATED
+    if not others and _is_uniform(func):
+        return func not in TREATED
+    return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
 
 
 def _is_plain_slice(item: Any) -> bool:

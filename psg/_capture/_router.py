@@ -398,7 +398,7 @@ class Router(Watch, Looking):
             output = self._derive(func, lifted, held, options) if lifted else NotImplemented
             if output is not NotImplemented:
                 return output
-        if _functions.lacks_batching(func, args):
+        if _functions.lacks_vmap_rule(func, args):
             raise Unsupported(f"{_described(args[0])} runs inside a transform of fn's own")
         for tensor in operands_of(args, kwargs)[0]:
             value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
@@ -427,7 +427,7 @@ class Router(Watch, Looking):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op as it is, or sample by sample if vmap has no batching rule for it."""
-        if _functions.lacks_batching(func, args):
+        if _functions.lacks_vmap_rule(func, args):
             return self._run_function(func, args, kwargs)
         if _functorch.lacks_batching(func):
             wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]

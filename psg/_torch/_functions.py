@@ -34,7 +34,7 @@ UNSEEN = (
 )
 
 
-def lacks_batching(func: Any, args: Any) -> bool:
+def lacks_vmap_rule(func: Any, args: Any) -> bool:
     """Whether this is the call of such a function."""
     return func is custom_function_call and not args[0].generate_vmap_rule
 
