@@ -216,6 +216,7 @@ def cleared(monkeypatch):
     """The addresses of the tensors that C's memset clears, of any size."""
     monkeypatch.setattr(_memory, "_kept", True)
     monkeypatch.setattr(_memory, "_LARGE", 1)
+    monkeypatch.setattr(_memory, "is_amd", lambda: True)
     addresses, memset = [], _memory.ctypes.memset
     monkeypatch.setattr(_memory.ctypes, "memset", lambda *args: addresses.append(args[0]) or memset(*args))
     return addresses

@@ -7,7 +7,6 @@ weighted_sum, gram. Its kernels for few columns take two to nine times as long a
 threads: other products are divided into blocks.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from psg._hardware._memory import pages_are_kept
+from psg._hardware._processor import is_amd
 from psg._torch import _functorch
 
 # Multiplications.
@@ -172,6 +172,5 @@ def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
-@functools.cache
 def _mkl_is_untuned() -> bool:
-    return torch.backends.mkl.is_available() and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
+    return torch.backends.mkl.is_available() and is_amd()
