@@ -153,7 +153,9 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
     try:
         with torch.enable_grad():
             outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
-        better = habits._replace(recorded=mode.differentiates, lifts=habits.lifts or mode.prefers_lifting())
+        lifts = habits.lifts or mode.prefers_lifting()
+        if (mode.differentiates, lifts) != (habits.recorded, habits.lifts):
+            habits = habits._replace(recorded=mode.differentiates, lifts=lifts)
         backward = Backward(mode.values, n, call.settles)
         backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:
@@ -166,4 +168,4 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
-    return Captured(call.detached(outputs), factors, [value.uses for value in lifted], backward.freed), better
+    return Captured(call.detached(outputs), factors, [value.uses for value in lifted], backward.freed), habits

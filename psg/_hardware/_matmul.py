@@ -7,6 +7,7 @@ weighted_sum, gram. Its kernels for few columns take two to nine times as long a
 threads: other products are divided into blocks.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -172,5 +173,6 @@ def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
+@functools.cache
 def _mkl_is_untuned() -> bool:
     return torch.backends.mkl.is_available() and is_amd()

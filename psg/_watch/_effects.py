@@ -1,8 +1,8 @@
 """What the forward pass of a module does beside computing: writes into its tensors, and changes of its attributes."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -97,7 +97,14 @@ class Attributes:
 _COLLECTIONS = {dict, OrderedDict, list, set}
 
 
-_restoring: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("psg_restoring", default=None)
+class _Open(threading.local):
+    """The passes of this thread that may be given up, the innermost last: what takes back the changes of each key."""
+
+    def __init__(self) -> None:
+        self.passes: list[dict[Hashable, Callable[[], None]]] = []
+
+
+_open = _Open()  # no context variable: to set one slows down every look at another
 
 
 class Attempt:
@@ -105,16 +112,16 @@ class Attempt:
 
     def __enter__(self) -> "Attempt":
         self._restoring: dict[Hashable, Callable[[], None]] = {}
-        self._outer = _restoring.get()
-        self._token = _restoring.set(self._restoring)
+        _open.passes.append(self._restoring)
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        _restoring.reset(self._token)
+        _open.passes.pop()
         if kind is not None:
             self.give_up()
-        elif self._outer is not None:
-            self._outer.update((key, restore) for key, restore in self._restoring.items() if key not in self._outer)
+        else:
+            for key, restore in self._restoring.items():
+                restore_if_given_up(key, restore)
 
     def give_up(self) -> None:
         """Give the pass up after it has ended."""
@@ -124,8 +131,8 @@ class Attempt:
 
 def restore_if_given_up(key: Hashable, restore: Callable[[], None]) -> None:
     """Note what takes back the changes of this key, unless the pass that is open has noted that before."""
-    if (now := _restoring.get()) is not None:
-        now.setdefault(key, restore)
+    if _open.passes:
+        _open.passes[-1].setdefault(key, restore)
 
 
 def _mark_of(value: Any) -> Any:
