@@ -824,6 +824,22 @@ def test_stays_on_the_first_rung(fn, device):
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool])
+def test_allclose_of_integers(dtype, device):
+    """torch compares them as floating numbers: their differences do not wrap around."""
+    x = torch.tensor([[0, 1], [0, 1], [100, 1], [-128, 1]], device=device).to(dtype)
+    y = torch.tensor([[255, 1], [1, 1], [-100, 1], [0, 1]], device=device).to(dtype)
+
+    def fn(w, x, y):
+        return w.square().sum() if torch.allclose(x, y, atol=60) and x.allclose(y, atol=60) else w.sin().sum()
+
+    w = torch.randn(3, device=device)
+    for own in ((x, y), (x, x), (y, x)):
+        same = [torch.allclose(*pair, atol=60) for pair in zip(*own, strict=True)]
+        expected = torch.stack([2 * w if close else w.cos() for close in same])
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, *own), expected)
+
+
 SPARSE = {
     "data": lambda a, p, x: a @ x.tanh() @ p["w"] + a.matmul(x),
     "a layer's output": lambda a, p, x: torch.mm(a, torch.sparse.mm(a, x @ p["w"]).relu()),

@@ -21,8 +21,10 @@ def _equal(input: Tensor, other: Tensor) -> bool:
 
 @decomposition(torch.allclose, Tensor.allclose)
 def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    near = ((input - other).abs() <= atol + rtol * other.abs()) & other.isfinite()
-    close = near | (input == other)
+    same = input == other
+    if not is_inexact(input):  # the difference of small integers would wrap around
+        input, other = (side.to(torch.get_default_dtype()) for side in (input, other))
+    close = same | ((input - other).abs() <= atol + rtol * other.abs()) & other.isfinite()
     return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
 
 
