@@ -766,6 +766,24 @@ def test_an_infinite_gradient_of_a_finite_loss_keeps_to_its_sample(device):
     assert_trees_close(grads[[0, 1, 3]], expected[[0, 1, 3]])
 
 
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_graph_that_is_not_finite_among_joined_graphs(reduced, device):
+    """Labels alone are batched, so fn cannot run on the finite graphs alone."""
+
+    def fn(w, x, graph, num_graphs, y):
+        pooled = (x @ w).new_zeros(num_graphs, 3).index_add(0, graph, x @ w)
+        return F.cross_entropy(pooled, y, reduction="none") if reduced else (pooled * (1 + y[:, None])).square().sum(1)
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(5, 4, device=device)
+    graph, y = torch.tensor([0, 0, 0, 1, 1], device=device), torch.tensor([0, 2], device=device)
+    options = {"method": "batch", "in_dims": (None, None, None, None, 0)}
+    psg.per_sample_norm(fn, **options)(w, x, graph, 2, y)
+    x[4, 0] = torch.inf
+    with pytest.raises(psg.InputError, match=r"not finite: losses\[1\]\. .* fn cannot run without the others: \w+Error: ") as raised:
+        psg.per_sample_norm(fn, **options)(w, x, graph, 2, y)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 4, 66, 400, 3500])
 def test_many_samples_in_low_precision(dtype, n, device):

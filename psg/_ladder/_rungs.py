@@ -369,11 +369,28 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
     return (*gradients, *values)
 
 
-def _run_batch(call: Call) -> Result:
+def _run_batch(call: Call, whole: bool = True) -> Result:
+    """Run fn on the whole batch; if a sample is not finite, on groups of its samples, which are not `whole`."""
     try:
         return _batch_together(call)
     except NotFinite as error:
-        return _run_apart(_run_batch, call, error.groups, None)
+        groups, found = error.groups, str(error)
+    try:
+        return _run_apart(partial(_run_batch, whole=False), call, groups, None)
+    except (StateError, Stale, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not whole:
+            raise
+        raise InputError(
+            f'{call.name}, method="batch": {found}. What is not finite does not tell which sample a row belongs to, so psg runs such '
+            f"samples alone, but fn cannot run without the others: {_first_line(error)}. Leave out what is not finite, or give all that "
+            "belongs to the samples a dimension of samples."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0].rstrip('.')}"
 
 
 def _batch_together(call: Call) -> Result:
