@@ -1112,6 +1112,16 @@ def test_parameters_of_which_an_op_makes_several_tensors(fn, n, device):
     psg.check(fn, method="batch")(w, x)
 
 
+@pytest.mark.parametrize("op", [operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow])
+def test_operators_that_write_into_data(op, device):
+    def fn(p, x):
+        return F.linear(op(x.exp(), p["v"]), p["w"]).sin().sum(1)
+
+    params = {"v": torch.rand(WIDTH, device=device) + 1, "w": torch.randn(3, WIDTH, device=device)}
+    x = torch.randn(5, WIDTH, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
 def of_each_loss(fn, params, *batch):
     """The gradients of each loss of one call, by plain autograd: for functions that no batch of one can be given to."""
     names, leaves = zip(*((name, value.clone().requires_grad_()) for name, value in params.items()), strict=True)

@@ -1,6 +1,7 @@
 """The capture pass: one call of fn, no weight gradients, derived values computed once, both ways below vmap, nothing left behind."""
 
 import gc
+import operator
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -800,6 +801,7 @@ STAYS = {
     "columns side by side": lambda w, x: (torch.column_stack([w @ x, w * x]) @ x.repeat(2)[:5]).sin().sum(),
     "blocks along a diagonal": lambda w, x: (torch.block_diag(w * x, w @ x[:, None]).sin() * torch.arange(5.0, device=x.device)).sum(),
     "pow_": lambda w, x: ((w @ x).exp() * 1.5).pow_(x).sin().sum(),
+    "**=": lambda w, x: operator.ipow((w @ x).exp() * 1.5, x).sin().sum() + operator.ipow(x.exp(), w[0]).cos().sum(),
     "renorm_": lambda w, x: (w * x).renorm_(2, 0, 1.0).sin().sum(),
     "index_add, columns that are viewed": lambda w, x: (
         torch.zeros_like(w * x).index_add(1, x[:3].abs().long() % 4, (w * x)[:, :3]).view(-1).square().sum()

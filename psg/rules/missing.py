@@ -110,6 +110,7 @@ for _name in (
     for _holder in (Tensor, torch):
         if hasattr(_holder, f"{_name}_"):
             decomposition(getattr(_holder, f"{_name}_"))(_written_back(getattr(Tensor, _name)))
+decomposition(Tensor.__ipow__)(_written_back(Tensor.pow))  # a function of Python, not another name of pow_
 
 
 def _global_average(dims: int) -> Callable[..., Any]:

@@ -243,10 +243,10 @@ BROADCASTING: dict[Any, Callable[..., torch.Size]] = {
 """Other ops that broadcast a parameter (a mask token, an exponent), and for each the shape to which they do."""
 
 IN_PLACE = {
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), torch.add),
-    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), torch.sub),
-    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
-    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
+    **{
+        getattr(Tensor, f"__i{name}__"): getattr(torch, op)
+        for name, op in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"), ("pow", "pow"))
+    },
     **{getattr(Tensor, f"{name}_"): getattr(Tensor, name) for name in _POINTWISE.split() if hasattr(Tensor, f"{name}_")},
 }
 """In-place ops on data and a parameter, and for each the op that computes the values to write."""
