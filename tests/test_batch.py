@@ -1089,6 +1089,16 @@ def test_a_rule_that_is_broken_says_so_for_a_batch_too(monkeypatch, device):
         )
 
 
+def test_a_hook_that_is_not_linear_is_named(device):
+    def fn(p, x):
+        y = x @ p
+        y.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return y.square().sum(1)
+
+    with pytest.raises(psg.StateError, match=r"the output of matmul .* or a hook .* behind it is not linear in the gradient"):
+        psg.per_sample_norm(fn, method="batch")(torch.randn(3, 3, device=device), torch.randn(4, 3, device=device))
+
+
 def test_another_default_device(device):
     """psg creates its own tensors on the device of the arguments, not on the default device."""
     p, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)

@@ -508,8 +508,9 @@ class _BatchMode(Watch, Looking):
         if failed:
             raise StateError(
                 f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
-                "hides. Each loss must depend on rows of its own: normalise over no batch, and keep the samples in front of the dimensions "
-                "of a parameter that is added, multiplied or repeated. Against rounding use a smaller chunk_size or a wider dtype."
+                "hides, or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its "
+                "own: normalise over no batch, and keep the samples in front of the dimensions of a parameter that is added, multiplied or "
+                "repeated. Against rounding use a smaller chunk_size or a wider dtype."
             )
         if any(_hides(tap, samples == self.n) for tap, _, samples in told):
             raise NotFinite(losses)
