@@ -1132,6 +1132,30 @@ def test_operators_that_write_into_data(op, device):
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
 
 
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda w, ids: F.embedding(ids, w, None, None, 2.0, True).sum(1),
+        lambda w, ids: torch.embedding(w, ids, scale_grad_by_freq=True).sum(1),
+        lambda w, ids: F.embedding_bag(ids, w, scale_grad_by_freq=True),
+    ],
+    ids=["embedding", "torch.embedding", "bag"],
+)
+def test_frequencies_of_ids(lookup, device):
+    """Of the samples' ids they would be counted in the batch; of ids that all share they are those of each sample."""
+
+    def fn(w, x, ids):
+        return (lookup(w, ids) * x).sin().sum(1)
+
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(4, WIDTH, device=device)
+    ids = torch.tensor([[0, 1, 1, 2], [1, 1, 2, 1], [2, 0, 1, 0], [1, 2, 2, 2]], device=device)
+    with pytest.raises(psg.InputError, match="with scale_grad_by_freq=True, which counts the ids of the whole batch"):
+        psg.per_sample_grad(fn, method="batch")(w, x, ids)
+    shared = lambda w, x: fn(w, x, ids[:1])  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(shared, method="batch")(w, x), loop_grad(one(shared))(w, x))
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x[:1], ids[:1]), loop_grad(one(fn))(w, x[:1], ids[:1]))
+
+
 def of_each_loss(fn, params, *batch):
     """The gradients of each loss of one call, by plain autograd: for functions that no batch of one can be given to."""
     names, leaves = zip(*((name, value.clone().requires_grad_()) for name, value in params.items()), strict=True)

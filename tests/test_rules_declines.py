@@ -410,7 +410,7 @@ def test_a_recurrent_op_called_by_keywords_goes_down_the_ladder():
 # Functions of a whole batch with an op whose data cannot be split into rows, after the error; no error if a decomposition runs.
 BATCHED = {
     "embedding by frequency": lambda: (
-        "w reaches the losses by an op that no function mode sees",
+        "w reaches embedding at .* with scale_grad_by_freq=True, which counts the ids of the whole batch",
         lambda w, x: F.embedding(x, w, scale_grad_by_freq=True).sin().sum((1, 2)),
         normal(5, 3),
         ids(5, N, 4),

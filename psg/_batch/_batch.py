@@ -337,6 +337,11 @@ class _BatchMode(Watch, Looking):
             output = self._spread(func, args, kwargs, met)
             if output is not NotImplemented:
                 return output
+        if self.n > 1 and _counts_ids(func, args, kwargs) and any(leaf in self.sampled for leaf in others):
+            raise InputError(
+                f'method="batch": {met[0].name} reaches {name_of(func)} at {user_line()} with scale_grad_by_freq=True, which counts the '
+                f"ids of the whole batch, so that a sample's gradient would depend on the others. {_FOR_ONE_SAMPLE}"
+            )
         if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
@@ -564,6 +569,17 @@ def _is_one(n: int, shape: Sequence[int]) -> bool:
 
 def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether torch can also compute an op that has a rule for rows: its gradient is dense."""
-    rule = _registry.find_rule(func)
-    bound = None if rule is None else rule.bind(args, kwargs)
+    bound = _bound(func, args, kwargs)
     return bound is not None and not bound.get("sparse")
+
+
+def _counts_ids(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op scales its gradient by the frequencies of ids."""
+    bound = _bound(func, args, kwargs)
+    return bound is not None and bool(bound.get("scale_grad_by_freq"))
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments by name, of an op that has a rule; None of others."""
+    rule = _registry.find_rule(func)
+    return None if rule is None else rule.bind(args, kwargs)
