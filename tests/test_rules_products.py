@@ -215,6 +215,7 @@ RULED = {
     "addmv": (lambda p, x: torch.addmv(p["b"], p["w"], x), {"b": (4,), "w": (4, 3)}, (3,), "Outer"),
     "baddbmm": (lambda p, x: torch.baddbmm(p["b"], x, p["w"]), {"b": (4,), "w": (2, 3, 4)}, (2, 5, 3), "Dense"),
     "einsum": (lambda p, x: torch.einsum("...i,oi->...o", x, p["w"]), {"w": (4, 3)}, (2, 5, 3), "Outer"),
+    "einsum of a list": (lambda p, x: torch.einsum("ti,oi->to", [x, p["w"]]), {"w": (4, 3)}, (5, 3), "Outer"),
     "einsum by head": (lambda p, x: torch.einsum("ti,hio->hto", x, p["w"]), {"w": (2, 3, 4)}, (5, 3), "Views"),
     "tensordot": (lambda p, x: torch.tensordot(p["w"], x, 1), {"w": (4, 5)}, (5, 2, 3), "Outer"),
     "bilinear": (lambda p, x: F.bilinear(x, x.flip(0), p["w"], p["b"]), {"w": (2, 3, 3), "b": (2,)}, (5, 3), "Dense"),
