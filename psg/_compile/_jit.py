@@ -71,7 +71,8 @@ def jit(
 
     - Tensor arguments may change from call to call. New shapes, strides, dtypes or devices make a new signature, and so do other Python
       values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings. Each signature is
-      compiled once. Other objects are told apart by their hash: changes of their attributes are not seen.
+      compiled once. Other objects are told apart by their hash: changes of their attributes are not seen. One tensor given twice reaches
+      fn as two, so that `a is b` is false.
     - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
       it by another tensor is not. In modules, psg does see this: for every module of which fn reads anything, wherever it holds it,
       replaced buffers, frozen parameters or submodules, hooks, `train()`/`eval()`, and new values of the attributes that fn reads (a
