@@ -181,6 +181,14 @@ REFUSED = {
         normal(3),
         normal(N, 4, 3),
     ),
+    **{
+        f"causal attention with a mask, {lead}": lambda lead=lead: (
+            lambda w, x: score(F.scaled_dot_product_attention(w * x, x, x, torch.ones(4, 4) > 0, is_causal=True)),
+            normal(3),
+            normal(N, *lead, 4, 3),
+        )
+        for lead in ((), (2,), (1, 2, 2))
+    },
     "conv1d of four dimensions": lambda: (lambda w, x: score(F.conv1d(x, w)), normal(2, 3, 2), normal(N, 1, 1, 3, 5)),
     "conv_transpose1d of four dimensions": lambda: (lambda w, x: score(F.conv_transpose1d(x, w)), normal(3, 2, 2), normal(N, 1, 1, 3, 5)),
     "ctc_loss of another reduction": lambda: (
