@@ -189,6 +189,11 @@ REFUSED = {
         )
         for lead in ((), (2,), (1, 2, 2))
     },
+    "cross_entropy smoothed by more than 1": lambda: (
+        lambda w, x: F.cross_entropy(w * x, torch.tensor([0, 2]), torch.ones(3), label_smoothing=1.5),
+        normal(3),
+        normal(N, 2, 3),
+    ),
     "conv1d of four dimensions": lambda: (lambda w, x: score(F.conv1d(x, w)), normal(2, 3, 2), normal(N, 1, 1, 3, 5)),
     "conv_transpose1d of four dimensions": lambda: (lambda w, x: score(F.conv_transpose1d(x, w)), normal(3, 2, 2), normal(N, 1, 1, 3, 5)),
     "ctc_loss of another reduction": lambda: (
