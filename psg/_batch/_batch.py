@@ -465,14 +465,14 @@ class _BatchMode(Watch, Looking):
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
-        if self.n > 1 and len(next(iter(split.data.values()))) == 1:  # no rows: perhaps a frozen weight, which has none, is among the data
+        if self.n > 1 and split.rows == 1:  # no rows: perhaps a frozen weight, which has none, is among the data
             frozen = {place for place in split.data if place[0] in rule.params and self._is_constant(bound, place)}
             if frozen and len(frozen) < len(split.data):
                 split = split_rows(func, bound, own.keys() | frozen) or split
         bound = replace_at(bound | split.options, split.data)
         others = {place: tensor for place, tensor in places_of(bound) if place not in own}
         shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
-        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, len(next(iter(split.data.values()))), choice)
+        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, split.rows, choice)
         return NotImplemented if ran is NotImplemented else split.join(*(ran if isinstance(ran, tuple) else (ran,)))
 
     def _is_constant(self, arguments: dict[str, Any], place: Place) -> bool:

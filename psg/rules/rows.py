@@ -29,6 +29,11 @@ class Split(NamedTuple):
     join: Callable[..., Any]
     options: dict[str, Any] = {}
 
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(next(iter(self.data.values())))
+
 
 Splitter = Callable[[dict[str, Any], Collection[Place]], Split | None]
 """Splits a call, given its arguments and the places of its parameters; None if it cannot."""
