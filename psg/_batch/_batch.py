@@ -56,6 +56,7 @@ from psg._torch._ops import (
     replace_at,
     substitute,
     target_of,
+    tensors_of,
     torchs_names,
 )
 from psg._watch import _copies, _pass
@@ -433,7 +434,7 @@ class _BatchMode(Watch, Looking):
         if any(row is NotImplemented for row in rows.values()):
             return NotImplemented
         # Torch ranks the dtype of a number below that of other tensors; repeated, it would count.
-        others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and leaf.ndim and _trees.is_inexact(leaf)]
+        others = [leaf for leaf in tensors_of(args, kwargs) if leaf.ndim and _trees.is_inexact(leaf)]
         dtypes = {leaf.dtype for leaf in others}
         for value in met:
             if value.leaf.ndim == 1 and value.leaf.dtype not in dtypes and dtypes and func not in IN_FLOAT64:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
-from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, leaves_of, read_by
+from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, read_by, tensors_of
 
 
 class Trace(NamedTuple):
@@ -299,7 +299,7 @@ class _Reads(TorchFunctionMode):
                 self._generators[id(leaf)] = leaf, leaf.get_state()
         tracer = getattr(get_proxy_mode(), "tracer", None)
         if tracer is not None:
-            for leaf in _trees.tensors_in(leaves_of(args, kwargs)):
+            for leaf in tensors_of(args, kwargs):
                 if not _functorch.is_wrapped(leaf) and not has_proxy_slot(leaf, tracer):
                     self.sized[id(leaf)] = leaf
                     if func == REQUIRES_GRAD:

@@ -20,7 +20,7 @@ from psg._capture._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._ladder._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
-from psg._torch._ops import foreign_mode, handles_ops, operands_of
+from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
 from psg._watch._habits import Retry
 from psg._watch._outside import Outside
@@ -244,7 +244,7 @@ def _expect_right(call: Call) -> Callable[[Any, list[Any]], None]:
 
     def look(script: Any, arguments: list[Any]) -> None:
         # Only to refuse, not to record: inside of TorchScript no tensor can be replaced.
-        Outside.look(call.outside, script, [*operands_of(arguments, {})[0], *_scripts.parameters_of(script)], (), level)
+        Outside.look(call.outside, script, [*tensors_of(arguments, {}), *_scripts.parameters_of(script)], (), level)
         if (op := unseen_op(script)) is not None:
             raise PsgError(
                 f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"

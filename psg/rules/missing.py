@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg._torch._ops import leaves_of
+from psg._torch._ops import tensors_of
 from psg._trees import is_inexact
 from psg.factors._arithmetic import widen
 from psg.rules._registry import decomposition, reshape, rule
@@ -166,8 +166,7 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
 def _in_parts(op: Any) -> None:
     @decomposition(op)
     def parts(*args: Any, **kwargs: Any) -> Any:
-        tensors = (leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-        if "out" in kwargs or not any(map(_functorch.is_vmapped, tensors)) or _functorch.tangents_active():
+        if "out" in kwargs or not any(map(_functorch.is_vmapped, tensors_of(args, kwargs))) or _functorch.tangents_active():
             return NotImplemented
         return _functorch.in_parts(op, args, kwargs)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._torch._ops import Place, leaves_of
+from psg._torch._ops import Place, tensors_of
 from psg.factors import Dense
 from psg.rules import activation
 from psg.rules._registry import Rule
@@ -206,7 +206,7 @@ def _converted(input: Tensor, other: Tensor, *flags: Any, **options: Any) -> Ten
 
 
 def _full_shape(*args: Any, **kwargs: Any) -> torch.Size:
-    return torch.broadcast_shapes(*(leaf.shape for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)))
+    return torch.broadcast_shapes(*(tensor.shape for tensor in tensors_of(args, kwargs)))
 
 
 def _found(names: str) -> list[Any]:
