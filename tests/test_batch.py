@@ -766,6 +766,24 @@ def test_an_infinite_gradient_of_a_finite_loss_keeps_to_its_sample(device):
     assert_trees_close(grads[[0, 1, 3]], expected[[0, 1, 3]])
 
 
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_graph_that_is_not_finite_among_joined_graphs(reduced, device):
+    """Labels alone are batched, so fn cannot run on the finite graphs alone."""
+
+    def fn(w, x, graph, num_graphs, y):
+        pooled = (x @ w).new_zeros(num_graphs, 3).index_add(0, graph, x @ w)
+        return F.cross_entropy(pooled, y, reduction="none") if reduced else (pooled * (1 + y[:, None])).square().sum(1)
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(5, 4, device=device)
+    graph, y = torch.tensor([0, 0, 0, 1, 1], device=device), torch.tensor([0, 2], device=device)
+    options = {"method": "batch", "in_dims": (None, None, None, None, 0)}
+    psg.per_sample_norm(fn, **options)(w, x, graph, 2, y)
+    x[4, 0] = torch.inf
+    with pytest.raises(psg.InputError, match=r"not finite: losses\[1\]\. .* fn cannot run without the others: \w+Error: ") as raised:
+        psg.per_sample_norm(fn, **options)(w, x, graph, 2, y)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 4, 66, 400, 3500])
 def test_many_samples_in_low_precision(dtype, n, device):
@@ -1071,6 +1089,16 @@ def test_a_rule_that_is_broken_says_so_for_a_batch_too(monkeypatch, device):
         )
 
 
+def test_a_hook_that_is_not_linear_is_named(device):
+    def fn(p, x):
+        y = x @ p
+        y.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return y.square().sum(1)
+
+    with pytest.raises(psg.StateError, match=r"the output of matmul .* or a hook .* behind it is not linear in the gradient"):
+        psg.per_sample_norm(fn, method="batch")(torch.randn(3, 3, device=device), torch.randn(4, 3, device=device))
+
+
 def test_another_default_device(device):
     """psg creates its own tensors on the device of the arguments, not on the default device."""
     p, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
@@ -1092,6 +1120,40 @@ def test_another_default_device(device):
 def test_parameters_of_which_an_op_makes_several_tensors(fn, n, device):
     w, x = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.float64), torch.randn(n, WIDTH, device=device, dtype=torch.float64)
     psg.check(fn, method="batch")(w, x)
+
+
+@pytest.mark.parametrize("op", [operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow])
+def test_operators_that_write_into_data(op, device):
+    def fn(p, x):
+        return F.linear(op(x.exp(), p["v"]), p["w"]).sin().sum(1)
+
+    params = {"v": torch.rand(WIDTH, device=device) + 1, "w": torch.randn(3, WIDTH, device=device)}
+    x = torch.randn(5, WIDTH, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda w, ids: F.embedding(ids, w, None, None, 2.0, True).sum(1),
+        lambda w, ids: torch.embedding(w, ids, scale_grad_by_freq=True).sum(1),
+        lambda w, ids: F.embedding_bag(ids, w, scale_grad_by_freq=True),
+    ],
+    ids=["embedding", "torch.embedding", "bag"],
+)
+def test_frequencies_of_ids(lookup, device):
+    """Of the samples' ids they would be counted in the batch; of ids that all share they are those of each sample."""
+
+    def fn(w, x, ids):
+        return (lookup(w, ids) * x).sin().sum(1)
+
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(4, WIDTH, device=device)
+    ids = torch.tensor([[0, 1, 1, 2], [1, 1, 2, 1], [2, 0, 1, 0], [1, 2, 2, 2]], device=device)
+    with pytest.raises(psg.InputError, match="with scale_grad_by_freq=True, which counts the ids of the whole batch"):
+        psg.per_sample_grad(fn, method="batch")(w, x, ids)
+    shared = lambda w, x: fn(w, x, ids[:1])  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(shared, method="batch")(w, x), loop_grad(one(shared))(w, x))
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x[:1], ids[:1]), loop_grad(one(fn))(w, x[:1], ids[:1]))
 
 
 def of_each_loss(fn, params, *batch):

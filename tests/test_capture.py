@@ -1,6 +1,7 @@
 """The capture pass: one call of fn, no weight gradients, derived values computed once, both ways below vmap, nothing left behind."""
 
 import gc
+import operator
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -853,6 +854,7 @@ STAYS = {
     "columns side by side": lambda w, x: (torch.column_stack([w @ x, w * x]) @ x.repeat(2)[:5]).sin().sum(),
     "blocks along a diagonal": lambda w, x: (torch.block_diag(w * x, w @ x[:, None]).sin() * torch.arange(5.0, device=x.device)).sum(),
     "pow_": lambda w, x: ((w @ x).exp() * 1.5).pow_(x).sin().sum(),
+    "**=": lambda w, x: operator.ipow((w @ x).exp() * 1.5, x).sin().sum() + operator.ipow(x.exp(), w[0]).cos().sum(),
     "renorm_": lambda w, x: (w * x).renorm_(2, 0, 1.0).sin().sum(),
     "index_add, columns that are viewed": lambda w, x: (
         torch.zeros_like(w * x).index_add(1, x[:3].abs().long() % 4, (w * x)[:, :3]).view(-1).square().sum()
@@ -875,6 +877,22 @@ def assert_stays_on_the_first_rung(fn, device):
 def test_stays_on_the_first_rung(fn, device):
     assert_stays_on_the_first_rung(fn, device)
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool])
+def test_allclose_of_integers(dtype, device):
+    """torch compares them as floating numbers: their differences do not wrap around."""
+    x = torch.tensor([[0, 1], [0, 1], [100, 1], [-128, 1]], device=device).to(dtype)
+    y = torch.tensor([[255, 1], [1, 1], [-100, 1], [0, 1]], device=device).to(dtype)
+
+    def fn(w, x, y):
+        return w.square().sum() if torch.allclose(x, y, atol=60) and x.allclose(y, atol=60) else w.sin().sum()
+
+    w = torch.randn(3, device=device)
+    for own in ((x, y), (x, x), (y, x)):
+        same = [torch.allclose(*pair, atol=60) for pair in zip(*own, strict=True)]
+        expected = torch.stack([2 * w if close else w.cos() for close in same])
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, *own), expected)
 
 
 SPARSE = {

@@ -1346,6 +1346,18 @@ def test_where_a_tensor_begins_in_memory(device):
         same(fast(w, series[start : start + 6]), step(w, series[start : start + 6]))
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_where_what_fn_closes_over_begins_in_memory(used, device):
+    flag, series = torch.nn.Parameter(torch.randn(3, device=device), requires_grad=False), torch.randn(40, device=device)
+    norms = psg.per_sample_norm(lambda w, x: (w * x).sum() ** 2 * (1 + flag.storage_offset()) + (w[:3] * flag).sum() * used)
+    fast = psg.jit(norms, backend="eager")
+    w, x = torch.randn(4, device=device), torch.randn(3, 4, device=device)
+    for start in (None, 5, 7, 5):
+        if start is not None:
+            flag.data = series[start : start + 3]
+        same(fast(w, x), norms(w, x))
+
+
 def test_the_shape_alone_of_what_fn_closes_over(device):
     queue = torch.zeros(4, device=device)
     fn = psg.per_sample_norm(lambda w, x: (w * x).sum() ** 2 / len(queue))

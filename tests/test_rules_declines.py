@@ -181,6 +181,19 @@ REFUSED = {
         normal(3),
         normal(N, 4, 3),
     ),
+    **{
+        f"causal attention with a mask, {lead}": lambda lead=lead: (
+            lambda w, x: score(F.scaled_dot_product_attention(w * x, x, x, torch.ones(4, 4) > 0, is_causal=True)),
+            normal(3),
+            normal(N, *lead, 4, 3),
+        )
+        for lead in ((), (2,), (1, 2, 2))
+    },
+    "cross_entropy smoothed by more than 1": lambda: (
+        lambda w, x: F.cross_entropy(w * x, torch.tensor([0, 2]), torch.ones(3), label_smoothing=1.5),
+        normal(3),
+        normal(N, 2, 3),
+    ),
     "conv1d of four dimensions": lambda: (lambda w, x: score(F.conv1d(x, w)), normal(2, 3, 2), normal(N, 1, 1, 3, 5)),
     "conv_transpose1d of four dimensions": lambda: (lambda w, x: score(F.conv_transpose1d(x, w)), normal(3, 2, 2), normal(N, 1, 1, 3, 5)),
     "ctc_loss of another reduction": lambda: (
@@ -410,7 +423,7 @@ def test_a_recurrent_op_called_by_keywords_goes_down_the_ladder():
 # Functions of a whole batch with an op whose data cannot be split into rows, after the error; no error if a decomposition runs.
 BATCHED = {
     "embedding by frequency": lambda: (
-        "w reaches the losses by an op that no function mode sees",
+        "w reaches embedding at .* with scale_grad_by_freq=True, which counts the ids of the whole batch",
         lambda w, x: F.embedding(x, w, scale_grad_by_freq=True).sin().sum((1, 2)),
         normal(5, 3),
         ids(5, N, 4),

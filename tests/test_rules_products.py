@@ -215,6 +215,7 @@ RULED = {
     "addmv": (lambda p, x: torch.addmv(p["b"], p["w"], x), {"b": (4,), "w": (4, 3)}, (3,), "Outer"),
     "baddbmm": (lambda p, x: torch.baddbmm(p["b"], x, p["w"]), {"b": (4,), "w": (2, 3, 4)}, (2, 5, 3), "Dense"),
     "einsum": (lambda p, x: torch.einsum("...i,oi->...o", x, p["w"]), {"w": (4, 3)}, (2, 5, 3), "Outer"),
+    "einsum of a list": (lambda p, x: torch.einsum("ti,oi->to", [x, p["w"]]), {"w": (4, 3)}, (5, 3), "Outer"),
     "einsum by head": (lambda p, x: torch.einsum("ti,hio->hto", x, p["w"]), {"w": (2, 3, 4)}, (5, 3), "Views"),
     "tensordot": (lambda p, x: torch.tensordot(p["w"], x, 1), {"w": (4, 5)}, (5, 2, 3), "Outer"),
     "bilinear": (lambda p, x: F.bilinear(x, x.flip(0), p["w"], p["b"]), {"w": (2, 3, 3), "b": (2,)}, (5, 3), "Dense"),
@@ -406,16 +407,16 @@ def test_rows_beyond_the_last_expert_reach_no_other_sample(device):
 def test_rows_of_a_batch_by_the_matrices_of_their_experts(n, transposed, device):
     """As models do it: all rows of the batch are sorted by their expert, which mixes the samples' rows."""
     experts, t = 5, 7
-    w = torch.randn(experts, *((8, 4) if transposed else (4, 8)), device=device)
-    x, choice = torch.randn(n, t, 4, device=device), torch.randint(experts - 1, (n, t), device=device)  # one is idle
+    w = torch.randn(experts, *((8, 4) if transposed else (4, 8)), device=device).float()
+    x, choice = torch.randn(n, t, 4, device=device).float(), torch.randint(experts - 1, (n, t), device=device)  # one is idle
 
     def fn(w, x, choice):
         flat = choice.flatten()
         order = flat.argsort(stable=True)
         offsets = torch.bincount(flat, minlength=experts).cumsum(0).int()
         matrices = w.mT if transposed else w
-        y = torch._grouped_mm(x.flatten(0, 1)[order].float(), matrices.float(), offs=offsets)
-        return y[order.argsort()].unflatten(0, (-1, t)).double().sin().square().sum((1, 2))
+        y = torch._grouped_mm(x.flatten(0, 1)[order], matrices, offs=offsets)
+        return y[order.argsort()].unflatten(0, (-1, t)).sin().square().sum((1, 2))
 
     def plain(w, x, choice):
         return torch.einsum("ti,tio->to", x, (w.mT if transposed else w)[choice]).sin().square().sum()

@@ -55,6 +55,7 @@ PRODUCTS = {
     "rmatmul": lambda p, x: x.transpose(1, 2).__rmatmul__(p["w"].T),
     "rmatmul, data first": lambda p, x: p["w"].__rmatmul__(x),
     "einsum": lambda p, x: torch.einsum("nti,io->not", x, p["w"]),
+    "einsum, a list": lambda p, x: torch.einsum("nti,io->not", [x, p["w"]]),
     "einsum, written into": lambda p, x: torch.einsum("nti,tio->not", x, p["heads"]).mul_(2),
     "einsum, ellipsis": lambda p, x: torch.einsum("...i,io->...o", x, p["w"]),
     "einsum, data twice": lambda p, x: torch.einsum("nti,tio,nti->no", x, p["heads"], x.cos()),

@@ -56,6 +56,7 @@ from psg._torch._ops import (
     replace_at,
     substitute,
     target_of,
+    tensors_of,
     torchs_names,
 )
 from psg._watch import _copies, _pass
@@ -337,6 +338,11 @@ class _BatchMode(Watch, Looking):
             output = self._spread(func, args, kwargs, met)
             if output is not NotImplemented:
                 return output
+        if self.n > 1 and _counts_ids(func, args, kwargs) and any(leaf in self.sampled for leaf in others):
+            raise InputError(
+                f'method="batch": {met[0].name} reaches {name_of(func)} at {user_line()} with scale_grad_by_freq=True, which counts the '
+                f"ids of the whole batch, so that a sample's gradient would depend on the others. {_FOR_ONE_SAMPLE}"
+            )
         if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
@@ -428,7 +434,7 @@ class _BatchMode(Watch, Looking):
         if any(row is NotImplemented for row in rows.values()):
             return NotImplemented
         # Torch ranks the dtype of a number below that of other tensors; repeated, it would count.
-        others = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor) and leaf.ndim and _trees.is_inexact(leaf)]
+        others = [leaf for leaf in tensors_of(args, kwargs) if leaf.ndim and _trees.is_inexact(leaf)]
         dtypes = {leaf.dtype for leaf in others}
         for value in met:
             if value.leaf.ndim == 1 and value.leaf.dtype not in dtypes and dtypes and func not in IN_FLOAT64:
@@ -460,14 +466,14 @@ class _BatchMode(Watch, Looking):
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
-        if self.n > 1 and len(next(iter(split.data.values()))) == 1:  # no rows: perhaps a frozen weight, which has none, is among the data
+        if self.n > 1 and split.rows == 1:  # no rows: perhaps a frozen weight, which has none, is among the data
             frozen = {place for place in split.data if place[0] in rule.params and self._is_constant(bound, place)}
             if frozen and len(frozen) < len(split.data):
                 split = split_rows(func, bound, own.keys() | frozen) or split
         bound = replace_at(bound | split.options, split.data)
         others = {place: tensor for place, tensor in places_of(bound) if place not in own}
         shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
-        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, len(next(iter(split.data.values()))), choice)
+        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, split.rows, choice)
         return NotImplemented if ran is NotImplemented else split.join(*(ran if isinstance(ran, tuple) else (ran,)))
 
     def _is_constant(self, arguments: dict[str, Any], place: Place) -> bool:
@@ -508,8 +514,9 @@ class _BatchMode(Watch, Looking):
         if failed:
             raise StateError(
                 f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
-                "hides. Each loss must depend on rows of its own: normalise over no batch, and keep the samples in front of the dimensions "
-                "of a parameter that is added, multiplied or repeated. Against rounding use a smaller chunk_size or a wider dtype."
+                "hides, or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its "
+                "own: normalise over no batch, and keep the samples in front of the dimensions of a parameter that is added, multiplied or "
+                "repeated. Against rounding use a smaller chunk_size or a wider dtype."
             )
         if any(_hides(tap, samples == self.n) for tap, _, samples in told):
             raise NotFinite(losses)
@@ -563,6 +570,17 @@ def _is_one(n: int, shape: Sequence[int]) -> bool:
 
 def _computable_once(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether torch can also compute an op that has a rule for rows: its gradient is dense."""
-    rule = _registry.find_rule(func)
-    bound = None if rule is None else rule.bind(args, kwargs)
+    bound = _bound(func, args, kwargs)
     return bound is not None and not bound.get("sparse")
+
+
+def _counts_ids(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op scales its gradient by the frequencies of ids."""
+    bound = _bound(func, args, kwargs)
+    return bound is not None and bool(bound.get("scale_grad_by_freq"))
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments by name, of an op that has a rule; None of others."""
+    rule = _registry.find_rule(func)
+    return None if rule is None else rule.bind(args, kwargs)

@@ -37,9 +37,10 @@ class NotFinite(PsgError):
     """
 
     def __init__(self, losses: Tensor) -> None:
-        super().__init__("a cotangent is not finite")
         finite = losses.isfinite()
         together, alone = finite.nonzero()[:, 0], (~finite).nonzero()[:, 0]
+        names = ", ".join(f"losses[{i}]" for i in alone[:5].tolist()) + (", ..." if len(alone) > 5 else "")
+        super().__init__(f"not finite: {names or 'a gradient of finite losses'}")
         self.groups = [*together.split(1)] if len(alone) == 0 else [together, *alone.split(1)][len(together) == 0 :]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from psg._torch._ops import LIKENESSES, leaves_of
+from psg._torch._ops import LIKENESSES, tensors_of
 from psg._watch._writes import written
 
 
@@ -30,7 +30,7 @@ class Sampled:
     def follow(self, func: Any, leaves: Iterable[Any], output: Any, target: Any) -> None:
         """Record an op that has run: if an argument depends on the samples, so do its output and the tensors that it wrote into."""
         if func not in LIKENESSES and any(isinstance(leaf, Tensor) and leaf in self for leaf in leaves):
-            self._claim(leaf for leaf in leaves_of((output,), {}) if isinstance(leaf, Tensor))
+            self._claim(tensors_of((output,), {}))
             targets = written(target)
             self._claim([*targets, *(tensor._base for tensor in targets if tensor._base is not None)])
 

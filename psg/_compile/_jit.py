@@ -71,7 +71,8 @@ def jit(
 
     - Tensor arguments may change from call to call. New shapes, strides, dtypes or devices make a new signature, and so do other Python
       values (numbers, strings, flags, the tree's structure, the order of a dict's keys) and other autocast settings. Each signature is
-      compiled once. Other objects are told apart by their hash: changes of their attributes are not seen.
+      compiled once. Other objects are told apart by their hash: changes of their attributes are not seen. One tensor given twice reaches
+      fn as two, so that `a is b` is false.
     - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing*
       it by another tensor is not. In modules, psg does see this: for every module of which fn reads anything, wherever it holds it,
       replaced buffers, frozen parameters or submodules, hooks, `train()`/`eval()`, and new values of the attributes that fn reads (a
@@ -330,7 +331,7 @@ class _Program:
         self._trace = trace
         self._outside = [*trace.captured, *trace.sized]
         self._expected = [_signature(tensor) for tensor in self._outside]
-        self._offsets = [(place, tensors[place].storage_offset()) for place in trace.placed]
+        self._offsets = self._offsets_of(tensors)
         with _ambient.off(), torch.no_grad():
             self._run = compile(trace.graph, [*map(torch.detach, tensors), *map(_plain, trace.captured)])
 
@@ -342,9 +343,14 @@ class _Program:
 
     def is_outdated(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the program does not fit these arguments, or what the function closes over now."""
-        return any(_signature(tensor) != expected for tensor, expected in zip(self._outside, self._expected, strict=True)) or any(
-            tensors[place].storage_offset() != offset for place, offset in self._offsets
-        )
+        differ = any(_signature(tensor) != expected for tensor, expected in zip(self._outside, self._expected, strict=True))
+        return differ or self._offsets_of(tensors) != self._offsets
+
+    def _offsets_of(self, tensors: Sequence[Tensor]) -> list[Any]:
+        if not self._trace.placed:
+            return []
+        given = *tensors, *self._outside
+        return [given[place].storage_offset() for place in self._trace.placed]
 
     @property
     def is_unfit(self) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
-from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, leaves_of, read_by
+from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, read_by, tensors_of
 
 
 class Trace(NamedTuple):
@@ -34,7 +34,7 @@ class Trace(NamedTuple):
         recorded: Those of them that autograd would record: all but a module's parameters that `stateless` has detached.
         sized: Other tensors that the function closes over, of which it may read the shape or the dtype.
         flags: The tensors of which it reads whether they require grad, with the answers.
-        placed: The tensors among the arguments whose `storage_offset` it reads, by position.
+        placed: The tensors whose `storage_offset` it reads, by position among those of the arguments, `captured` and `sized`.
         leaves: The leaves of the result; tensors stand for the graph's outputs.
         spec: The structure of the result.
     """
@@ -117,8 +117,9 @@ def trace(
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 graph.graph.erase_node(node)
     graph.recompile()
-    placed = [place for place, tensor in enumerate(tensors) if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
+    known = enumerate((*tensors, *captured, *sized))
+    placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *result)
 
 
@@ -298,7 +299,7 @@ class _Reads(TorchFunctionMode):
                 self._generators[id(leaf)] = leaf, leaf.get_state()
         tracer = getattr(get_proxy_mode(), "tracer", None)
         if tracer is not None:
-            for leaf in _trees.tensors_in(leaves_of(args, kwargs)):
+            for leaf in tensors_of(args, kwargs):
                 if not _functorch.is_wrapped(leaf) and not has_proxy_slot(leaf, tracer):
                     self.sized[id(leaf)] = leaf
                     if func == REQUIRES_GRAD:

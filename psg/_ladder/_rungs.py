@@ -20,7 +20,7 @@ from psg._capture._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
 from psg._ladder._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
-from psg._torch._ops import foreign_mode, handles_ops, operands_of
+from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
 from psg._watch._habits import Retry
 from psg._watch._outside import Outside
@@ -244,7 +244,7 @@ def _expect_right(call: Call) -> Callable[[Any, list[Any]], None]:
 
     def look(script: Any, arguments: list[Any]) -> None:
         # Only to refuse, not to record: inside of TorchScript no tensor can be replaced.
-        Outside.look(call.outside, script, [*operands_of(arguments, {})[0], *_scripts.parameters_of(script)], (), level)
+        Outside.look(call.outside, script, [*tensors_of(arguments, {}), *_scripts.parameters_of(script)], (), level)
         if (op := unseen_op(script)) is not None:
             raise PsgError(
                 f"fn calls {script.name}, which is TorchScript and calls {op}, which transforms may get wrong where psg does not see it"
@@ -369,11 +369,28 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
     return (*gradients, *values)
 
 
-def _run_batch(call: Call) -> Result:
+def _run_batch(call: Call, whole: bool = True) -> Result:
+    """Run fn on the whole batch; if a sample is not finite, on groups of its samples, which are not `whole`."""
     try:
         return _batch_together(call)
     except NotFinite as error:
-        return _run_apart(_run_batch, call, error.groups, None)
+        groups, found = error.groups, str(error)
+    try:
+        return _run_apart(partial(_run_batch, whole=False), call, groups, None)
+    except (StateError, Stale, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not whole:
+            raise
+        raise InputError(
+            f'{call.name}, method="batch": {found}. What is not finite does not tell which sample a row belongs to, so psg runs such '
+            f"samples alone, but fn cannot run without the others: {_first_line(error)}. Leave out what is not finite, or give all that "
+            "belongs to the samples a dimension of samples."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0].rstrip('.')}"
 
 
 def _batch_together(call: Call) -> Result:

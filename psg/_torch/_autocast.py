@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg._torch import _ambient
-from psg._torch._ops import is_torchs, name_of, operands_of, substitute
+from psg._torch._ops import is_torchs, name_of, substitute, tensors_of
 
 Kind = Literal["narrow", "float32", "widest", "unchanged"]
 """The dtype in which an op runs: autocast's own, float32, the widest of its arguments', or what the arguments have."""
@@ -47,7 +47,7 @@ def cast_of(func: Any, args: Any, kwargs: Any) -> Cast | None:
     """What autocast does to the arguments of this call; None if it is off, or if torch too leaves it to the parts of the op."""
     if not torch._C._is_any_autocast_enabled():
         return None
-    tensors = operands_of(args, kwargs)[0]
+    tensors = tensors_of(args, kwargs)
     first = next(filter(_ambient.is_autocast, tensors), None)
     if first is None:
         return None

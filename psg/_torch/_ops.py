@@ -359,6 +359,11 @@ def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tenso
     return tensors, others
 
 
+def tensors_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the leaves of an op's arguments."""
+    return operands_of(args, kwargs)[0]
+
+
 def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The same arguments with `function` applied to every leaf."""
     if isinstance(tree, dict):

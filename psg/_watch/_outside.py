@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from psg._errors import USED_ELSEWHERE, StateError, user_line, warn_once
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, operands_of, substitute
+from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, substitute, tensors_of
 from psg._torch._patches import assigned
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
@@ -240,6 +240,6 @@ class _Mode(Looking):
         self.outside = outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.outside.look(func, operands_of(args, kwargs or {})[0])
+        self.outside.look(func, tensors_of(args, kwargs or {}))
         args, kwargs = self.outside.replace((args, kwargs or {}))
         return func(*args, **kwargs)

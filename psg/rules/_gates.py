@@ -17,7 +17,7 @@ variants and the order of gates of torch.nn.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -441,7 +441,7 @@ _KINDS: dict[str, type[Recurrence]] = {kind.__name__: kind for kind in (Elman, R
 
 
 def _record(kind: str, input: Tensor, state: list[Tensor], weights: list[Tensor | None], reverse: bool, fuse: bool = False) -> list[Tensor]:
-    return _KINDS[kind](input, _gathered(weights), reverse, fuse).record(state)
+    return _KINDS[kind](input, Weights._make(weights), reverse, fuse).record(state)
 
 
 def _solve(
@@ -454,13 +454,9 @@ def _solve(
     final: list[Tensor | None],
     fuse: bool = False,
 ) -> list[Tensor]:
-    run = _KINDS[kind](input, _gathered(weights), reverse, fuse)
+    run = _KINDS[kind](input, Weights._make(weights), reverse, fuse)
     run.saved = saved
     return run.solve(cotangent, final)
-
-
-def _gathered(weights: Any) -> Weights:
-    return Weights(*weights)
 
 
 _forward_op = torch.library.custom_op("psg::recurrence_forward", _record, mutates_args=())

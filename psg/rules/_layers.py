@@ -65,7 +65,7 @@ class Layer:
         if self.solved_for is not None and all(own is None or own is c for own, c in zip(self.solved_for, cotangents, strict=True)):
             return  # a cotangent that is None in the graph reaches a builder as zeros
         if self._versions() != self.versions:
-            raise PsgError("a weight of a recurrent layer or cell was changed in place between forward and backward; change a clone of it")
+            raise PsgError("a weight of a recurrent layer was changed in place between forward and backward; change a clone of it")
         self.solved_for = tuple(cotangents)
         self._solve(cotangents)
 

@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from psg._errors import InputError
 from psg._torch._ambient import P, R
 from psg._torch._higher_order import HIGHER_ORDER
-from psg._torch._ops import is_torchs, leaves_of, name_of
+from psg._torch._ops import is_torchs, name_of, tensors_of
 from psg._torch._patches import assigned
 
 
@@ -237,7 +237,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensors = tuple(leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
+        tensors = tuple(tensors_of(args, kwargs))
         if has_torch_function(tensors):
             return handle_torch_function(op, tensors, *args, **kwargs)
         return function(*args, **kwargs)

@@ -34,13 +34,18 @@ def prelu(input: Tensor, weight: Tensor) -> Any:
 @decomposition(F.prelu, Tensor.prelu, differentiated=True, misderived=True)
 def prelu_written_out(input: Tensor, weight: Tensor) -> Any:
     """Inside transforms: vmap's backward is wrong where another vmap has batched the cotangent than input or weight."""
-    one = weight.numel() == 1
-    fits = weight.ndim < 2 and (one or input.ndim > 1 and weight.numel() == input.shape[1])
+    fits = weight.ndim < 2 and (weight.numel() == 1 or input.ndim > 1 and weight.numel() == input.shape[1])
     if not fits or not (_functorch.is_vmapped(input) or _functorch.is_vmapped(weight)):
         return NotImplemented
-    weight = weight.reshape(()) if one else weight.reshape(-1, *(1,) * (input.ndim - 2))
+    return written_out(input, weight)
+
+
+def written_out(input: Tensor, weight: Tensor) -> Tensor:
+    """([b,c,*] or, for one weight, [*], [c] or [1]) -> the shape of the input."""
+    weight = weight.reshape(()) if weight.numel() == 1 else weight.reshape(-1, *(1,) * (input.ndim - 2))
     positive = input > 0
-    return torch.where(positive, input, weight * torch.where(positive, 0, input))  # an infinite input must not meet a cotangent of zero
+    # Where the input is positive, neither it nor its cotangent may meet the zero of the other, since they may be infinite.
+    return torch.where(positive, input, weight * torch.where(positive, 0, input))
 
 
 @decomposition(F.prelu, Tensor.prelu)

@@ -36,6 +36,8 @@ def scaled_dot_product_attention(
     shared = -2 if not enable_gqa else -3  # the dimensions before this one are the same for all three
     alike = q.shape[:shared] == k.shape[:shared] == v.shape[:shared]
     is_fused_alone = dims == 4 and alike
+    if is_causal and attn_mask is not None and not is_fused_alone:
+        return NotImplemented  # torch refuses both together
     if not is_fused_alone and _functorch.can_read_now(q) and not (q.sum() + k.sum()).isfinite():
         return NotImplemented
     if not alike:

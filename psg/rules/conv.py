@@ -131,9 +131,8 @@ def _any_convolution(
     if dims not in (1, 2, 3):
         return NotImplemented  # torch raises its own error
     if transposed:
-        op = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
-        return op(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    return (F.conv1d, F.conv2d, F.conv3d)[dims - 1](input, weight, bias, stride, padding, dilation, groups)
+        return _TRANSPOSED[dims - 1](input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return _PLAIN[dims - 1](input, weight, bias, stride, padding, dilation, groups)
 
 
 def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:

@@ -68,6 +68,8 @@ def smoothed_and_weighted(
     """
     if weight is None or not label_smoothing or target.is_floating_point() or not _is_plain(size_average, reduce, reduction):
         return NotImplemented
+    if label_smoothing > 1:
+        return NotImplemented  # torch raises its own error
     plain = F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
     dim = min(1, input.ndim - 1)
     shape = [1] * input.ndim

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg._torch._ops import leaves_of
+from psg._torch._ops import tensors_of
 from psg._trees import is_inexact
 from psg.factors._arithmetic import widen
 from psg.rules._registry import decomposition, reshape, rule
@@ -21,8 +21,10 @@ def _equal(input: Tensor, other: Tensor) -> bool:
 
 @decomposition(torch.allclose, Tensor.allclose)
 def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    near = ((input - other).abs() <= atol + rtol * other.abs()) & other.isfinite()
-    close = near | (input == other)
+    same = input == other
+    if not is_inexact(input):  # the difference of small integers would wrap around
+        input, other = (side.to(torch.get_default_dtype()) for side in (input, other))
+    close = same | ((input - other).abs() <= atol + rtol * other.abs()) & other.isfinite()
     return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
 
 
@@ -108,6 +110,7 @@ for _name in (
     for _holder in (Tensor, torch):
         if hasattr(_holder, f"{_name}_"):
             decomposition(getattr(_holder, f"{_name}_"))(_written_back(getattr(Tensor, _name)))
+decomposition(Tensor.__ipow__)(_written_back(Tensor.pow))  # a function of Python, not another name of pow_
 
 
 def _global_average(dims: int) -> Callable[..., Any]:
@@ -163,8 +166,7 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
 def _in_parts(op: Any) -> None:
     @decomposition(op)
     def parts(*args: Any, **kwargs: Any) -> Any:
-        tensors = (leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-        if "out" in kwargs or not any(map(_functorch.is_vmapped, tensors)) or _functorch.tangents_active():
+        if "out" in kwargs or not any(map(_functorch.is_vmapped, tensors_of(args, kwargs))) or _functorch.tangents_active():
             return NotImplemented
         return _functorch.in_parts(op, args, kwargs)
 

@@ -67,21 +67,10 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
     output = F.group_norm(images, num_groups, weight, bias, eps)
 
     def weight_factor(cotangent: Tensor) -> Dense:
-        # sum_s C (x - mean) rstd = rstd (sum_s C x - mean sum_s C): two reductions, xhat is never formed.
-        n, b, c, *_ = input.shape
-        size = input.shape[3:].numel()
-        mean, rstd = _native(images.detach(), None, None, num_groups, eps)[1:]
-        flat_c, flat_x = widen(cotangent).reshape(n * b, c, size), input.reshape(n * b, c, size)
-        per_channel = [moment.detach().repeat_interleave(c // num_groups, dim=1) for moment in (mean, rstd)]
-        gradient = per_channel[1] * ((flat_c * flat_x).sum(2) - per_channel[0] * flat_c.sum(2))
-        return Dense(gradient.reshape(n, b, c).sum(1))
+        xhat = F.group_norm(widen(images.detach()), num_groups, eps=eps)
+        return sum_images(widen(cotangent) * xhat.reshape(cotangent.shape))
 
     return reshape(output, input.shape), {"weight": weight_factor, "bias": sum_images}
-
-
-def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The output of a group norm, and the mean and the inverse standard deviation of each group."""
-    return torch.native_group_norm(x, weight, bias, x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups, eps)
 
 
 class _Norm:
@@ -106,7 +95,9 @@ class _Norm:
         # If the parameters are asked for first, also compute the data's cotangent, if the data has a history.
         self.input_has_history = input.grad_fn is not None
         self.images = input.detach().flatten(0, 1).contiguous()
-        output, *self.moments = _native(self.images, self.weight, self.bias, self.groups, self.eps)
+        count, c, *positions = self.images.shape
+        options = count, c, math.prod(positions), self.groups, self.eps
+        output, *self.moments = torch.native_group_norm(self.images, self.weight, self.bias, *options)
         return reshape(output, self.shape)
 
     def backward(self, cotangent: Tensor) -> Tensor:

@@ -364,6 +364,13 @@ def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> An
     return output, {"operands": builders}
 
 
+@decomposition(torch.einsum)
+def _einsum_of_list(equation: Any, *operands: Any) -> Any:
+    """The operands in a list, as torch also takes them."""
+    in_list = isinstance(equation, str) and len(operands) == 1 and isinstance(operands[0], (list, tuple))
+    return torch.einsum(equation, *operands[0]) if in_list else NotImplemented
+
+
 @lru_cache(maxsize=1024)
 def _is_contiguous(equation: str, layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> bool:
     """Whether the einsum of tensors with these shapes and strides is contiguous."""

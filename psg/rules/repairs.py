@@ -125,16 +125,16 @@ def contiguous_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     return F.group_norm(copy, *args, **kwargs)
 
 
-_DATA = vars(torch._C.TensorBase)["data"].__get__
+_GET_DATA = vars(torch._C.TensorBase)["data"].__get__
 
 
-@decomposition(_DATA, differentiated=True)
+@decomposition(_GET_DATA, differentiated=True)
 def data(self: Tensor) -> Tensor:
     """`.data` as a constant for every derivative; under vmap torch's own is a constant for the innermost alone."""
     return self.detach()
 
 
-@rule(_DATA, params=())
+@rule(_GET_DATA, params=())
 def data_of_a_batch(self: Tensor) -> Any:
     """The same outside of all transforms of fn's own, where vmap does not support `.data`."""
     return self.detach(), {}

@@ -29,6 +29,11 @@ class Split(NamedTuple):
     join: Callable[..., Any]
     options: dict[str, Any] = {}
 
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(next(iter(self.data.values())))
+
 
 Splitter = Callable[[dict[str, Any], Collection[Place]], Split | None]
 """Splits a call, given its arguments and the places of its parameters; None if it cannot."""
@@ -71,7 +76,7 @@ splits(F.layer_norm, F.rms_norm)(lambda arguments, own: split_positions(argument
 @splits(F.embedding)
 def _embedding_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
     if arguments.get("scale_grad_by_freq"):
-        return None  # frequencies would be counted in the batch: a sample's gradient would depend on the others
+        return None  # frequencies would be counted in each row
     return split_positions(arguments, 0, "input")
 
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._torch._ops import Place, leaves_of
+from psg._torch._ops import Place, tensors_of
 from psg.factors import Dense
+from psg.rules import activation
 from psg.rules._registry import Rule
 from psg.rules.products import sum_to
 from psg.rules.rows import Split, split_labels, split_positions, splits
@@ -191,12 +192,6 @@ def _attention(
     return scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0) @ value
 
 
-def _prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """y = x where x > 0, else w x: ([b,c,*], [c] or [1]) -> [b,c,*]. There an infinite cotangent must not meet a zero."""
-    positive = input > 0
-    return torch.where(positive, input, input.masked_fill(positive, 0) * weight.reshape(-1, *(1,) * (input.ndim - 2)))
-
-
 def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
     if offs is None or bias is not None or out_dtype is not None or self.ndim != 2 or mat2.ndim != 3:
         return NotImplemented
@@ -211,7 +206,7 @@ def _converted(input: Tensor, other: Tensor, *flags: Any, **options: Any) -> Ten
 
 
 def _full_shape(*args: Any, **kwargs: Any) -> torch.Size:
-    return torch.broadcast_shapes(*(leaf.shape for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)))
+    return torch.broadcast_shapes(*(tensor.shape for tensor in tensors_of(args, kwargs)))
 
 
 def _found(names: str) -> list[Any]:
@@ -243,10 +238,10 @@ BROADCASTING: dict[Any, Callable[..., torch.Size]] = {
 """Other ops that broadcast a parameter (a mask token, an exponent), and for each the shape to which they do."""
 
 IN_PLACE = {
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), torch.add),
-    **dict.fromkeys((Tensor.sub_, Tensor.__isub__), torch.sub),
-    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), torch.mul),
-    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), torch.div),
+    **{
+        getattr(Tensor, f"__i{name}__"): getattr(torch, op)
+        for name, op in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"), ("pow", "pow"))
+    },
     **{getattr(Tensor, f"{name}_"): getattr(Tensor, name) for name in _POINTWISE.split() if hasattr(Tensor, f"{name}_")},
 }
 """In-place ops on data and a parameter, and for each the op that computes the values to write."""
@@ -272,7 +267,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     Tensor.reshape_as: lambda input, other: input.reshape(other.shape),
     **dict.fromkeys((Tensor.to, Tensor.type_as), _converted),
     F.scaled_dot_product_attention: _attention,
-    **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
+    **dict.fromkeys((torch.prelu, Tensor.prelu), activation.written_out),
     torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage]
 }
 """Ops without a rule for rows, written with ops that have one."""
