@@ -642,6 +642,27 @@ def test_terms_that_cancel_are_not_rounded_one_by_one(device):
     assert_trees_close(total, 0.5 * ones(4, 3).float(), rtol=0, per_sample=False)
 
 
+@pytest.mark.parametrize("norm", ["gram", "chunks"])
+@pytest.mark.parametrize("kind", ["sum", "segments"])
+def test_norms_of_terms_that_cancel_are_those_of_what_is_added_up(kind, norm, device):
+    """Rounded one by one, these terms in bfloat16 cancel: the norm read zero, and the sample escaped clipping."""
+    ones = lambda *shape: torch.ones(shape, dtype=torch.bfloat16, device=device)  # noqa: E731
+    if kind == "sum":  # 257 - 256
+        first = Outer(torch.cat([256 * ones(1, 1, 4), ones(1, 1, 4)], dim=1), ones(1, 2, 4))
+        factor = Sum([first, Outer(-256 * ones(1, 1, 4), ones(1, 1, 4))], ones(1, 0), torch.Size([4, 4]))
+    else:  # (1 + 2^-7) 1.25 - (1.25 + 2^-7)
+        sides = torch.stack([(1 + 2.0**-7) * ones(1, 4), (1.25 + 2.0**-7) * ones(1, 4)])
+        entries = torch.stack([1.25 * ones(4, 4), -ones(4, 4)])
+        factor = Segments(Scaled(Outer(sides, ones(2, 1, 4)), entries), torch.tensor([2], device=device))
+    exact = factor.to(torch.float64).materialize()
+    assert exact.all()
+    with psg.plans.using(norm=norm, keep_bytes=0):
+        assert_trees_close(factor.norm(), exact.flatten(1).norm(dim=1).float())
+        assert_trees_close(psg.tree.clip(factor, 2.0**-20).grads, (2.0**-20 * exact[0] / exact.norm()).float(), per_sample=False)
+        assert torch.equal(factor.materialize(), exact.bfloat16())
+        assert torch.equal(factor.moment_sums()[0], exact[0].float())
+
+
 @pytest.mark.parametrize("ids", list(itertools.permutations(range(3))))
 def test_segments_of_samples_in_any_order(ids, make, monkeypatch):
     monkeypatch.setattr(_base, "_TINY", 0)

@@ -278,7 +278,8 @@ class Factor(ABC):
         """
         kept = table < self.n
         owners = torch.arange(len(table), device=table.device)[:, None].expand(table.shape)[kept]
-        return Dense(add_up(self.take(table[kept]).parts(), owners, len(table)).to(self.dtype))
+        # Gradients of a group may cancel, so they must not be rounded one by one.
+        return Dense(add_up(self.take(table[kept]).to(wide(self.dtype)).parts(), owners, len(table)).to(self.dtype))
 
     def segment_sum(self, ids: Tensor, count: int) -> "Factor":
         """Sum the gradients of segments of the samples.
