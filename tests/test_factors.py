@@ -1179,6 +1179,26 @@ def test_norms_of_scaled_gradients_whose_largest_terms_meet_zeros(kind, sizes, t
     assert_trees_close(found, (exact.float(), squares.float()), rtol=1e-5)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("sizes", [(1e25, 1e25), (1e38, 1e2), (1e2, 1e38)])
+def test_a_product_that_overflows_where_it_is_scaled_by_zero_is_not_finite(sizes, traced, device):
+    """Infinity times zero is NaN: the norm was finite, and the clipped sum of all samples NaN."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(4, 1, size, generator=generator, dtype=torch.float32).to(device) for size in (6, 5))
+    left[0, 0, 2], right[0, 0, 3] = sizes
+    entries = torch.rand(6, 5, generator=generator, dtype=torch.float32).to(device)
+    entries[2], entries[:, 3] = 0, 0
+
+    def clipped(left, right, entries):
+        return psg.tree.clip(Scaled(Outer(left, right), entries.expand(len(left), 6, 5)), 1.0)
+
+    dense = left.mT * right * entries
+    out = (make_fx(clipped)(left, right, entries) if traced else clipped)(left, right, entries)
+    assert dense.flatten(1).norm(dim=1).isfinite().tolist() == out.norms.isfinite().tolist() == [False, True, True, True]
+    assert out.nonfinite == 1
+    assert_trees_close(out.grads, psg.tree.clip(dense[1:], 1.0).grads, per_sample=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_second_derivatives_of_scaled_gradients_at_zero(dtype, device):
     right, entries = torch.randn(2, 1, 3, device=device, dtype=dtype), torch.rand(4, 3, device=device, dtype=dtype)

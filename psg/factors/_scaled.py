@@ -169,7 +169,10 @@ class Scaled(Factor):
             return products.reshape(self.n, self.factor.small.numel()).sum(1), unit * size
         if isinstance(self.factor, Outer):
             (left, unit), (right, other) = _in_units(self.factor.left.to(dtype)), _in_units(self.factor.right.to(dtype))
-            return ((left.square() @ squares) * right.square()).sum((1, 2)), unit * other * size
+            # A product that overflows makes the gradient NaN even where the entry that scales it is zero.
+            largest = unit * other
+            largest = torch.where(largest.to(wide(self.dtype)).isfinite(), largest, torch.nan)
+            return ((left.square() @ squares) * right.square()).sum((1, 2)), largest * size
         return self.factor.to(dtype).squared_terms(), size.expand(self.n)
 
     @property
