@@ -1159,6 +1159,23 @@ def test_norms_of_uneven_sides(make, sizes, gram, device):
     assert_trees_close(norms, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=1e-3)
 
 
+@pytest.mark.parametrize("gram", ["pixels", "patches"])
+@pytest.mark.parametrize("sizes", [(1e20, 1e-10), (1e-10, 1e20), (1e30, 1e-25)])
+@pytest.mark.parametrize("make", UNEVEN.values(), ids=UNEVEN)
+def test_norms_of_sides_of_which_one_has_squares_that_overflow(make, sizes, gram, device):
+    """Infinite throughout, inner products gave infinity, not NaN, and samples of ordinary size were left out of clipped sums."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (size * (1 + torch.rand(4, 3, 8, generator=generator, dtype=torch.float32).to(device)) for size in sizes)
+    left[1, 0, 0], left[2, 1, 2], left[3] = torch.nan, torch.inf, 0
+    factor = make(left, right)
+    exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float()
+    for norm in ("gram", "chunks"):
+        with psg.plans.using(norm=norm, gram=gram):
+            found = factor.norm()
+        assert_trees_close(found[exact.isfinite()], exact[exact.isfinite()])
+        assert found.isfinite().tolist() == exact.isfinite().tolist()
+
+
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("sizes", [(1e12, 1e12), (1e13, 1e13), (1e23, 1.0), (1.0, 1e26), (1e30, 1.0)])
 @pytest.mark.parametrize("kind", ["outer", "expanded"])

@@ -4,6 +4,7 @@ Index legend, here and in the other files of psg.factors: n, m samples; t, s pos
 i in, o out; g group; k kernel.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -204,7 +205,8 @@ class Factor(ABC):
         raised by the largest possible rounding error.
         """
         eps = torch.finfo(squared.dtype).eps * max(1, self.positions / _FEW)
-        fine = squared >= _LOST * eps * squared_terms  # not NaN, from infinite terms that cancel
+        # Not infinite, nor NaN, from infinite terms that cancel: of a large and a small side, the squares of one may overflow.
+        fine = (squared >= _LOST * eps * squared_terms) & (squared < math.inf)
         if BOUNDING.get() or not _functorch.can_read_now(squared):
             return torch.where(fine, squared, torch.add(squared.clamp(min=0), squared_terms, alpha=_ROUNDING * eps))
         if fine.all():
