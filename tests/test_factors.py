@@ -727,6 +727,17 @@ def test_sizes_of_segments_are_integers():
     assert users.to(torch.float32).weighted_sum(torch.ones(2)).dtype == torch.float32
 
 
+def test_sizes_of_segments_in_32_bits(device):
+    sizes = torch.zeros(2, dtype=torch.int32, device=device)
+    assert Segments(Dense(torch.zeros(0, 3, device=device)), sizes).norm().tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (2, 1, 1), (2, 0)])
+def test_expanded_values_that_do_not_fit_the_shape(shape):
+    with pytest.raises(psg.InputError, match=r"Expanded: expected values \[n, \*small\], where small is \(3,\) with 1"):
+        Expanded(torch.ones(shape), torch.Size([3]))
+
+
 @each_count
 @each_matrix
 def test_precondition(kind, size, recipe, n, make, device):

@@ -5,6 +5,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from psg._errors import InputError
 from psg._torch import _functorch
 from psg.factors._arithmetic import root, spacious, square, wide, widen, zero_rows
 from psg.factors._base import Dense, Factor, expect_real
@@ -20,7 +21,7 @@ class Expanded(Factor):
         shape: The parameter's shape.
 
     Raises:
-        InputError: The values are complex.
+        InputError: The values do not fit the shape, or are complex.
 
     Example:
         >>> import torch
@@ -33,6 +34,12 @@ class Expanded(Factor):
     constants = ("_shape",)
 
     def __init__(self, values: Tensor, shape: torch.Size) -> None:
+        fits = values.ndim == 1 + len(shape) and all(own in (1, size) for own, size in zip(values.shape[1:], shape, strict=True))
+        if not fits:
+            raise InputError(
+                f"psg.factors.Expanded: expected values [n, *small], where small is {tuple(shape)} with 1 in place of some sizes, got "
+                f"{tuple(values.shape)}."
+            )
         self.values = values
         self._shape = torch.Size(shape)
         expect_real(self)
