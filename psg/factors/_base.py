@@ -23,7 +23,6 @@ from psg._hardware import _machine, _matmul
 from psg._torch import _functorch
 from psg.factors._arithmetic import (
     add_up,
-    as_real,
     gather_groups,
     matrices,
     norm_of_norms,
@@ -217,9 +216,11 @@ class Factor(ABC):
         squared = squared.masked_fill(suspects & ~lost, 0)
         if not lost.any():
             return squared
-        formed = map(as_real, self.take(lost).to(wide(self.dtype)).parts())
-        exact = torch.cat([square(part.reshape(len(part), part.shape[1:].numel())).sum(1) for part in formed])
-        return squared.masked_scatter(lost, exact)
+        return squared.masked_scatter(lost, self.take(lost).to(wide(self.dtype)).formed_norm())
+
+    def formed_norm(self) -> Tensor:
+        """`squared_norm` from the gradients, formed a few samples at a time."""
+        return torch.cat([Dense(part).squared_norm() for part in self.parts()])
 
     def norm(self) -> Tensor:
         """The square root of `squared_norm` -> [n]."""

@@ -144,8 +144,7 @@ class Scaled(Factor):
         if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
             return self._squared_terms_in_units(self.shared)
         whole = self.to(wide(self.dtype))
-        parts = (whole.materialize(),) if isinstance(self.factor, Dense) else whole.parts()
-        squared = torch.cat([Dense(part).squared_norm() for part in parts])
+        squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.formed_norm()
         return squared, torch.ones_like(squared)
 
     def _squared_terms_in_units(self, shared: Tensor) -> tuple[Tensor, Tensor]:

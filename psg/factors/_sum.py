@@ -73,7 +73,7 @@ class Sum(Additive):
 
     def _norm_by(self, plan: str) -> Tensor:
         if plan == "chunks":
-            return torch.cat([Dense(part).squared_norm() for part in self.to(wide(self.dtype)).parts()])
+            return self.to(wide(self.dtype)).formed_norm()
         # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
         total = squared_terms = self._zeros(self.n)
         for i, term in enumerate(self.terms):
