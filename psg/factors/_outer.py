@@ -126,10 +126,6 @@ class Outer(Planned):
         left, right = widen(self.left), widen(self.right)
         return ((left @ direction.to(left.dtype)) * right).sum((1, 2))
 
-    def transpose(self) -> "Outer":
-        """The gradient of the transposed parameter: [n, b, a]."""
-        return Outer(self.right, self.left)
-
     def plan(self) -> str:
         return _PLANS[self._plan()]
 
