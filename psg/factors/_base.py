@@ -38,7 +38,7 @@ from psg.factors._arithmetic import (
 from psg.factors._division import Division
 from psg.factors._sketch import Sketch
 
-_TINY = 1 << 18  # to form this many bytes of gradients takes less time than to call the ops that work on segments of factors
+_TINY = 1 << 18  # to form this many bytes of gradients takes less time than to call the ops for segments or norms of factors
 _LARGE = 1 << 14  # on a CPU, gradients of at least this many entries are squared and added in one fused pass
 
 # In units of eps * squared_terms (see `Factor.recover`): squared norms below _LOST lack digits that a norm needs; rounding is at most

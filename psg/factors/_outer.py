@@ -149,7 +149,7 @@ class Outer(Planned):
         return self._materialize_cost()
 
 
-# The least number whose float32 square has all its digits.
+# sqrt(tiny / eps): in the float32 square of a norm above this, terms that are eps times smaller than the whole still count.
 _LEAST = (torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps) ** 0.5
 
 
