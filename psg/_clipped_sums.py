@@ -155,7 +155,8 @@ def clipped_sums(
     coefs = []
     sums: dict[int, Tensor] = {}
     for group, joint, own in zip(groups, joints, apart, strict=True):
-        coef = choose(own, group.clip_norm)
+        # A derivative of zero times NaN would be NaN, too.
+        coef = choose(own if keep is None else torch.where(keep, own, 1), group.clip_norm)
         coefs.append(coef if keep is None else torch.where(keep, coef, 0))
         sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
     return ClippedSums([sums[i] for i in range(len(factors))], norms, coefs, apart, nonfinite)

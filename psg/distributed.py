@@ -54,18 +54,19 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
             f"psg.distributed.all_reduce: got a {type(tree).__name__}, whose norms are each process's own: pass its grads (and "
             "its nonfinite, if you want it)."
         )
-    leaves, spec = _trees.flatten(tree)
+    leaves, spec = _trees.flatten(tree, is_factor)
     _check_group("all_reduce")
     if not leaves:
         raise InputError("psg.distributed.all_reduce: the tree has no leaves.")
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool:
             got = "of dtype torch.bool" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-            place = _trees.paths(tree, "tree")[i]
+            place = _trees.paths(tree, "tree", is_factor)[i]
             raise InputError(f"psg.distributed.all_reduce: expected tensors of numbers, such as a sum of gradients; {place} is {got}.")
         if leaf.layout != torch.strided:
+            place = _trees.paths(tree, "tree", is_factor)[i]
             raise InputError(
-                f"psg.distributed.all_reduce: {_trees.paths(tree, 'tree')[i]} is a sparse sum, whose rows differ from process to process: "
+                f"psg.distributed.all_reduce: {place} is a sparse sum, whose rows differ from process to process: "
                 "pass its to_dense(), or all_gather the factors and call psg.tree.sparse_weighted_sum on all samples."
             )
     parts = [as_real(leaf.detach()) if _trees.is_inexact(leaf) else leaf.long() for leaf in leaves]

@@ -615,6 +615,21 @@ def test_second_derivatives_of_norms_over_groups(device):
     assert_trees_close(hessian(norms, zero), hessian(plain, zero), per_sample=False)
 
 
+@pytest.mark.parametrize("policy", ["clip", "automatic", "normalize", lambda norms, clip_norm: clip_norm / (1 + norms)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_derivatives_for_clip_norms_leave_out_samples_that_are_not_finite(bad, policy, args, device):
+    (params, x), clip_norm = args, torch.tensor(0.3, device=device, requires_grad=True)
+    x[1, 0, 0] = bad
+
+    def slope(x):
+        out = psg.clipped_grad(loss, clip_norm, policy=policy)(params, x)
+        return torch.autograd.grad(sum(leaf.sum() for leaf in out.grads.values()), clip_norm)[0], out.nonfinite.item()
+
+    found, count = slope(x)
+    assert count == 1
+    assert_trees_close(found, slope(x[[0, 2, 3, 4]])[0], per_sample=False)
+
+
 @pytest.mark.parametrize("policy", ["clip", "automatic", "normalize"])
 def test_vmap_over_clip_norms(policy, args, device):
     """The value of such a tensor cannot be read, to check it."""

@@ -207,3 +207,14 @@ def test_what_has_no_sum(tree):
                 psg.distributed.all_gather(tree)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("factor", [Dense(torch.ones(3, 2)), Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 4))])
+def test_factors_have_no_sum(factor):
+    """The tensors of a factor add up to no factor of the sum."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(psg.InputError, match=rf"tree\['w'\] is a {type(factor).__name__}"):
+            psg.distributed.all_reduce({"b": torch.ones(2), "w": factor})
+    finally:
+        dist.destroy_process_group()

@@ -269,6 +269,17 @@ def test_rows_by_integers_of_32_bits(device):
         assert_trees_close(reduce(short), reduce(long), per_sample=False)
 
 
+def test_integers_among_the_gradients_stay_what_they_are(device):
+    ids = torch.tensor([5, -(2**53)], device=device)
+    assert torch.equal(psg.tree.materialize({"ids": ids})["ids"], ids)
+    assert torch.equal(psg.tree.flatten({"ids": ids, "w": ids.int()[:, None].expand(2, 3)})[:, 0], ids)
+    tree = {"ids": ids[:, None], "w": torch.randn(2, 3, device=device, dtype=torch.float64)}
+    flat = psg.tree.flatten(tree)
+    assert torch.equal(flat, torch.cat([tree["ids"].double(), tree["w"]], 1))
+    back = psg.tree.unflatten(flat, {name: leaf[0] for name, leaf in tree.items()})
+    assert all(torch.equal(back[name], leaf) and back[name].dtype == leaf.dtype for name, leaf in tree.items())
+
+
 @pytest.mark.filterwarnings("error")  # torch warns where it discards an imaginary part
 def test_unflatten_gives_every_leaf_its_dtype(device):
     dtypes = {"half": torch.bfloat16, "real": torch.float32, "complex": torch.complex64}

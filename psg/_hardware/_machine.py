@@ -7,8 +7,6 @@ import torch
 from psg._hardware._memory import pages_are_kept
 from psg._torch import _functorch
 
-# Costs of a byte, and of calling an op, in arithmetic operations.
-
 
 def reused_byte(device: torch.device, dtype: torch.dtype) -> int:
     """A byte read from memory, or written into memory that this process already uses."""

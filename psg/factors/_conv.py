@@ -221,7 +221,7 @@ class Conv(Planned):
 
     def _norm_by(self, plan: str) -> Tensor:
         if plan == "chunks":
-            return self._by_chunks(self._bytes(), lambda chunk: Dense(chunk.materialize()).squared_norm())
+            return self.formed_norm()
         return self._gram_norm_by(plans.choose("gram", self._gram_costs(), self, self._gram_norm_by))
 
     def _gram_norm_by(self, plan: str) -> Tensor:

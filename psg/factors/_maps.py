@@ -176,7 +176,7 @@ def _(factor: Dense) -> Factor:
 
 @transposed.register
 def _(factor: Outer) -> Factor:
-    return factor.transpose()
+    return Outer(factor.right, factor.left)
 
 
 @transposed.register

@@ -126,10 +126,6 @@ class Outer(Planned):
         left, right = widen(self.left), widen(self.right)
         return ((left @ direction.to(left.dtype)) * right).sum((1, 2))
 
-    def transpose(self) -> "Outer":
-        """The gradient of the transposed parameter: [n, b, a]."""
-        return Outer(self.right, self.left)
-
     def plan(self) -> str:
         return _PLANS[self._plan()]
 
@@ -153,7 +149,7 @@ class Outer(Planned):
         return self._materialize_cost()
 
 
-# The least number whose float32 square has all its digits.
+# sqrt(tiny / eps): in the float32 square of a norm above this, terms that are eps times smaller than the whole still count.
 _LEAST = (torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps) ** 0.5
 
 

@@ -142,11 +142,11 @@ def _(x: Outer, y: Outer) -> Tensor | None:
 @gram.of(Outer, Outer)
 def _(x: Outer, y: Outer) -> Tensor | None:
     (n, t, _), (m, s, _) = x.left.shape, y.left.shape
-    fresh, reused = _machine.fresh_byte(x.device, x.dtype), _machine.reused_byte(x.device, x.dtype)
+    fresh, reused, kept = (byte(x.device, x.dtype) for byte in (_machine.fresh_byte, _machine.reused_byte, _machine.kept_byte))
     in_blocks = t * s <= _MAX_POSITION_PAIRS and 3 * n * m * t * s * wide(x.dtype).itemsize > _machine.chunk_bytes(x.device)
     factored = n * m * t * s * (2 * sum(x.shape) + 3 * (reused if in_blocks else fresh) * x.left.element_size())
     formed = ((n, t),) if x is y else ((n, t), (m, s))
-    dense = x.shape.numel() * (2 * n * m + sum(count * (2 * terms + (fresh + reused) * x.left.element_size()) for count, terms in formed))
+    dense = x.shape.numel() * (2 * n * m + sum(count * (2 * terms + kept * x.left.element_size()) for count, terms in formed))
     if factored > dense or n * m * t * s > 1 << 28:
         return None
     if in_blocks:
@@ -219,9 +219,9 @@ for _product in (inner, gram):
 def _prefers_tables(x: Rows, other: int, samples: int, others: int) -> bool:
     """Whether products of materialised gradients cost less than those of positions (t and `other`), for all `samples` x `others` pairs."""
     (rows, d), t, size = x.shape, x.index.shape[1], x.cotangent.element_size()
-    fresh, reused = _machine.fresh_byte(x.device, x.dtype), _machine.reused_byte(x.device, x.dtype)
+    fresh, kept = _machine.fresh_byte(x.device, x.dtype), _machine.kept_byte(x.device, x.dtype)
     positions = samples * others * t * other * (2 * d + 3 * fresh * size)
-    return positions > rows * d * (2 * samples * others + (samples + others) * (fresh + reused) * size)
+    return positions > rows * d * (2 * samples * others + (samples + others) * kept * size)
 
 
 @inner.of(Rows, Rows)

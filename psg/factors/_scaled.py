@@ -5,6 +5,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from psg._errors import InputError
 from psg._torch import _functorch
 from psg.factors._arithmetic import root, spacious, square, wide, widen, zero_rows
 from psg.factors._base import Dense, Factor, expect_real
@@ -20,7 +21,7 @@ class Expanded(Factor):
         shape: The parameter's shape.
 
     Raises:
-        InputError: The values are complex.
+        InputError: The values do not fit the shape, or are complex.
 
     Example:
         >>> import torch
@@ -33,6 +34,12 @@ class Expanded(Factor):
     constants = ("_shape",)
 
     def __init__(self, values: Tensor, shape: torch.Size) -> None:
+        fits = values.ndim == 1 + len(shape) and all(own in (1, size) for own, size in zip(values.shape[1:], shape, strict=True))
+        if not fits:
+            raise InputError(
+                f"psg.factors.Expanded: expected values [n, *small], where small is {tuple(shape)} with 1 in place of some sizes, got "
+                f"{tuple(values.shape)}."
+            )
         self.values = values
         self._shape = torch.Size(shape)
         expect_real(self)
@@ -137,8 +144,7 @@ class Scaled(Factor):
         if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
             return self._squared_terms_in_units(self.shared)
         whole = self.to(wide(self.dtype))
-        parts = (whole.materialize(),) if isinstance(self.factor, Dense) else whole.parts()
-        squared = torch.cat([Dense(part).squared_norm() for part in parts])
+        squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.formed_norm()
         return squared, torch.ones_like(squared)
 
     def _squared_terms_in_units(self, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +175,10 @@ class Scaled(Factor):
             return products.reshape(self.n, self.factor.small.numel()).sum(1), unit * size
         if isinstance(self.factor, Outer):
             (left, unit), (right, other) = _in_units(self.factor.left.to(dtype)), _in_units(self.factor.right.to(dtype))
-            return ((left.square() @ squares) * right.square()).sum((1, 2)), unit * other * size
+            # A product that overflows makes the gradient NaN even where the entry that scales it is zero.
+            largest = unit * other
+            largest = torch.where(largest.to(wide(self.dtype)).isfinite(), largest, torch.nan)
+            return ((left.square() @ squares) * right.square()).sum((1, 2)), largest * size
         return self.factor.to(dtype).squared_terms(), size.expand(self.n)
 
     @property

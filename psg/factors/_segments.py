@@ -44,7 +44,7 @@ class Segments(Factor):
         if _trees.is_inexact(sizes):
             raise InputError(f"psg.factors.Segments: expected sizes that are integers, got {sizes.dtype}.")
         self.factor = factor
-        self.sizes = sizes
+        self.sizes = sizes.long()
 
     @property
     def shape(self) -> torch.Size:

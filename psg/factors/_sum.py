@@ -55,6 +55,8 @@ class Sum(Additive):
     def materialize(self) -> Tensor:
         if not self.terms:
             return _memory.new_zeros(self.like, self.n, *self.shape)
+        if self.dtype != wide(self.dtype):  # terms may cancel, so they must not be rounded one by one
+            return self.to(wide(self.dtype)).materialize().to(self.dtype)
         first, *rest = sorted(self.terms, key=lambda term: not term.is_made_anew)
         total = first.materialize()
         if not first.is_made_anew or self.is_differentiated:
@@ -71,7 +73,7 @@ class Sum(Additive):
 
     def _norm_by(self, plan: str) -> Tensor:
         if plan == "chunks":
-            return torch.cat([Dense(part).squared_norm() for part in self.parts()])
+            return self.to(wide(self.dtype)).formed_norm()
         # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
         total = squared_terms = self._zeros(self.n)
         for i, term in enumerate(self.terms):

@@ -1,6 +1,6 @@
 """Views: gradients of disjoint views of a parameter: slices, layers of a stack, a reshape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,13 +114,13 @@ class Views(Additive):
         return like.new_empty(shape) if covered else _memory.new_zeros(like, *shape)
 
     def squared_norm(self) -> Tensor:
-        return torch.stack([factor.squared_norm() for factor in self.factors]).sum(0)
+        return _added_up(factor.squared_norm() for factor in self.factors)
 
     def partial_norms(self) -> list[Tensor]:
         return [norms for factor in self.factors for norms in factor.partial_norms()]
 
     def squared_terms(self) -> Tensor:
-        return torch.stack([factor.squared_terms() for factor in self.factors]).sum(0)
+        return _added_up(factor.squared_terms() for factor in self.factors)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._placed([factor.weighted_sum(weights) for factor in self.factors])
@@ -138,7 +138,7 @@ class Views(Additive):
     def dot(self, direction: Tensor) -> Tensor:
         direction = direction.contiguous()
         pairs = zip(self.factors, self.regions, strict=True)
-        return torch.stack([factor.dot(region.of(direction)) for factor, region in pairs]).sum(0)
+        return _added_up(factor.dot(region.of(direction)) for factor, region in pairs)
 
     @property
     def is_reshaped(self) -> bool:
@@ -148,6 +148,10 @@ class Views(Additive):
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
+
+
+def _added_up(values: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum(0)
 
 
 def merge_views(views: Sequence[Views], merge: Callable[[list[Factor]], Factor]) -> list[Views]:

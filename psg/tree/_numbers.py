@@ -35,7 +35,7 @@ def squared_norm(tree: Any) -> Tensor:
         >>> squared_norm({"w": torch.tensor([[3.0, 0.0], [1.0, 1.0]]), "b": torch.tensor([4.0, 1.0])})
         tensor([25.,  3.])
     """
-    return _total([factor.squared_norm() for factor in factors_of(tree, "squared_norm")[0]])
+    return Joint(factors_of(tree, "squared_norm")[0]).squared_norm
 
 
 @unaffected

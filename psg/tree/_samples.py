@@ -40,7 +40,7 @@ def materialize(tree: Any) -> Any:
         {'w': tensor([[[1., 2.],
                  [1., 2.]]])}
     """
-    factors, spec = factors_of(tree, "materialize")
+    factors, spec = factors_of(tree, "materialize", computes=False)
     return _trees.unflatten(spec, [factor.materialize() for factor in factors])
 
 
@@ -59,7 +59,7 @@ def flatten(tree: Any) -> Tensor:
         >>> flatten({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
         tensor([[1., 2., 3.]])
     """
-    factors, _ = factors_of(tree, "flatten")
+    factors, _ = factors_of(tree, "flatten", computes=False)
     sizes = [factor.shape.numel() for factor in factors]
     if any(factor.is_differentiated for factor in factors):
         return torch.cat([factor.materialize().reshape(factor.n, size) for factor, size in zip(factors, sizes, strict=True)], dim=1)
