@@ -19,6 +19,7 @@ from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
 from psg._watch._effects import Attempt
 from psg._watch._outside import Recorded, Replaced
+from psg.rules._registry import are_disabled
 
 Compute = Callable[[Call, str], Any]
 
@@ -77,7 +78,7 @@ _DRAWN = "the result has a history, and comes from vmap(grad): fn draws random n
 
 def _warn(call: Call, method: str, outside: list[Tensor], result: str) -> None:
     """Warn of a step down the ladder that only a derivative of the result needs, which the caller may not want."""
-    if method not in ("auto", "capture") or _pass.is_open():
+    if method not in ("auto", "capture") or _pass.is_open() or are_disabled():
         return
     own = next((i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
     what = f"fn closes over a tensor of shape {tuple(outside[0].shape)} that" if own is None else call.paths[own]
