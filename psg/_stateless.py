@@ -196,8 +196,8 @@ def _time_first_layer(module: nn.Module) -> nn.Module | None:
 
 
 def _in_order(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a Sequential, and of those in it; any other module as it is."""
-    if not isinstance(module, nn.Sequential):
+    """The layers of a Sequential, and of those in it; any other module as it is, also one with a forward of its own."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         yield module
         return
     for layer in module:

@@ -1273,6 +1273,11 @@ def test_a_module_is_no_batch_norm_by_its_name(device):
     assert_trees_close(psg.per_sample_grad(loss)(params, x), loop_grad(loss)(params, x))
 
 
+class Turned(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1))
+
+
 SEQUENCES = {
     "layer": (lambda **options: nn.LSTM(3, 4, **options), True),
     "after others": (
@@ -1280,6 +1285,7 @@ SEQUENCES = {
         True,
     ),
     "after a module of the user's": (lambda **options: nn.Sequential(nn.Sequential(Shift(1.0)), nn.GRU(4, 4, **options)), False),
+    "in a forward of the user's": (lambda **options: Turned(nn.GRU(4, 4, **options)), False),
 }
 
 
