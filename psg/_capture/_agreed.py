@@ -10,7 +10,7 @@ from psg import _trees
 from psg._capture._lifted import Watch
 from psg._errors import PsgError, Unsupported, user_line
 from psg._torch import _functorch
-from psg._torch._ops import ARRAYS, CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, operands_of, substitute
+from psg._torch._ops import ARRAYS, CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, substitute, tensors_of
 
 
 class Diverged(PsgError):
@@ -42,7 +42,7 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
     if func in MASKED:
         if "mask" in kwargs:
             args, kwargs = (*args, kwargs["mask"]), {}
-        if len(args) > 1 and any(_is_own_mask(watch, leaf) for leaf in operands_of(args[1:2], {})[0]):
+        if len(args) > 1 and any(_is_own_mask(watch, leaf) for leaf in tensors_of(args[1:2], {})):
             return _select(watch, func, *args, **kwargs)
     if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _functorch.is_batched(args[0], watch.level):
         return _locate(watch, func, *args, **kwargs)

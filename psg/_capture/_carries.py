@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._torch import _functorch
-from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, operands_of, substitute
+from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
@@ -37,7 +37,7 @@ class Step:
 
     def __init__(self, run: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], output: Tensor, name: str) -> None:
         self.run, self.args, self.kwargs, self.output, self.name = run, args, kwargs, output, name
-        self.tensors = operands_of(args, kwargs)[0]
+        self.tensors = tensors_of(args, kwargs)
         self._versions = [tensor._version for tensor in self.tensors]
 
     @property

@@ -13,7 +13,7 @@ from psg import _trees
 from psg._capture._carries import Step, carry_of, part_of, terms_of
 from psg._errors import InputError
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import name_of, operands_of
+from psg._torch._ops import name_of, tensors_of
 from psg.factors import Dense, Factor, Sum, merge
 
 
@@ -220,7 +220,7 @@ class Watch(TorchFunctionMode):
         """Lift an op's output; returns what the function gets, the derived values in it, and the tensors in it without a history."""
         several = isinstance(output, (tuple, list))
         parts = list(output) if several else [output]
-        given = set(map(id, operands_of(args, kwargs)[0]))  # an op may return a constant of the caller's as it is
+        given = set(map(id, tensors_of(args, kwargs)))  # an op may return a constant of the caller's as it is
         values: list[Lifted] = []
         constants: list[Tensor] = []
         for i, part in enumerate(parts):

@@ -24,7 +24,7 @@ from psg._torch._ops import (
     is_torchs,
     may_draw,
     may_write,
-    operands_of,
+    tensors_of,
 )
 from psg._watch._outside import REQUIRING
 from psg._watch._writes import may_copy
@@ -63,7 +63,7 @@ def is_uniform(func: Any, tensors: Sequence[Tensor], others: Sequence[Any]) -> b
 
 
 def _is_plain_slice(item: Any) -> bool:
-    return type(item) is slice and not operands_of((item.start, item.stop, item.step), {})[0]
+    return type(item) is slice and not tensors_of((item.start, item.stop, item.step), {})
 
 
 @functools.cache

@@ -41,6 +41,7 @@ from psg._torch._ops import (
     replace_at,
     substitute,
     target_of,
+    tensors_of,
     torchs_names,
 )
 from psg._watch._habits import Habits, Retry
@@ -176,7 +177,7 @@ class Router(Watch, Looking):
         if self.habits.recorded or not self.habits.ruled or _registry.find_rule(func) is None:
             return False
         here = _functorch.current_level() == self.level
-        return here and not self.by_handle.keys().isdisjoint(map(id, operands_of(args, kwargs)[0]))
+        return here and not self.by_handle.keys().isdisjoint(map(id, tensors_of(args, kwargs)))
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
@@ -281,7 +282,7 @@ class Router(Watch, Looking):
         if not self.habits.recorded:
             # Run again with rules whose outputs have derivatives of every order.
             raise Retry("fn calls torch.autograd.grad", recorded=True)
-        if self.habits.ruled and self.lifted_among(operands_of((inputs,), {})[0]):
+        if self.habits.ruled and self.lifted_among(tensors_of((inputs,), {})):
             # Only lifting gives gradients for parameters: a derived value's leaf is detached from its parameter, and a rule's output can
             # be differentiated for the data alone.
             raise Retry("fn calls torch.autograd.grad for parameters", ruled=False, derives=False)
@@ -375,7 +376,7 @@ class Router(Watch, Looking):
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices."""
         index = args[-1] if len(args) > 1 else None
-        batched = any(_functorch.is_batched(tensor, self.level) for tensor in operands_of((index,), {})[0])
+        batched = any(_functorch.is_batched(tensor, self.level) for tensor in tensors_of((index,), {}))
         return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
 
     def _run_lifted(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
@@ -394,13 +395,13 @@ class Router(Watch, Looking):
         """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
         if derives(func):
             held, options = substitute((args, kwargs), self._held)
-            lifted = self.lifted_among(operands_of(held, options)[0])
+            lifted = self.lifted_among(tensors_of(held, options))
             output = self._derive(func, lifted, held, options) if lifted else NotImplemented
             if output is not NotImplemented:
                 return output
         if _functions.lacks_vmap_rule(func, args):
             raise Unsupported(f"{_described(args[0])} runs inside a transform of fn's own")
-        for tensor in operands_of(args, kwargs)[0]:
+        for tensor in tensors_of(args, kwargs):
             value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
             if value is not None:
                 value.uses.append(f"{name_of(func)}: lifted")
@@ -430,7 +431,7 @@ class Router(Watch, Looking):
         if _functions.lacks_vmap_rule(func, args):
             return self._run_function(func, args, kwargs)
         if _functorch.lacks_batching(func):
-            wrapped = [tensor for tensor in operands_of(args, kwargs)[0] if _functorch.is_wrapped(tensor)]
+            wrapped = [tensor for tensor in tensors_of(args, kwargs) if _functorch.is_wrapped(tensor)]
             if wrapped and not any(map(self._is_elsewhere, wrapped)):
                 return self._one_by_one(func, args, kwargs, wrapped)
         return self._call(func, args, kwargs)
@@ -492,11 +493,11 @@ class Router(Watch, Looking):
             return False
         if not self.habits.lifts or not is_simple(name_of(func)):
             return True
-        return not all(value.is_little for value in self.lifted_among(operands_of(args, kwargs)[0]))
+        return not all(value.is_little for value in self.lifted_among(tensors_of(args, kwargs)))
 
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors of a call that are no lifted values."""
-        return [tensor for tensor in operands_of(args, kwargs)[0] if id(tensor) not in self.by_handle]
+        return [tensor for tensor in tensors_of(args, kwargs) if id(tensor) not in self.by_handle]
 
     def _derive(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants."""
@@ -548,7 +549,7 @@ class Router(Watch, Looking):
         if _functions.holds_containers(args):
             return NotImplemented  # they are copies here
         self._avoid_leak(func, args, kwargs)
-        state = _random.get_state(operands_of(args, kwargs)[0])
+        state = _random.get_state(tensors_of(args, kwargs))
         try:
             output = _call_on_copies(func, args, kwargs)
         except PsgError:
@@ -582,7 +583,7 @@ class Router(Watch, Looking):
         others = {name: argument for name, argument in arguments.items() if name not in own and name != transpose.data}
         if not isinstance(data, Tensor) or transpose.data in own or not _functorch.is_wrapped(data):
             return NotImplemented
-        if any(map(_functorch.is_wrapped, operands_of((), others)[0])):
+        if any(map(_functorch.is_wrapped, tensors_of((), others))):
             return NotImplemented  # an argument beside the data differs from sample to sample
         product = Product(self, func, own, others, self.habits.recorded)
         unfit = _ambient.is_autocast(data) or not _functorch.can_descend(self.level)
@@ -616,7 +617,7 @@ class Router(Watch, Looking):
 
 def _call_on_copies(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an autograd.Function on copies: it may write into its arguments without saying so, and they are the caller's."""
-    copies = {id(tensor): tensor.clone() for tensor in operands_of(args, kwargs)[0]}
+    copies = {id(tensor): tensor.clone() for tensor in tensors_of(args, kwargs)}
     args, kwargs = substitute((args, kwargs), lambda leaf: copies.get(id(leaf), leaf))
     before = [copy._version for copy in copies.values()]
     output = func(*args, **kwargs)

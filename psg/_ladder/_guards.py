@@ -23,8 +23,8 @@ from psg._torch._ops import (
     foreign_mode,
     leaves_of,
     name_of,
-    operands_of,
     target_of,
+    tensors_of,
     torchs_names,
 )
 from psg._trees import tensors_in
@@ -233,7 +233,7 @@ class LoopGuard(Repaired, Looking):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = torchs_names(func, kwargs)
-        tensors = operands_of(args, kwargs)[0]
+        tensors = tensors_of(args, kwargs)
         (self.recorded_ids if torch.is_grad_enabled() else self.other_ids).update(map(id, tensors))
         self.outside.look(func, tensors, self.own, self.level)
         args, kwargs = self.outside.replace((args, kwargs))

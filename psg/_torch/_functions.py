@@ -35,7 +35,7 @@ UNSEEN = (
 
 
 def lacks_vmap_rule(func: Any, args: Any) -> bool:
-    """Whether this is the call of such a function."""
+    """Whether this is the call of an autograd.Function without a generated rule for vmap."""
     return func is custom_function_call and not args[0].generate_vmap_rule
 
 
