@@ -28,7 +28,7 @@ from psg._torch._ops import (
 )
 from psg._watch._outside import REQUIRING
 from psg._watch._writes import may_copy
-from psg.rules._registry import TREATED
+from psg.rules._registry import REWRITTEN, find_rule
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import UPDATING
 
@@ -46,20 +46,25 @@ def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) ->
     """
     if not _is_plain(func):
         return func is Tensor.__getitem__ and len(tensors) == 1  # an index without tensors is no mask
-    return func not in TREATED and "requires_grad" not in kwargs
+    return func not in REWRITTEN and find_rule(func) is None and "requires_grad" not in kwargs
 
 
-def is_uniform(func: Any, tensors: Sequence[Tensor], others: Sequence[Any]) -> bool:
-    """Whether, besides, such a call only reads its arguments, draws no random numbers, and does not choose between a view and a copy.
+def is_uniform(func: Any, tensors: Sequence[Tensor], others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether, but for its rule, a call only reads its arguments, draws no random numbers, and does not choose between a view and a copy.
 
     Args:
         func: The function.
-        tensors: The tensors among its arguments, which are all positional.
+        tensors: The tensors among its arguments.
         others: Arguments that are neither tensors nor plain values.
+        kwargs: Its keyword arguments.
     """
-    if not others and _is_uniform(func):
-        return func not in TREATED
+    if not others and reads(func) and not may_draw(func):
+        return func not in REWRITTEN and (not kwargs or _NOTED.isdisjoint(kwargs))
     return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
+
+
+_NOTED = {"out", "requires_grad"}
+"""Options by which a call makes, or writes into, a tensor that a pass has to know of."""
 
 
 def _is_plain_slice(item: Any) -> bool:
@@ -67,8 +72,9 @@ def _is_plain_slice(item: Any) -> bool:
 
 
 @functools.cache
-def _is_uniform(func: Any) -> bool:
-    return _is_plain(func) and not may_write(func) and not may_draw(func) and not may_copy(func)
+def reads(func: Any) -> bool:
+    """Whether a call of a function that no table but those of rules, decompositions and leaks concerns only reads its arguments."""
+    return _is_plain(func) and not may_write(func) and not may_copy(func)
 
 
 _ELSEWHERE = {

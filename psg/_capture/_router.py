@@ -14,7 +14,7 @@ from psg._capture._carries import derives, is_simple
 from psg._capture._inside import Product
 from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
-from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_uniform
+from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_uniform, reads
 from psg._errors import PsgError, Unsupported
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
@@ -93,13 +93,13 @@ class Router(Watch, Looking):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            if not (kwargs or types):
-                tensors, others = operands_of(args, {})
-                if is_uniform(func, tensors, others) and self._are_samples(tensors):
-                    output = self._call(func, args, {})
+            kwargs = torchs_names(func, kwargs) if kwargs else {}
+            tensors, others = operands_of(args, kwargs)
+            if types in _USUAL and self._are_own(tensors):
+                output = self._run_at_once(func, args, kwargs, tensors, others)
+                if output is not NotImplemented:
                     self.own.claim(output)
                     return output
-            kwargs = torchs_names(func, kwargs) if kwargs else {}
             if type(func) not in FUNCTIONS:  # an attribute of tensors, or an op of ATen's
                 if changes_nothing(func, args):
                     return None
@@ -111,7 +111,6 @@ class Router(Watch, Looking):
                     return HIGHER_ORDER[func](*args, **kwargs)
             if (cast := cast_of(func, args, kwargs)) is not None and not (cast.narrows and self._may_rule(func, args, kwargs)):
                 return cast.run(self, func, args, kwargs)
-            tensors, others = operands_of(args, kwargs)
             mark = self.own.owns(tensors)
             if func in LIKENESSES:
                 mark = None
@@ -143,11 +142,11 @@ class Router(Watch, Looking):
             self.failure = str(error)
             raise
 
-    def _are_samples(self, tensors: list[Tensor]) -> bool:
-        """Whether tensors are samples' and constants alone, of which nothing has to be noted or refused."""
+    def _are_own(self, tensors: list[Tensor]) -> bool:
+        """Whether tensors are this pass' and constants alone, of which nothing has to be noted or refused."""
         found = False
         for tensor in tensors:
-            if tensor.requires_grad or id(tensor) in self.by_handle:
+            if tensor.requires_grad:
                 return False
             mark = tensor.__dict__.get("_psg_pass")
             if mark is not None and mark is not self.own.made:
@@ -156,6 +155,19 @@ class Router(Watch, Looking):
         if not found or self.constants or self.aliases.outdated or torch._C._is_any_autocast_enabled():
             return False
         return _functorch.current_level() == self.level and _autograd.saved_tensor_hooks() == self.hooks
+
+    def _run_at_once(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], others: list[Any]) -> Any:
+        """Run a call on such tensors by its rule, or as it is; NotImplemented if other tables of psg's have more to say of it."""
+        rule = _registry.find_rule(func)
+        if rule is not None:
+            if self.habits.recorded or not self.habits.ruled or not reads(func) or self.state is not None and may_draw(func):
+                return NotImplemented
+            output = self._run_rule(func, rule, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        if is_uniform(func, tensors, others, kwargs) and self.by_handle.keys().isdisjoint(map(id, tensors)):
+            return self._call(func, args, kwargs)
+        return NotImplemented
 
     def prefers_lifting(self) -> bool:
         """After the function has run: whether it is faster to lift the few numbers computed from parameters, which no rule has used.
@@ -631,6 +643,8 @@ def _described(function: Any) -> str:
 
 
 _AUTOGRAD = {torch.autograd.grad, *REQUIRING}
+_USUAL: tuple[Any, ...] = ((), (Tensor,))
+"""The classes of tensors that a mode is told of, where there are no others than torch's own."""
 
 
 def _differentiate_elsewhere(

@@ -125,8 +125,8 @@ _misderived: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
-TREATED: set[Any] = set()
-"""The ops that have a rule, a decomposition or a leak."""
+REWRITTEN: set[Any] = set()
+"""The ops that have a decomposition or a leak."""
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
 
@@ -195,7 +195,6 @@ def rule(
         made = Rule.of(run, tuple(params), frozen)
         for op in ops:
             _rules.update(dict.fromkeys(_aliases(op), made))
-            TREATED.update(_aliases(op))
         return run
 
     return register
@@ -269,7 +268,7 @@ def decomposition(*ops: Any, differentiated: bool = False, misderived: bool = Fa
         if misderived:
             _misderived.update(ops)
         (_differentiated_decompositions if differentiated else _decompositions).update(dict.fromkeys(ops, function))
-        TREATED.update(ops)
+        REWRITTEN.update(ops)
         return function
 
     return register
@@ -347,7 +346,7 @@ class Leak(NamedTuple):
 def leak(*ops: Any, reason: str, when: Callable[..., bool] = lambda *args, **kwargs: True, rungs: tuple[str, ...] = ("capture",)) -> None:
     """Register ops that a pass must not run: if fn calls one, psg goes down the ladder. See `Leak`."""
     _leaks.update(dict.fromkeys(ops, Leak(reason, when, rungs)))
-    TREATED.update(ops)
+    REWRITTEN.update(ops)
 
 
 def find_rule(op: Any) -> Rule | None:

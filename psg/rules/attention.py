@@ -64,7 +64,8 @@ def scaled_dot_product_attention(
 
 def _with_dims(tensor: Tensor, dims: int) -> Tensor:
     """[n, *shape] -> [n, 1, ..., 1, *shape], with `dims` dimensions after the first."""
-    return tensor.reshape(tensor.shape[0], *(1,) * (dims + 1 - tensor.ndim), *tensor.shape[1:])
+    missing = dims + 1 - tensor.ndim
+    return tensor.reshape(tensor.shape[0], *(1,) * missing, *tensor.shape[1:]) if missing else tensor
 
 
 def _without_override_check(function: FunctionType) -> FunctionType:
