@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _trees
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._torch import _ambient, _autograd, _functorch
-from psg._torch._ops import leaves_of
+from psg._torch._ops import tensors_of
 from psg._watch import _pass, _writes
 from psg._watch._effects import Attributes, Writes, changing, kind_of, restore_if_given_up
 from psg._watch._modules import CALLED, LOCKS
@@ -462,8 +462,8 @@ class _OwnParameterGuard(TorchFunctionMode):
         self._level = _functorch.current_level()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in UNDIFFERENTIATED else ():
-            if isinstance(leaf, Tensor) and (bare := _functorch.innermost(leaf, self._level)).requires_grad:
+        for tensor in tensors_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in UNDIFFERENTIATED else ():
+            if (bare := _functorch.innermost(tensor, self._level)).requires_grad:
                 refuse_own(func, bare, args[0] if args else None, self._names, self._message)
         return func(*args, **(kwargs or {}))
 
