@@ -185,7 +185,7 @@ class Recorded(Outside):
     def expect(self, nodes: list[Any], leaves: list[Any], seen: set[int]) -> None:
         """Note outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
         known = seen | {tensor.grad_fn for tensor in self.found} | {id(tensor._base) for tensor in self.found if tensor._is_view()}
-        others = {node for node in nodes if node._sequence_nr() < self._start}.difference(leaves)
+        others = {node for node in nodes if _autograd.made_before(node, self._start)}.difference(leaves)
         hidden = {node for node in leaves if id(node.variable) not in known} | (others - known)
         for node in nodes if hidden else ():
             if node not in others and node not in leaves:  # of an op of fn's
