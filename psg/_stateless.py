@@ -97,12 +97,9 @@ def stateless(
     lock = LOCKS.setdefault(module, threading.RLock())
     with lock:
         kept_elsewhere = _keeps_parameters_elsewhere(module)
-        params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
-        hooked = [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-        ]
+        own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        hooked = [name for name, parameter in own.items() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
+        params = {name: parameter.detach() for name, parameter in own.items()}
         memory = {name: parameter.data_ptr() for name, parameter in params.items()}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; call requires_grad_() on some.")
@@ -257,7 +254,7 @@ def _call(
     kept = frozen | rest | buffers
     versions = {name: tensor._version for name, tensor in kept.items()}
     scripted = isinstance(module, torch.jit.ScriptModule)
-    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest}, buffers)
+    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, params | rest, buffers)
     given = {id(parameter): name for name, parameter in own.items() if name in params}
     writes, attributes = Writes(children, kept, params), Attributes(children)
     restore_if_given_up((id(module), id(criterion)), partial(_restore, lock, attributes))
