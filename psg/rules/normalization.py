@@ -217,6 +217,8 @@ def _any_complex(*tensors: Tensor | None) -> bool:
 
 # The functions that those of torch.nn.functional call in the end, with the same result.
 
+decomposition(torch.rms_norm)(F.rms_norm)
+
 
 @decomposition(torch.layer_norm, misderived=True)
 def _layer_norm(
@@ -240,11 +242,6 @@ def _group_norm(
     cudnn_enabled: bool = True,
 ) -> Any:
     return F.group_norm(input, num_groups, weight, bias, eps)
-
-
-@decomposition(torch.rms_norm)
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
-    return F.rms_norm(input, normalized_shape, weight, eps)
 
 
 def _statistics_last(op: Any, function: Any) -> None:
