@@ -117,7 +117,8 @@ def trace(
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 graph.graph.erase_node(node)
     graph.recompile()
-    sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
+    inputs = {*map(id, tensors), *map(id, captured)}
+    sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
     known = enumerate((*tensors, *captured, *sized))
     placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *result)
