@@ -455,13 +455,9 @@ class _BatchMode(Watch, Looking):
         bound = rule.bind(args, kwargs)
         if bound is None:
             return NotImplemented
-        own: dict[Place, Lifted] = {}
-        for place, argument in places_of(bound):
-            value = self.by_handle.get(id(argument))
-            if value is not None and place[0] not in rule.params:
-                return NotImplemented  # a parameter in the place of data: its rows belong to no sample
-            if value is not None:
-                own[place] = value
+        own = {place: self.by_handle[id(argument)] for place, argument in places_of(bound) if id(argument) in self.by_handle}
+        if any(name not in rule.params for name, _ in own):
+            return NotImplemented  # a parameter in the place of data: its rows belong to no sample
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
