@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
-from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, read_by, tensors_of
+from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, SET_DATA, read_by, tensors_of
 
 
 class Trace(NamedTuple):
@@ -328,7 +328,7 @@ class _Reads(TorchFunctionMode):
         raise PsgError("it assigns the data or the gradient of a tensor, which is no op of a graph")
 
 
-_ASSIGNING = {vars(torch._C.TensorBase)[name].__set__ for name in ("data", "grad")}
+_ASSIGNING = {SET_DATA, vars(torch._C.TensorBase)["grad"].__set__}
 
 _VALIDATING = torch._VF._is_all_true
 """What torch.distributions validates its arguments by."""

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 
-REQUIRES_GRAD, GRAD_FN, IS_LEAF = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+_ATTRIBUTES = vars(torch._C.TensorBase)
+REQUIRES_GRAD, GRAD_FN, IS_LEAF = (_ATTRIBUTES[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+GET_DATA, SET_DATA = _ATTRIBUTES["data"].__get__, _ATTRIBUTES["data"].__set__
 PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
 METADATA = {
     getattr(Tensor, name).__get__

@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from psg._errors import USED_ELSEWHERE, StateError, user_line, warn_once
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, substitute, tensors_of
+from psg._torch._ops import GET_DATA, LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, substitute, tensors_of
 from psg._torch._patches import assigned
 
 REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
@@ -37,8 +37,7 @@ LOST_TO_FUNCTION = (
     "derivative is wanted."
 )
 
-_BASE = vars(torch._C.TensorBase)
-UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, _BASE["data"].__get__, _BASE["_backward_hooks"].__set__}
+UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, GET_DATA, vars(torch._C.TensorBase)["_backward_hooks"].__set__}
 """Ops through which nothing is differentiated. (Autograd sets hooks of views that are written into, under a lock that grad_fn takes.)"""
 
 
