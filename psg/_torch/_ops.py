@@ -131,6 +131,11 @@ def name_of(func: Any) -> str:
     return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
 
 
+def base_name(func: Any) -> str:
+    """The name of an op without that of its overload: `mul_` for aten.mul_.Tensor."""
+    return name_of(func).partition(".")[0]
+
+
 def _library_of(func: Any) -> str | None:
     """The library of an op that is a packet or an overload; None for others."""
     name = getattr(func, "_qualified_op_name", None) or (func._schema.name if isinstance(func, OpOverload) else None)
@@ -169,7 +174,7 @@ def _renamed(func: Any) -> dict[str, str]:
 @cache
 def may_draw(func: Any) -> bool:
     """Whether an op may draw random numbers; an op that is not torch's own may do anything."""
-    name = name_of(func).partition(".")[0]
+    name = base_name(func)
     if not is_torchs(func) or name in _DRAWING:
         return True
     packet = getattr(torch.ops.aten, name, None)
@@ -205,7 +210,7 @@ def _target_finder(func: Any) -> Callable[[Any, Any], Any] | None:
         return partial(_mutated, func)
     if _writes(func):
         return _first
-    if name_of(func).partition(".")[0] in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
+    if base_name(func) in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
         return _observed
     position = _inplace_position(func)
     return None if position is None else partial(_first_if_inplace, position)
@@ -250,7 +255,7 @@ def _mutating(func: Any) -> dict[str, bool]:
 
 @cache
 def _writes(func: Any) -> bool:
-    name = name_of(func).split(".")[0]  # of an overload such as aten.mul_.Tensor
+    name = base_name(func)
     if name in ("requires_grad_", "detach_"):
         return False  # these change what autograd records, and no values
     if name.startswith("__i"):
