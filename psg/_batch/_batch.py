@@ -264,6 +264,8 @@ class _BatchMode(Watch, Looking):
             self._refuse(f"requires_grad_(False) on {met[0].name}")
         if func in (Tensor.detach_, torch.detach_):  # the handle would go on as the same value
             self._refuse(f"detach_ on {met[0].name}")
+        if func == Tensor.register_hook:  # it would never see the gradient of a rule, and run under vmap when others are pulled back
+            self._refuse(f"a hook on {met[0].name}")
         if body is not None:
             output = self._run_rule(func, args, kwargs, None)
             return output if output is not NotImplemented else self._run_inside(body, args, kwargs)
@@ -283,8 +285,6 @@ class _BatchMode(Watch, Looking):
     def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], tensors: list[Tensor], target: Any) -> Any:
         """Run an op that parameters, or values computed from them, meet."""
         others = [tensor for tensor in tensors if id(tensor) not in self.by_handle]
-        # A hook on a derived value would run under vmap when gradients are pulled back, and would never see the gradient of a rule.
-        may_derive = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
         if func in JOINS and not others:
             output = self._run_inside(JOINS[func], args, kwargs)
             if output is not NotImplemented:
@@ -293,20 +293,20 @@ class _BatchMode(Watch, Looking):
             output = self._expand(func, met[0], args, kwargs)
             if output is not NotImplemented:
                 return output
-        if may_derive and not others:
+        if not others and _registry.find_leak(func, args, kwargs, "vmap") is None:
             return self._derive(func, met, args, kwargs)
         if func in LOOKUPS and others:
             output = self._run_inside(LOOKUPS[func], args, kwargs)
             if output is not NotImplemented:
                 return output
-        return self._run_mixed(func, args, kwargs, met, others, target, may_derive)
+        return self._run_mixed(func, args, kwargs, met, others, target)
 
     def _run_inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function under this mode."""
         with self:
             return function(*args, **kwargs)
 
-    def _run_mixed(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any, may_derive: bool) -> Any:
+    def _run_mixed(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any) -> Any:
         """Run an op of parameters and other tensors: once for all samples if these are constants, else by its rule or decomposed.
 
         Raises:
@@ -342,7 +342,7 @@ class _BatchMode(Watch, Looking):
                 f'method="batch": {met[0].name} reaches {name_of(func)} at {user_line()} with scale_grad_by_freq=True, which counts the '
                 f"ids of the whole batch, so that a sample's gradient would depend on the others. {_FOR_ONE_SAMPLE}"
             )
-        if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
+        if (says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
         way_out = "Freeze the parameter"
