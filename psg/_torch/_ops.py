@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 _ATTRIBUTES = vars(torch._C.TensorBase)
 REQUIRES_GRAD, GRAD_FN, IS_LEAF = (_ATTRIBUTES[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 GET_DATA, SET_DATA = _ATTRIBUTES["data"].__get__, _ATTRIBUTES["data"].__set__
+SET_REQUIRES_GRAD = _ATTRIBUTES["requires_grad"].__set__
 PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
 METADATA = {
     getattr(Tensor, name).__get__
@@ -256,7 +257,7 @@ def _mutating(func: Any) -> dict[str, bool]:
 @cache
 def _writes(func: Any) -> bool:
     name = base_name(func)
-    if name in ("requires_grad_", "detach_"):
+    if name in ("requires_grad_", "detach_") or func == SET_REQUIRES_GRAD:
         return False  # these change what autograd records, and no values
     if name.startswith("__i"):
         return hasattr(Tensor, "__" + name[3:])  # __iadd__ has an __add__; __invert__, __int__ and __index__ write nothing

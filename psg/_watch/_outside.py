@@ -15,10 +15,20 @@ from torch.utils.weak import TensorWeakRef
 
 from psg._errors import USED_ELSEWHERE, StateError, user_line, warn_once
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import GET_DATA, LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, substitute, tensors_of
+from psg._torch._ops import (
+    GET_DATA,
+    LIKE_ANOTHER,
+    LIKENESSES,
+    METADATA,
+    PREDICATES,
+    SET_REQUIRES_GRAD,
+    name_of,
+    substitute,
+    tensors_of,
+)
 from psg._torch._patches import assigned
 
-REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
+REQUIRING = {Tensor.requires_grad_, SET_REQUIRES_GRAD}
 """Ops that can turn a tensor into an autograd leaf."""
 
 COMPUTED_BEFORE = (
