@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from psg._call import Call, sharing
-from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, unwrapped, user_line, warn_once
+from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, first_line, unwrapped, user_line, warn_once
 from psg._ladder._rungs import RUNGS, Result
 from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
@@ -108,7 +108,7 @@ def _refuse_stale(call: Call, error: Exception) -> None:
 
 def _reason(error: Exception) -> str:
     """What an error says, and where in fn it was raised."""
-    text = (str(error).strip().splitlines() or ["no message"])[0].partition(" For (1): ")[0]  # torch's advice for those who call vmap
+    text = first_line(error).partition(" For (1): ")[0]  # torch's advice for those who call vmap
     line = user_line(error, "")
     if isinstance(error, PsgError):
         return f"{text}, at {line}" if line else text
