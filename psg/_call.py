@@ -377,7 +377,7 @@ def _in_dims(name: str, in_dims: Any, numbers: list[int], count: int) -> list[An
         return [None if i in numbers else 0 for i in range(count)]
     if isinstance(in_dims, int):
         return [in_dims] * count
-    if not isinstance(in_dims, (tuple, list)) or len(in_dims) != count:
+    if not isinstance(in_dims, tuple) or len(in_dims) != count:
         raise InputError(
             f"{name}: in_dims={in_dims!r}: expected None, an integer, or a tuple with one entry for each of the {count} positional "
             "arguments."

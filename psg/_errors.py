@@ -127,6 +127,11 @@ def user_line(error: BaseException | None = None, unknown: str = "an unknown lin
     return unknown if line is None else f"{line[0]}:{line[1]}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
 def _stack_level() -> int:
     """How many frames up the user's own call is."""
     frame, level = sys._getframe(1), 1

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _trees
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._torch import _ambient, _autograd, _functorch
-from psg._torch._ops import leaves_of
+from psg._torch._ops import tensors_of
 from psg._watch import _pass, _writes
 from psg._watch._effects import Attributes, Writes, changing, kind_of, restore_if_given_up
 from psg._watch._modules import CALLED, LOCKS
@@ -97,12 +97,9 @@ def stateless(
     lock = LOCKS.setdefault(module, threading.RLock())
     with lock:
         kept_elsewhere = _keeps_parameters_elsewhere(module)
-        params = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
-        hooked = [
-            name
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-        ]
+        own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        hooked = [name for name, parameter in own.items() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
+        params = {name: parameter.detach() for name, parameter in own.items()}
         memory = {name: parameter.data_ptr() for name, parameter in params.items()}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; call requires_grad_() on some.")
@@ -257,7 +254,7 @@ def _call(
     kept = frozen | rest | buffers
     versions = {name: tensor._version for name, tensor in kept.items()}
     scripted = isinstance(module, torch.jit.ScriptModule)
-    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, {**params, **rest}, buffers)
+    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, params | rest, buffers)
     given = {id(parameter): name for name, parameter in own.items() if name in params}
     writes, attributes = Writes(children, kept, params), Attributes(children)
     restore_if_given_up((id(module), id(criterion)), partial(_restore, lock, attributes))
@@ -462,8 +459,8 @@ class _OwnParameterGuard(TorchFunctionMode):
         self._level = _functorch.current_level()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in leaves_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in UNDIFFERENTIATED else ():
-            if isinstance(leaf, Tensor) and (bare := _functorch.innermost(leaf, self._level)).requires_grad:
+        for tensor in tensors_of(args, kwargs or {}) if torch.is_grad_enabled() and func not in UNDIFFERENTIATED else ():
+            if (bare := _functorch.innermost(tensor, self._level)).requires_grad:
                 refuse_own(func, bare, args[0] if args else None, self._names, self._message)
         return func(*args, **(kwargs or {}))
 

@@ -689,6 +689,13 @@ def hooked_node(p, x):
     return y.sum(1)
 
 
+def hooked_under_no_grad(p, x):
+    w = p["w"] * 1
+    with torch.no_grad():  # the hook counts, as in a loop
+        w.register_hook(torch.neg)
+    return F.linear(x, w).sum(1)
+
+
 def slope(p, x):
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(F.linear(x, p["w"]).tanh().sum(), x, create_graph=True)
@@ -715,7 +722,8 @@ def tangent(p, x):
         (tangent, r"_make_dual at .*test_batch.py:\d+ makes derivatives"),
         (written, r"clamp_ at .*test_batch.py:\d+ writes into a parameter"),
         (handled, r"reaches conv1d"),
-        (lambda p, x: (p["w"].register_hook(torch.neg), F.linear(x, p["w"]).sum(1))[1], r"p\['w'\] reaches register_hook"),
+        (lambda p, x: (p["w"].register_hook(torch.neg), F.linear(x, p["w"]).sum(1))[1], r"fn uses a hook on p\['w'\] at .*test_batch"),
+        (hooked_under_no_grad, r"fn uses a hook on mul of p\['w'\] at .*test_batch"),
         (hooked_node, r"register_prehook of the autograd node .* at .*test_batch.py:\d+"),
     ],
 )

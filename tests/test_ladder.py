@@ -1027,6 +1027,12 @@ def test_errors_of_fn_say_what_it_was_given(fn, options, note):
         psg.per_sample_grad(fn, **options)(torch.ones(3, 4), torch.ones(5, 4))
 
 
+def test_errors_of_a_function_of_a_batch_say_so_where_a_derivative_is_wanted():
+    # There the ladder calls it on batches of one, which no user passes.
+    with pytest.raises(IndexError, match="fn gets the whole batch, as a module does by psg.stateless"):
+        psg.factored_grad(lambda w, x: (x.flatten(2) * w).sum(1), method="batch")(torch.ones(4, requires_grad=True), torch.ones(5, 4))
+
+
 @pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
 def test_a_function_that_returns_its_parameter(method, device):
     params, x = {"a": torch.tensor(2.0, device=device), "b": torch.ones(2, device=device)}, torch.zeros(3, device=device)

@@ -658,3 +658,26 @@ def test_data_that_is_assigned_in_a_batch(device):
     w, x = torch.randn(3, 3, device=device), torch.randn(4, 3, device=device)
     batch = psg.per_sample_grad(lambda w, x: F.linear(x, _moved(w)).tanh().sum(1), method="batch")(w, x)
     assert_trees_close(batch, loop_grad(lambda w, x: (w @ x).tanh().sum())(w, x))
+
+
+class Flags(torch.nn.Module):
+    """Sets `requires_grad` by assignment, which writes no values, as `requires_grad_` writes none."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        self.linear.weight.requires_grad = True
+        self.scale.requires_grad = False
+        return self.linear(x).tanh() * self.scale
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop", "batch"])
+def test_flags_that_are_assigned_are_no_writes(method, device):
+    module, x = Flags().to(device), torch.randn(4, 3, device=device)
+    loss, params = psg.stateless(module, lambda output: output.sum(-1), batch_dim=None)
+    plain, _ = psg.stateless(module, lambda output: output.sum())
+    expected = loop_grad(lambda p, x: (F.linear(x, p["linear.weight"], p["linear.bias"]).tanh() * module.scale).sum())(params, x)
+    assert_trees_close(psg.per_sample_grad(loss if method == "batch" else plain, method=method)(params, x), expected)

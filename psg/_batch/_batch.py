@@ -50,7 +50,6 @@ from psg._torch._ops import (
     Node,
     Place,
     foreign_handler,
-    leaves_of,
     name_of,
     places_of,
     replace_at,
@@ -223,21 +222,21 @@ class _BatchMode(Watch, Looking):
             return None
         if func in HIGHER_ORDER:
             return self._run_inside(HIGHER_ORDER[func], args, kwargs)
-        leaves, target = leaves_of(args, kwargs), target_of(func, args, kwargs)
         if (cast := cast_of(func, args, kwargs)) is not None:
             return cast.run(self, func, args, kwargs)
+        tensors, target = tensors_of(args, kwargs), target_of(func, args, kwargs)
         try:
             if types and (handler := foreign_handler(types)) is not None:
                 raise InputError(f'method="batch": {handler}.')
-            output = self._route(func, args, kwargs, leaves, target)
+            output = self._route(func, args, kwargs, tensors, target)
         except PsgError as error:
             self.failure = type(error)(*error.args)
             raise
-        self.sampled.follow(func, leaves, output, target)
+        self.sampled.follow(func, tensors, output, target)
         return output
 
-    def _route(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Any) -> Any:
-        self.look(func, _trees.tensors_in(leaves), self.by_handle.keys(), self.level)
+    def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
+        self.look(func, tensors, self.by_handle.keys(), self.level)
         if target is not None:
             self._protect(func, target)
         refuse_updates(func, args, kwargs, target)
@@ -247,8 +246,8 @@ class _BatchMode(Watch, Looking):
                 f"derivatives. {_FOR_ONE_SAMPLE}"
             )
         if func in ACCUMULATING and kwargs.get("inputs") is None:
-            self._refuse_accumulation(leaves)
-        met = self.lifted_among(leaves)
+            self._refuse_accumulation(tensors)
+        met = self.lifted_among(tensors)
         if func in PREDICATES:
             answer = met[0].ask(func) if met else func(*args, **kwargs)
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
@@ -265,14 +264,16 @@ class _BatchMode(Watch, Looking):
             self._refuse(f"requires_grad_(False) on {met[0].name}")
         if func in (Tensor.detach_, torch.detach_):  # the handle would go on as the same value
             self._refuse(f"detach_ on {met[0].name}")
+        if func == Tensor.register_hook:  # it would never see the gradient of a rule, and run under vmap when others are pulled back
+            self._refuse(f"a hook on {met[0].name}")
         if body is not None:
             output = self._run_rule(func, args, kwargs, None)
             return output if output is not NotImplemented else self._run_inside(body, args, kwargs)
-        return self._run_met(func, args, kwargs, met, leaves, target)
+        return self._run_met(func, args, kwargs, met, tensors, target)
 
-    def _refuse_accumulation(self, leaves: list[Any]) -> None:
+    def _refuse_accumulation(self, tensors: list[Tensor]) -> None:
         """Raise if a graph to which fn, or the backward of one of its autograd.Functions, applies `backward()` leads to a parameter."""
-        graph = {node for leaf in leaves if isinstance(leaf, Tensor) for node in _autograd.nodes_of(leaf.grad_fn)}
+        graph = {node for tensor in tensors for node in _autograd.nodes_of(tensor.grad_fn)}
         names = [value.name for tap in self.taps if any(edge.node in graph for edge in tap.edges) for _, value, _ in tap.builders]
         names += [value.name for value in self.values if value.handle is not None and get_gradient_edge(value.handle).node in graph]
         if names:
@@ -281,11 +282,9 @@ class _BatchMode(Watch, Looking):
                 f"it, pass use_reentrant=False. {_FOR_ONE_SAMPLE}"
             )
 
-    def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], leaves: list[Any], target: Any) -> Any:
+    def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], tensors: list[Tensor], target: Any) -> Any:
         """Run an op that parameters, or values computed from them, meet."""
-        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.by_handle]
-        # A hook on a derived value would run under vmap when gradients are pulled back, and would never see the gradient of a rule.
-        may_derive = func != Tensor.register_hook and _registry.find_leak(func, args, kwargs, "vmap") is None
+        others = [tensor for tensor in tensors if id(tensor) not in self.by_handle]
         if func in JOINS and not others:
             output = self._run_inside(JOINS[func], args, kwargs)
             if output is not NotImplemented:
@@ -294,20 +293,20 @@ class _BatchMode(Watch, Looking):
             output = self._expand(func, met[0], args, kwargs)
             if output is not NotImplemented:
                 return output
-        if may_derive and not others:
+        if not others and _registry.find_leak(func, args, kwargs, "vmap") is None:
             return self._derive(func, met, args, kwargs)
         if func in LOOKUPS and others:
             output = self._run_inside(LOOKUPS[func], args, kwargs)
             if output is not NotImplemented:
                 return output
-        return self._run_mixed(func, args, kwargs, met, others, target, may_derive)
+        return self._run_mixed(func, args, kwargs, met, others, target)
 
     def _run_inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function under this mode."""
         with self:
             return function(*args, **kwargs)
 
-    def _run_mixed(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any, may_derive: bool) -> Any:
+    def _run_mixed(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], others: list[Tensor], target: Any) -> Any:
         """Run an op of parameters and other tensors: once for all samples if these are constants, else by its rule or decomposed.
 
         Raises:
@@ -343,7 +342,7 @@ class _BatchMode(Watch, Looking):
                 f'method="batch": {met[0].name} reaches {name_of(func)} at {user_line()} with scale_grad_by_freq=True, which counts the '
                 f"ids of the whole batch, so that a sample's gradient would depend on the others. {_FOR_ONE_SAMPLE}"
             )
-        if (may_derive and says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
+        if (says_where and not leaks) or (choice is not None and self._is_for_all(choice, True)):
             return self._derive(func, met, args, kwargs)
         names = ", ".join(value.name for value in met)
         way_out = "Freeze the parameter"
@@ -456,13 +455,9 @@ class _BatchMode(Watch, Looking):
         bound = rule.bind(args, kwargs)
         if bound is None:
             return NotImplemented
-        own: dict[Place, Lifted] = {}
-        for place, argument in places_of(bound):
-            value = self.by_handle.get(id(argument))
-            if value is not None and place[0] not in rule.params:
-                return NotImplemented  # a parameter in the place of data: its rows belong to no sample
-            if value is not None:
-                own[place] = value
+        own = {place: self.by_handle[id(argument)] for place, argument in places_of(bound) if id(argument) in self.by_handle}
+        if any(name not in rule.params for name, _ in own):
+            return NotImplemented  # a parameter in the place of data: its rows belong to no sample
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented

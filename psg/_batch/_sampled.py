@@ -27,9 +27,9 @@ class Sampled:
         base = tensor._base
         return self._is_marked(tensor) or (base is not None and self._is_marked(base))
 
-    def follow(self, func: Any, leaves: Iterable[Any], output: Any, target: Any) -> None:
-        """Record an op that has run: if an argument depends on the samples, so do its output and the tensors that it wrote into."""
-        if func not in LIKENESSES and any(isinstance(leaf, Tensor) and leaf in self for leaf in leaves):
+    def follow(self, func: Any, tensors: Iterable[Tensor], output: Any, target: Any) -> None:
+        """Record an op that has run on these tensors: if one depends on the samples, so do its output and what it wrote into."""
+        if func not in LIKENESSES and any(tensor in self for tensor in tensors):
             self._claim(tensors_of((output,), {}))
             targets = written(target)
             self._claim([*targets, *(tensor._base for tensor in targets if tensor._base is not None)])

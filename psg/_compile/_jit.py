@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _trees, plans
 from psg._compile._trace import Generators, Trace, trace
-from psg._errors import FallbackWarning, InputError, PsgError, StateError, as_integer, received, user_line
+from psg._errors import FallbackWarning, InputError, PsgError, StateError, as_integer, first_line, received, user_line
 from psg._torch import _ambient, _autograd, _functorch, _random
 from psg._torch._ops import handles_ops
 from psg._torch._patches import assigned
@@ -149,7 +149,7 @@ class Jitted:
         self._sizes = None if buckets is None else _sizes(buckets)
         if self._sizes is not None and self._batching is None:
             raise InputError(
-                f"psg.jit(buckets={buckets!r}): {getattr(fn, '__name__', fn)!r} is not made by one of psg's transforms, so psg cannot "
+                f"psg.jit(buckets={buckets!r}): {self._name!r} is not made by one of psg's transforms, so psg cannot "
                 "tell which of its arguments are batched. Pass the transform's result itself to jit, or leave buckets out."
             )
         if self._batching is not None:
@@ -268,7 +268,7 @@ class Jitted:
         except (InputError, StateError):
             raise
         except Mismatch as mismatch:
-            program, error = None, f"the compiled result is wrong: {str(mismatch).strip().splitlines()[0]}"
+            program, error = None, f"the compiled result is wrong: {first_line(mismatch)}"
         except Exception as reason:
             text = " ".join(str(reason).split("\n")[:3])
             text = text.partition("It may be possible to trace")[0].strip()  # advice for those who call torch's tracer

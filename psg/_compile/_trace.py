@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
-from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, read_by, tensors_of
+from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, SET_DATA, read_by, tensors_of
 
 
 class Trace(NamedTuple):
@@ -117,7 +117,8 @@ def trace(
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 graph.graph.erase_node(node)
     graph.recompile()
-    sized = [tensor for key, tensor in reads.sized.items() if key not in set(map(id, (*tensors, *captured)))]
+    inputs = {*map(id, tensors), *map(id, captured)}
+    sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
     known = enumerate((*tensors, *captured, *sized))
     placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *result)
@@ -327,7 +328,7 @@ class _Reads(TorchFunctionMode):
         raise PsgError("it assigns the data or the gradient of a tensor, which is no op of a graph")
 
 
-_ASSIGNING = {vars(torch._C.TensorBase)[name].__set__ for name in ("data", "grad")}
+_ASSIGNING = {SET_DATA, vars(torch._C.TensorBase)["grad"].__set__}
 
 _VALIDATING = torch._VF._is_all_true
 """What torch.distributions validates its arguments by."""

@@ -21,13 +21,12 @@ from psg._torch._ops import (
     METADATA,
     foreign_handler,
     foreign_mode,
-    leaves_of,
     name_of,
+    operands_of,
     target_of,
     tensors_of,
     torchs_names,
 )
-from psg._trees import tensors_in
 from psg._watch import _pass
 from psg._watch._marks import Marks
 from psg._watch._outside import Looking
@@ -73,13 +72,12 @@ class VmapGuard(Looking):
             return None
         try:
             if (form := python_form(func)) is not None:
-                _refuse_watchers(func, leaves_of(args, kwargs))
+                _refuse_watchers(func, tensors_of(args, kwargs))
                 with self:
                     return form(*args, **kwargs)
             if (cast := cast_of(func, args, kwargs)) is not None:
                 return cast.run(self, func, args, kwargs)
-            leaves = leaves_of(args, kwargs)
-            tensors = tensors_in(leaves)
+            tensors, others = operands_of(args, kwargs)
             marked = self.own.owns(tensors) and func not in LIKENESSES
             self.outside.look(func, tensors, (), self.level)
             for tensor in tensors:
@@ -90,7 +88,7 @@ class VmapGuard(Looking):
             target = target_of(func, args, kwargs)
             if target is not None:
                 self.aliases.write(name_of(func), written(target))
-            output = self._run(func, leaves, target, *self.outside.replace((args, kwargs)))
+            output = self._run(func, tensors, others, target, *self.outside.replace((args, kwargs)))
             self.outside.made(output, kwargs)
             output = self.aliases.note(func, args, kwargs, tensors, output)
             if marked:
@@ -102,12 +100,12 @@ class VmapGuard(Looking):
             self.failure = str(error)
             raise
 
-    def _run(self, func: Any, leaves: Sequence[Any], target: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, tensors: list[Tensor], others: list[Any], target: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs, target)
         _refuse_constants(func, args, kwargs, self.level)
         # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
         reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
-        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+        if any(isinstance(leaf, torch.Generator) for leaf in others):
             reason = OWN_GENERATOR
         if _functorch.is_traced() and not self.traced:
             reason = "a tracer inside fn, such as torch.func.linearize's, takes the tensors that it meets under vmap as constants"
@@ -119,22 +117,22 @@ class VmapGuard(Looking):
             with self:
                 output = decompose(*args, **kwargs)
             if output is not NotImplemented:  # else the op runs as a whole
-                _refuse_watchers(func, leaves)
+                _refuse_watchers(func, tensors)
                 return output
         output = _kernels.run_without_gaps(func, args, kwargs)
         is_function = self.differentiated and func is _functions.custom_function_call
-        if is_function and _functions.is_unbatched(tensors_in(leaves), output, self.level - 1):
+        if is_function and _functions.is_unbatched(tensors, output, self.level - 1):
             raise PsgError(f"{args[0].__name__}{_functions.UNBATCHED}")
         return output
 
 
-def _refuse_watchers(func: Any, leaves: Sequence[Any]) -> None:
+def _refuse_watchers(func: Any, tensors: Sequence[Tensor]) -> None:
     """Refuse to write an op out where a mode of the caller's, or a class of tensors, has seen other ops than the one that fn calls.
 
     Raises:
         PsgError: There is one.
     """
-    if (why := foreign_mode() or foreign_handler(map(type, tensors_in(leaves)))) is not None:
+    if (why := foreign_mode() or foreign_handler(map(type, tensors))) is not None:
         raise PsgError(f"{name_of(func)} has to be written out as other ops under vmap, and {why}")
 
 
@@ -270,9 +268,8 @@ class RerunGuard(Repaired):
                 "backward(), whose gradients have no derivatives, and an input requires grad. Pass detached parameters, as psg.stateless "
                 "returns them, or call psg under torch.no_grad()."
             )
-        for leaf in leaves_of(args, kwargs):
-            own = _autograd.base_of(leaf) if isinstance(leaf, Tensor) else leaf
-            if (name := self.called.replaced.get(id(own))) is not None and leaf.requires_grad:
+        for leaf in tensors_of(args, kwargs):
+            if (name := self.called.replaced.get(id(_autograd.base_of(leaf)))) is not None and leaf.requires_grad:
                 raise StateError(USED_ELSEWHERE.format(name))
             if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and self._is_unknown(leaf):
                 raise StateError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from psg._call import Call, sharing
-from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, unwrapped, user_line, warn_once
+from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, first_line, unwrapped, user_line, warn_once
 from psg._ladder._rungs import RUNGS, Result
 from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
@@ -31,14 +31,12 @@ def run(call: Call, method: str) -> Result:
         StateError: fn changes state.
         OutOfMemoryError: A device has not enough memory for so many samples at once.
     """
-    pinned = method != "auto"
     if are_disabled() and method in ("capture", "batch"):
         raise InputError(f"{call.name}: method={method!r} runs ops by their rules, which psg.rules.disabled() turns off.")
+    own, rungs = call, [method]
     if method == "batch" and call.needs_derivative:
-        call, method = call.with_sample_fn(), "auto"
-    if method != "auto":
-        rungs = [method]
-    else:
+        own, rungs = call.with_sample_fn(), ["vmap", "loop"]
+    elif method == "auto":
         rungs = ["vmap", "loop"] if are_disabled() or call.needs_derivative else ["capture", "vmap", "loop"]
     reasons: list[tuple[str, str]] = []
     state, compiles = call.shared_draws(), _ambient.may_compile()
@@ -47,7 +45,7 @@ def run(call: Call, method: str) -> Result:
         forget = _functorch.attempt()
         try:
             with Attempt(), _pass.opened(None):  # this call may be made inside another call's pass
-                result = RUNGS[rung](call)
+                result = RUNGS[rung](own)
             break
         except Exception as error:
             _refuse_stale(call, error)
@@ -69,7 +67,7 @@ def run(call: Call, method: str) -> Result:
                 reasons.append((rung, _reason(error)))
         forget()
         _random.set_state(state)
-    if reasons and not pinned:
+    if reasons and method == "auto":
         _warn_of_descent(call, rung, reasons)
     return result._replace(reasons=tuple(reasons)) if reasons else result
 
@@ -110,7 +108,7 @@ def _refuse_stale(call: Call, error: Exception) -> None:
 
 def _reason(error: Exception) -> str:
     """What an error says, and where in fn it was raised."""
-    text = (str(error).strip().splitlines() or ["no message"])[0].partition(" For (1): ")[0]  # torch's advice for those who call vmap
+    text = first_line(error).partition(" For (1): ")[0]  # torch's advice for those who call vmap
     line = user_line(error, "")
     if isinstance(error, PsgError):
         return f"{text}, at {line}" if line else text

@@ -17,7 +17,7 @@ from psg._batch._owners import NotFinite
 from psg._call import Call
 from psg._capture._agreed import Diverged, Drawn
 from psg._capture._capture import capture
-from psg._errors import InputError, PsgError, Stale, StateError, Unsupported
+from psg._errors import InputError, PsgError, Stale, StateError, Unsupported, first_line
 from psg._ladder._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
 from psg._torch._ops import foreign_mode, handles_ops, tensors_of
@@ -384,13 +384,9 @@ def _run_batch(call: Call, whole: bool = True) -> Result:
             raise
         raise InputError(
             f'{call.name}, method="batch": {found}. What is not finite does not tell which sample a row belongs to, so psg runs such '
-            f"samples alone, but fn cannot run without the others: {_first_line(error)}. Leave out what is not finite, or give all that "
-            "belongs to the samples a dimension of samples."
+            f"samples alone, but fn cannot run without the others: {type(error).__name__}: {first_line(error).rstrip('.')}. Leave out what "
+            "is not finite, or give all that belongs to the samples a dimension of samples."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0].rstrip('.')}"
 
 
 def _batch_together(call: Call) -> Result:

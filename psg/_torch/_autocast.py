@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg._torch import _ambient
-from psg._torch._ops import is_torchs, name_of, substitute, tensors_of
+from psg._torch._ops import base_name, is_torchs, substitute, tensors_of
 
 Kind = Literal["narrow", "float32", "widest", "unchanged"]
 """The dtype in which an op runs: autocast's own, float32, the widest of its arguments', or what the arguments have."""
@@ -68,7 +68,7 @@ def cast_of(func: Any, args: Any, kwargs: Any) -> Cast | None:
 
 def _is_dot(func: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
     """Whether an op that is a matrix product in general is, for these arguments, one of two vectors."""
-    name = name_of(func).partition(".")[0]
+    name = base_name(func)
     if name == "inner":
         return all(tensor.ndim == 1 for tensor in tensors)
     if name != "tensordot":
@@ -82,7 +82,7 @@ def _is_dot(func: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> boo
 @functools.cache
 def _kind_of(func: Any, device: str) -> Kind | None:
     """In which dtype autocast runs an op; None if it leaves that to the op's parts, and on devices other than CPU and CUDA."""
-    name = _NAMES.get(name_of(func), name_of(func)).partition(".")[0]
+    name = _NAMES.get(base_name(func), base_name(func))
     if device not in _KEYS or not is_torchs(func) or name not in _ops(_ALL):
         return None
     if (device, name) in _OTHERWISE:

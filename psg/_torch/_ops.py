@@ -10,7 +10,10 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 
-REQUIRES_GRAD, GRAD_FN, IS_LEAF = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+_ATTRIBUTES = vars(torch._C.TensorBase)
+REQUIRES_GRAD, GRAD_FN, IS_LEAF = (_ATTRIBUTES[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+GET_DATA, SET_DATA = _ATTRIBUTES["data"].__get__, _ATTRIBUTES["data"].__set__
+SET_REQUIRES_GRAD = _ATTRIBUTES["requires_grad"].__set__
 PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
 METADATA = {
     getattr(Tensor, name).__get__
@@ -129,6 +132,11 @@ def name_of(func: Any) -> str:
     return func.__self__.__name__ if name == "__get__" else name  # an attribute such as Tensor.T
 
 
+def base_name(func: Any) -> str:
+    """The name of an op without that of its overload: `mul_` for aten.mul_.Tensor."""
+    return name_of(func).partition(".")[0]
+
+
 def _library_of(func: Any) -> str | None:
     """The library of an op that is a packet or an overload; None for others."""
     name = getattr(func, "_qualified_op_name", None) or (func._schema.name if isinstance(func, OpOverload) else None)
@@ -167,7 +175,7 @@ def _renamed(func: Any) -> dict[str, str]:
 @cache
 def may_draw(func: Any) -> bool:
     """Whether an op may draw random numbers; an op that is not torch's own may do anything."""
-    name = name_of(func).partition(".")[0]
+    name = base_name(func)
     if not is_torchs(func) or name in _DRAWING:
         return True
     packet = getattr(torch.ops.aten, name, None)
@@ -203,7 +211,7 @@ def _target_finder(func: Any) -> Callable[[Any, Any], Any] | None:
         return partial(_mutated, func)
     if _writes(func):
         return _first
-    if name_of(func).partition(".")[0] in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
+    if base_name(func) in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
         return _observed
     position = _inplace_position(func)
     return None if position is None else partial(_first_if_inplace, position)
@@ -248,8 +256,8 @@ def _mutating(func: Any) -> dict[str, bool]:
 
 @cache
 def _writes(func: Any) -> bool:
-    name = name_of(func).split(".")[0]  # of an overload such as aten.mul_.Tensor
-    if name in ("requires_grad_", "detach_"):
+    name = base_name(func)
+    if name in ("requires_grad_", "detach_") or func == SET_REQUIRES_GRAD:
         return False  # these change what autograd records, and no values
     if name.startswith("__i"):
         return hasattr(Tensor, "__" + name[3:])  # __iadd__ has an __add__; __invert__, __int__ and __index__ write nothing

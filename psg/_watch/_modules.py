@@ -66,10 +66,13 @@ class Called:
     def guard(self) -> tuple["Guard", Hashable, list[Any]]:
         """What the trace depends on, the state that this was in when the trace began, and the objects whose ids are in the state."""
         # What the trace itself has written (a counter, an activation that is kept) does not tell whether anything else has.
-        found = ((key, found) for key, found in self._read.items() if key[0] in self._met and key not in self._written)
-        read = {key: found for key, found in found if _may_vary(key[1], found[0])}
-        guard = Guard([module for module, _, _ in self._met.values()], [(module, name) for (_, name), (module, _) in read.items()])
-        values = [value for _, value in read.values()]
+        read = [
+            (module, name, value)
+            for (key, name), (module, value) in self._read.items()
+            if key in self._met and (key, name) not in self._written and _may_vary(name, module)
+        ]
+        guard = Guard([module for module, _, _ in self._met.values()], [(module, name) for module, name, _ in read])
+        values = [value for _, _, value in read]
         state = tuple(state for _, state, _ in self._met.values()), self._hooked, tuple(map(_told, values))
         return guard, state, [*values, *(held for _, _, held in self._met.values())]
 

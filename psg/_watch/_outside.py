@@ -15,10 +15,20 @@ from torch.utils.weak import TensorWeakRef
 
 from psg._errors import USED_ELSEWHERE, StateError, user_line, warn_once
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import LIKE_ANOTHER, LIKENESSES, METADATA, PREDICATES, name_of, substitute, tensors_of
+from psg._torch._ops import (
+    GET_DATA,
+    LIKE_ANOTHER,
+    LIKENESSES,
+    METADATA,
+    PREDICATES,
+    SET_REQUIRES_GRAD,
+    name_of,
+    substitute,
+    tensors_of,
+)
 from psg._torch._patches import assigned
 
-REQUIRING = {Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
+REQUIRING = {Tensor.requires_grad_, SET_REQUIRES_GRAD}
 """Ops that can turn a tensor into an autograd leaf."""
 
 COMPUTED_BEFORE = (
@@ -37,8 +47,7 @@ LOST_TO_FUNCTION = (
     "derivative is wanted."
 )
 
-_BASE = vars(torch._C.TensorBase)
-UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, _BASE["data"].__get__, _BASE["_backward_hooks"].__set__}
+UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, GET_DATA, vars(torch._C.TensorBase)["_backward_hooks"].__set__}
 """Ops through which nothing is differentiated. (Autograd sets hooks of views that are written into, under a lock that grad_fn takes.)"""
 
 
@@ -185,7 +194,7 @@ class Recorded(Outside):
     def expect(self, nodes: list[Any], leaves: list[Any], seen: set[int]) -> None:
         """Note outside tensors that no op has shown: they cannot be replaced, so that the result has no derivative for them."""
         known = seen | {tensor.grad_fn for tensor in self.found} | {id(tensor._base) for tensor in self.found if tensor._is_view()}
-        others = {node for node in nodes if node._sequence_nr() < self._start}.difference(leaves)
+        others = {node for node in nodes if _autograd.made_before(node, self._start)}.difference(leaves)
         hidden = {node for node in leaves if id(node.variable) not in known} | (others - known)
         for node in nodes if hidden else ():
             if node not in others and node not in leaves:  # of an op of fn's

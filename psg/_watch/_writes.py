@@ -15,6 +15,7 @@ from torch import Tensor
 
 from psg._errors import UnsupportedByVmap
 from psg._torch import _functorch
+from psg._torch._ops import SET_DATA
 from psg._torch._patches import assigned
 from psg._watch._habits import Retry
 
@@ -40,12 +41,9 @@ def written(target: Any) -> list[Tensor]:
     return [tensor for tensor in several if isinstance(tensor, Tensor) and (tensor.numel() or _functorch.memory_of(tensor))]
 
 
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-
-
 def changes_nothing(func: Any, args: Any) -> bool:
     """Whether this is `tensor.data = value` with the tensor's own data, as `tensor.data.to(device)` returns it where nothing is to do."""
-    return func == _SET_DATA and isinstance(args[1], Tensor) and _functorch.are_one_view(*args)
+    return func == SET_DATA and isinstance(args[1], Tensor) and _functorch.are_one_view(*args)
 
 
 class Aliases:

@@ -43,8 +43,7 @@ class Weights(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> "Weights":
         """The same weights in another dtype."""
-        w_ih, w_hh, *rest = self
-        return Weights(w_ih.to(dtype), w_hh.to(dtype), *(None if weight is None else weight.to(dtype) for weight in rest))
+        return Weights._make(None if weight is None else weight.to(dtype) for weight in self)
 
     def names(self) -> list[str]:
         """The names of the weights that are not None, in torch's order."""

@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from psg._errors import InputError
 from psg._torch._ambient import P, R
 from psg._torch._higher_order import HIGHER_ORDER
-from psg._torch._ops import is_torchs, name_of, tensors_of
+from psg._torch._ops import base_name, is_torchs, tensors_of
 from psg._torch._patches import assigned
 
 
@@ -376,7 +376,7 @@ def known_as(op: Any) -> Any:
     registered = op in _decompositions or op in _differentiated_decompositions or op in _leaks
     if registered or not isinstance(op, (OpOverload, OpOverloadPacket)) or not is_torchs(op):
         return op
-    name = name_of(op).partition(".")[0]  # without the overload's
+    name = base_name(op)
     places = ((torch, name), (Tensor, name), (torch.linalg, name.removeprefix("linalg_")), (vars(torch._C)["_nn"], name))
     found = next((getattr(place, own) for place, own in places if hasattr(place, own)), op)
     return op if found is torch.block_diag else found  # which takes its tensors one by one

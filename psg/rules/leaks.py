@@ -15,6 +15,7 @@ from torch import Tensor
 
 from psg._errors import StateError
 from psg._torch import _functions, _functorch
+from psg._torch._ops import GET_DATA, SET_DATA
 from psg._watch import _writes
 from psg.rules._registry import leak
 
@@ -30,9 +31,8 @@ leak(
     reason="max_norm writes into the weight",
     when=lambda *args, **kwargs: kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None,
 )
-_DATA = vars(torch._C.TensorBase)["data"]
-leak(_DATA.__set__, reason="assigning to .data under vmap(grad) breaks the tensor", rungs=("vmap",))
-leak(_DATA.__get__, reason=".data inside a torch.func transform is a constant for that transform alone", rungs=("inside",))
+leak(SET_DATA, reason="assigning to .data under vmap(grad) breaks the tensor", rungs=("vmap",))
+leak(GET_DATA, reason=".data inside a torch.func transform is a constant for that transform alone", rungs=("inside",))
 leak(
     *(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")),
     reason="an op in place on a list of tensors leaves the history of their views behind under torch.func.grad",

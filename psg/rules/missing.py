@@ -28,14 +28,8 @@ def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e
     return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
 
 
-@decomposition(torch.ops.aten.sym_size.int)
-def _size(self: Tensor, dim: int) -> int:
-    return self.size(dim)
-
-
-@decomposition(torch.moveaxis, Tensor.moveaxis)
-def _moveaxis(input: Tensor, source: Any, destination: Any) -> Tensor:
-    return input.movedim(source, destination)
+decomposition(torch.ops.aten.sym_size.int)(Tensor.size)
+decomposition(torch.moveaxis, Tensor.moveaxis)(torch.movedim)
 
 
 @rule(torch.index_add, Tensor.index_add, params=())

@@ -217,34 +217,17 @@ def _any_complex(*tensors: Tensor | None) -> bool:
 
 # The functions that those of torch.nn.functional call in the end, with the same result.
 
-
-@decomposition(torch.layer_norm, misderived=True)
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Any:
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+decomposition(torch.rms_norm)(F.rms_norm)
 
 
-@decomposition(torch.group_norm)
-def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
-    return F.group_norm(input, num_groups, weight, bias, eps)
+def _without_cudnn(op: Any, function: Any, misderived: bool = False) -> None:
+    @decomposition(op, misderived=misderived)
+    def plain(*args: Any, cudnn_enable: bool = True, cudnn_enabled: bool = True, **options: Any) -> Any:
+        return function(*args[:5], **options)  # without the last argument, whether cuDNN may be used
 
 
-@decomposition(torch.rms_norm)
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
-    return F.rms_norm(input, normalized_shape, weight, eps)
+_without_cudnn(torch.layer_norm, F.layer_norm, misderived=True)
+_without_cudnn(torch.group_norm, F.group_norm)
 
 
 def _statistics_last(op: Any, function: Any) -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
+from psg._torch._ops import GET_DATA
 from psg.rules._registry import decomposition, rule
 
 # By sorting: along a dimension torch has no deterministic median on a GPU.
@@ -125,16 +126,13 @@ def contiguous_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     return F.group_norm(copy, *args, **kwargs)
 
 
-_GET_DATA = vars(torch._C.TensorBase)["data"].__get__
-
-
-@decomposition(_GET_DATA, differentiated=True)
+@decomposition(GET_DATA, differentiated=True)
 def data(self: Tensor) -> Tensor:
     """`.data` as a constant for every derivative; under vmap torch's own is a constant for the innermost alone."""
     return self.detach()
 
 
-@rule(_GET_DATA, params=())
+@rule(GET_DATA, params=())
 def data_of_a_batch(self: Tensor) -> Any:
     """The same outside of all transforms of fn's own, where vmap does not support `.data`."""
     return self.detach(), {}

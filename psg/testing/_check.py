@@ -136,7 +136,7 @@ def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = No
         factored, grads, sizes = tree.take(factored, finite), tree_map(lambda leaf: leaf[finite], grads), sizes[finite]
     flat = reference_flat(grads)
     weights = torch.linspace(-1, 2, len(flat), dtype=flat.dtype, device=flat.device)
-    direction = tree_map(_waves, tree_map(lambda leaf: leaf.new_empty(leaf.shape[1:]), grads))
+    direction = tree_map(_waves, grads)
     size = sizes.max().item() if len(sizes) else 0.0
     length = reference_norm(tree_map(lambda leaf: leaf[None], direction)).item()
     # Materialised gradients of 16 bits have been rounded, which their factors have not.
@@ -154,9 +154,9 @@ def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = No
 
 
 def _waves(leaf: Tensor) -> Tensor:
-    """A fixed tensor of this shape whose entries differ."""
-    steps = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
-    return steps.cos().reshape(leaf.shape).to(leaf.dtype)
+    """[n, *shape] -> [*shape]: a fixed tensor of the shape of one sample's gradient, whose entries differ."""
+    shape = leaf.shape[1:]
+    return torch.arange(shape.numel(), device=leaf.device, dtype=torch.float32).cos().reshape(shape).to(leaf.dtype)
 
 
 def _repeatable(again: Tree, before: Tree) -> bool:
