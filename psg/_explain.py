@@ -11,6 +11,7 @@ from psg._call import Method, Options, Randomness, prepare
 from psg._errors import InputError
 from psg._ladder import _ladder
 from psg._torch import _ambient
+from psg._watch._habits import habits_of
 from psg.factors import Factor
 from psg.transforms import expect_one_sample
 
@@ -118,7 +119,10 @@ def explain(
             call = prepare(f"explain({name})", kept, options, args, kwargs)
             if call.n == 0:
                 raise InputError(f"explain({name}): the batch is empty; expected at least one sample.")
+            known = habits_of(kept)
             result = _ladder.run(call, method)
+            if habits_of(kept) != known:
+                result = _ladder.run(call, method)  # later calls run by what the first has learnt
             if result.is_unused:
                 _ladder.warn_of_unused(call)
         leaves = tuple(

@@ -120,3 +120,14 @@ def test_the_uses_of_samples_that_are_captured_apart(device):
     x = torch.tensor([1.0, -1, 1, -1, -1], device=device)[:, None] * torch.rand(5, 4, device=device)
     uses = {leaf.path: leaf.uses for leaf in psg.explain(fn)(p, x).leaves}
     assert uses == {"p['b']": {"mul: lifted": 1}, "p['w']": {"linear: rule": 1}}
+
+
+def test_reports_how_later_calls_run(device):
+    """Few numbers computed from a parameter are computed once in the first call, and for every sample in the next."""
+
+    def fn(scale, x):
+        return (x * scale.exp()).sum()
+
+    given = torch.ones(3, device=device), torch.ones(4, 3, device=device)
+    first, second = (psg.explain(fn)(*given).leaves[0].uses for _ in range(2))
+    assert first == second == {"exp: lifted": 1}
