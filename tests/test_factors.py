@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
+from psg._torch._patches import assigned
 from psg.factors import (
     Conv,
     Dense,
@@ -1342,6 +1343,28 @@ def test_norms_of_few_positions_that_nearly_cancel(seed, t, device):
     with psg.plans.using(norm="gram"):
         found = factor.norm()
     torch.testing.assert_close(found, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_of_several_factors_of_which_some_nearly_cancel(dtype, device):
+    """They are checked together: with a dtype and a number of positions of their own, and other samples that cancel in each."""
+    generator = torch.Generator().manual_seed(0)
+    tree = {}
+    for name, t, own in (("few", 2, torch.float32), ("many", 200, torch.float32), ("other", 16, dtype), ("plain", 3, torch.float32)):
+        u, r, shift = torch.randn(3, 8, 1, 60, generator=generator, dtype=torch.float32).to(device)
+        signs = torch.tensor([1.0, -1.0], device=device)[None, :, None].repeat(8, 1, 1)
+        signs[len(tree) :: 2] = 0.5  # these samples do not cancel
+        left, right = torch.cat([r, r], 1) * (1 if name == "plain" else signs), torch.cat([u, u + 0.03 * shift], 1)
+        tree[name] = Outer(*(side.repeat_interleave(-(-t // 2), 1).to(own) for side in (left, right)))
+    exact = torch.stack([factor.to(torch.float64).materialize().flatten(1).norm(dim=1) for factor in tree.values()]).norm(dim=0)
+    with psg.plans.using(norm="gram"):
+        found = psg.tree.norm(tree)
+        apart = torch.stack([factor.norm().double() for factor in tree.values()]).norm(dim=0)
+        with assigned(_base.BOUNDING, True):
+            most = psg.tree.norm(tree)
+    torch.testing.assert_close(found.double(), exact, rtol=5e-5, atol=0)
+    torch.testing.assert_close(found.double(), apart, rtol=1e-6, atol=0)
+    assert ((most >= exact * (1 - 5e-5)) & (most <= exact + 0.01 * sum(f.squared_terms().double() for f in tree.values()).sqrt())).all()
 
 
 def test_norms_of_sums_of_terms_that_each_nearly_cancel(device):

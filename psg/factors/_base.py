@@ -6,7 +6,7 @@ i in, o out; g group; k kernel.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import reduce
 from operator import is_
@@ -203,20 +203,21 @@ class Factor(ABC):
         underflow, though the other side may be large. Where finding these samples would wait for a device, or cannot be traced, norms are
         raised by the largest possible rounding error.
         """
-        eps = torch.finfo(squared.dtype).eps * max(1, self.positions / _FEW)
-        # Not infinite, nor NaN, from infinite terms that cancel: of a large and a small side, the squares of one may overflow.
-        fine = (squared >= _LOST * eps * squared_terms) & (squared < math.inf)
-        if BOUNDING.get() or not _functorch.can_read_now(squared):
-            return torch.where(fine, squared, torch.add(squared.clamp(min=0), squared_terms, alpha=_ROUNDING * eps))
-        if fine.all():
-            return squared
+        return recover_all([self], [(squared, squared_terms)])[0]
+
+    def _recover(self, squared: Tensor, suspects: Tensor) -> Tensor:
+        """Compute the squared norms of the samples that a mask [n] selects from their gradients."""
         # A sample whose terms are all zero, like one with a hinge loss of zero, has the norm zero. (Products with infinities gave NaN.)
-        lost, suspects = ~fine, ~fine
+        lost = suspects.clone()
         lost[suspects] = self.take(suspects).to(torch.float64).squared_terms() != 0
         squared = squared.masked_fill(suspects & ~lost, 0)
         if not lost.any():
             return squared
         return squared.masked_scatter(lost, self.take(lost).to(wide(self.dtype)).formed_norm())
+
+    def unchecked_norm(self) -> tuple[Tensor, Tensor] | None:
+        """What `recover` takes to the squared norm, if that is how the norm is computed; else None."""
+        return None
 
     def formed_norm(self) -> Tensor:
         """`squared_norm` from the gradients, formed a few samples at a time."""
@@ -373,6 +374,30 @@ class Factor(ABC):
     def __repr__(self) -> str:
         """Kind, samples and shape."""
         return f"{type(self).__name__}(n={self.n}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def recover_all(factors: Sequence[Factor], sums: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """`Factor.recover` for k factors with sums of one dtype, in one check for all -> [k, n].
+
+    Example:
+        >>> import torch
+        >>> factor = Dense(torch.tensor([[3.0, 4.0]]))
+        >>> recover_all([factor], [(torch.tensor([25.0]), torch.tensor([25.0]))])
+        tensor([[25.]])
+    """
+    growth = [max(1, factor.positions / _FEW) for factor in factors]
+    most = max(growth)
+    squared = torch.stack([own for own, _ in sums])
+    terms = torch.stack([own if rate == most else own * (rate / most) for (_, own), rate in zip(sums, growth, strict=True)])
+    eps = torch.finfo(squared.dtype).eps * most
+    # Not infinite, nor NaN, from infinite terms that cancel: of a large and a small side, the squares of one may overflow.
+    fine = (squared >= _LOST * eps * terms) & (squared < math.inf)
+    if BOUNDING.get() or not _functorch.can_read_now(squared):
+        return torch.where(fine, squared, torch.add(squared.clamp(min=0), terms, alpha=_ROUNDING * eps))
+    if fine.all():
+        return squared
+    checked = zip(factors, squared, fine, strict=True)
+    return torch.stack([own if kept.all() else factor._recover(own, ~kept) for factor, own, kept in checked])
 
 
 class Additive(Factor):

@@ -1,6 +1,6 @@
 """Conv: the gradient of a convolution. In effect an Outer over unfolded patches, which are formed only where that is cheapest."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -215,35 +215,43 @@ class Conv(Planned):
         )
 
     def squared_norm(self) -> Tensor:
-        if self.n == 0 or self.positions == 0:
-            return widen(self.cotangent).new_zeros(self.n)
-        return self._planned_norm()
+        return self._norm_by(self._norm_plan()) if self._is_planned else widen(self.cotangent).new_zeros(self.n)
 
-    def _norm_by(self, plan: str) -> Tensor:
-        if plan == "chunks":
-            return self.formed_norm()
-        return self._gram_norm_by(plans.choose("gram", self._gram_costs(), self, self._gram_norm_by))
+    @property
+    def _is_planned(self) -> bool:
+        return self.n > 0 and self.positions > 0
 
-    def _gram_norm_by(self, plan: str) -> Tensor:
-        if plan == "patches":
-            return self._by_chunks(self._patch_bytes(), Conv._patch_gram_norm)
-        return self._by_chunks(self.geometry.groups * self._pixels() ** 2 * self.cotangent.element_size(), Conv._pixel_gram_norm)
+    def _chunked_norm(self) -> Tensor:
+        return self.formed_norm()
 
-    def _by_chunks(self, size: int, function: "Callable[[Conv], Tensor]") -> Tensor:
-        """Apply a function to a few samples at a time, so that its temporaries, `size` bytes a sample, stay in cache."""
+    def _gram_sums(self) -> tuple[Tensor, Tensor]:
+        return self._gram_sums_by(plans.choose("gram", self._gram_costs(), self, self._gram_sums_by))
+
+    def _gram_sums_by(self, plan: str) -> tuple[Tensor, Tensor]:
+        by_patches, groups = plan == "patches", self.geometry.groups
+        size = self._patch_bytes() if by_patches else groups * self._pixels() ** 2 * self.cotangent.element_size()
+        parts = [chunk._patch_gram_sums() if by_patches else chunk._pixel_gram_sums() for chunk in self._chunks(size)]
+        squared, squared_terms = (torch.cat(side) for side in zip(*parts, strict=True))
+        if groups == 1:
+            return squared, squared_terms
+        return squared.reshape(self.n, groups).sum(1), squared_terms.reshape(self.n, groups).sum(1)
+
+    def _chunks(self, size: int) -> "list[Conv]":
+        """A few samples at a time, so that temporaries of `size` bytes a sample stay in cache."""
         count = _machine.items_at_a_time(self.device, size, chunks=4)
         if count >= self.n:
-            return function(self)
-        chunks = zip(self.cotangent.split(count), self.input.split(count), strict=True)
-        return torch.cat([function(Conv(c, x, self.geometry)) for c, x in chunks])
+            return [self]
+        return [Conv(c, x, self.geometry) for c, x in zip(self.cotangent.split(count), self.input.split(count), strict=True)]
 
-    def _patch_gram_norm(self) -> Tensor:
-        return self._by_group()._gram_norm().reshape(self.n, self.geometry.groups).sum(1)
+    def _patch_gram_sums(self) -> tuple[Tensor, Tensor]:
+        """For every sample and group, [(n g)]: the squared norm from inner products of patches, and `squared_terms`."""
+        return self._by_group()._gram_sums()
 
     def squared_terms(self) -> Tensor:
         return self._by_group().squared_terms().reshape(self.n, self.geometry.groups).sum(1)
 
-    def _pixel_gram_norm(self) -> Tensor:
+    def _pixel_gram_sums(self) -> tuple[Tensor, Tensor]:
+        """The same from inner products of pixels."""
         # Patches overlap, so their inner products are sums of inner products of pixels: <patch_t, patch_s> = sum_k <x[t + k], x[s + k]>
         # over the taps k of the kernel. These lie on diagonals of the pixels' Gram matrix; one spatial dimension is summed at a time.
         kernel, stride, padding, dilation, groups = self.geometry
@@ -253,8 +261,7 @@ class Conv(Planned):
         for i, options in enumerate(zip(self.cotangent.shape[3:], kernel, stride, padding, dilation, strict=True)):
             patches = _sum_diagonals(patches, 2 + i, 3 + len(size) + i, *options)
         patches = patches.reshape(cotangents.shape)
-        squared, squared_terms = (patches * cotangents).sum((1, 2)), squared_terms_of(patches, cotangents)
-        return self.recover(*(value.reshape(self.n, groups).sum(1) for value in (squared, squared_terms)))
+        return (patches * cotangents).sum((1, 2)), squared_terms_of(patches, cotangents)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._is_correlated:
@@ -274,7 +281,7 @@ class Conv(Planned):
         touched = self.positions * (self.shape[0] + self.shape[1:].numel() + sketch.dim)
         if self.geometry.groups > 1 or not 0 < touched < self.shape.numel():
             return super().project(sketch)
-        return self._by_chunks(self._patch_bytes(), lambda chunk: chunk._unfolded().project(sketch))
+        return torch.cat([chunk._unfolded().project(sketch) for chunk in self._chunks(self._patch_bytes())])
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.products(direction).flatten(1).sum(1)
@@ -296,7 +303,7 @@ class Conv(Planned):
         if plan == "keep":
             return "materialised and kept"
         if plan == "gram":
-            plan = f"Gram of {plans.choose('gram', self._gram_costs(), self, self._gram_norm_by)}"
+            plan = f"Gram of {plans.choose('gram', self._gram_costs(), self, self._gram_sums_by)}"
         else:
             plan = "materialised in chunks"
         return f"{plan}, {'and once more' if self._is_correlated else 'native weight gradient'}"

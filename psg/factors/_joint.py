@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from psg.factors._arithmetic import norm_of_norms, root, rows_of, wide
-from psg.factors._base import Dense, Factor
+from psg.factors._base import Dense, Factor, recover_all
 from psg.factors._outer import Outer
 from psg.factors._sketch import Sketch, sketch_side_by_side
 
@@ -59,7 +59,16 @@ class Joint:
         # A norm of norms has no second derivative where a part is zero; the root of a sum of squares has.
         if self.is_differentiated:
             return root(self.squared_norm)
-        return norm_of_norms([norms for part in self._parts for norms in part.partial_norms()])
+        parts: list[Tensor] = []
+        unchecked: dict[torch.dtype, list[tuple[Factor, tuple[Tensor, Tensor]]]] = {}
+        for part in self._parts:
+            sums = part.unchecked_norm()
+            if sums is None:
+                parts += part.partial_norms()
+            else:
+                unchecked.setdefault(sums[0].dtype, []).append((part, sums))
+        parts += [recover_all(*zip(*own, strict=True)).sqrt().T for own in unchecked.values()]
+        return norm_of_norms(parts)
 
     def zero(self, keep: Tensor) -> "Joint":
         """The same, with exactly zero for the samples where keep[n] is False; see `Factor.zero`."""

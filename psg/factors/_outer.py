@@ -73,20 +73,21 @@ class Outer(Planned):
         return left * right if _are_safe(left, right) else self._product(Dense.norm)
 
     def squared_norm(self) -> Tensor:
-        return self._product(Dense.squared_norm) if self.positions == 1 else self._planned_norm()
+        return self._norm_by(self._norm_plan()) if self._is_planned else self._product(Dense.squared_norm)
+
+    @property
+    def _is_planned(self) -> bool:
+        return self.positions != 1
 
     def _product(self, reduce: Callable[[Dense], Tensor]) -> Tensor:
         # The squares of one side may underflow and those of the other overflow, although the gradient itself is of ordinary size.
         left, right = (reduce(Dense(side.squeeze(1).to(spacious(side)))) for side in (self.left, self.right))
         return (left * right).to(wide(self.dtype))
 
-    def _norm_by(self, plan: str) -> Tensor:
-        return self._gram_norm() if plan == "gram" else self._chunked_norm()
-
-    def _gram_norm(self) -> Tensor:
+    def _gram_sums(self) -> tuple[Tensor, Tensor]:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>
         left, right = (wide_bmm(side, side.transpose(1, 2)) for side in (self.left, self.right))
-        return self.recover((left * right).sum((1, 2)), squared_terms_of(left, right))
+        return (left * right).sum((1, 2)), squared_terms_of(left, right)
 
     def squared_terms(self) -> Tensor:
         # vector_norm reads once and writes nothing.

@@ -50,8 +50,12 @@ class Planned(Additive):
     """
 
     @abstractmethod
-    def _norm_by(self, plan: str) -> Tensor:
-        """The squared norm by "gram" or "chunks"."""
+    def _gram_sums(self) -> tuple[Tensor, Tensor]:
+        """The squared norm by "gram", and `squared_terms`, both [n], for `recover`."""
+
+    @abstractmethod
+    def _chunked_norm(self) -> Tensor:
+        """The squared norm by "chunks"."""
 
     @abstractmethod
     def _norm_costs(self) -> Costs:
@@ -75,10 +79,21 @@ class Planned(Additive):
         shapes = (getattr(self, name).shape for name in self.fields)
         return type(self), *shapes, self.dtype, self.device, *(getattr(self, name) for name in self.constants)
 
-    def _planned_norm(self) -> Tensor:
-        """The squared norm, when no weighted sum follows, or when `settle` has already decided against "keep"."""
+    def _norm_by(self, plan: str) -> Tensor:
+        return self.recover(*self._gram_sums()) if plan == "gram" else self._chunked_norm()
+
+    def _norm_plan(self) -> str:
+        """The plan for the norm, when no weighted sum follows, or when `settle` has already decided against "keep"."""
         costs = self._norm_costs() | ({"chunks": 0.0} if self.is_better_formed else {})
-        return self._norm_by(plans.choose("norm", costs, self, self._norm_by))
+        return plans.choose("norm", costs, self, self._norm_by)
+
+    @property
+    @abstractmethod
+    def _is_planned(self) -> bool:
+        """Whether the norm is computed by a plan."""
+
+    def unchecked_norm(self) -> tuple[Tensor, Tensor] | None:
+        return self._gram_sums() if self._is_planned and self._norm_plan() == "gram" else None
 
     @remembered
     def _joint_costs(self) -> Costs:
