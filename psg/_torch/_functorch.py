@@ -264,8 +264,14 @@ def shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     return any([torch._C._is_alias_of(tensor, other) for other in others])  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def storage_id(tensor: Tensor) -> int:
+    """What tells that storage from all others that are alive."""
+    with torch._C.DisableTorchFunction():
+        return bare(tensor).untyped_storage()._cdata
+
+
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """A weak reference to that storage: it does not keep the storage alive and, unlike an address, never comes to mean another one."""
+    """A weak reference to that storage: it does not keep the storage alive and, unlike `storage_id`, never comes to mean another one."""
     with torch._C.DisableTorchFunction():
         return StorageWeakRef(bare(tensor).untyped_storage())
 

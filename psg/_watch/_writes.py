@@ -71,8 +71,8 @@ class Aliases:
         self.outdated: set[Any] = set()
 
     @cached_property
-    def _known(self) -> set[Any]:
-        return set(map(_functorch.storage_of, self._laid_out))
+    def _known(self) -> set[int]:
+        return set(map(_functorch.storage_id, self._laid_out))
 
     def note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> Any:
         """Track the result of an op that has run, given its arguments and the tensors among them; returns the result to go on with."""
@@ -80,7 +80,7 @@ class Aliases:
             return output
         # `to` and its kin look at the strides of the whole batch, even if they are asked for a layout that each sample has.
         converts = func in _CONVERSIONS and kwargs.get("memory_format") is not None and output.dtype == tensors[0].dtype
-        reshapes = func in _RESHAPING and _functorch.storage_of(tensors[0]) not in self._known
+        reshapes = func in _RESHAPING and _functorch.storage_id(tensors[0]) not in self._known
         if (converts or reshapes) and _functorch.is_vmapped(tensors[0]) or func is Tensor.__getitem__ and _selects(args[1]):
             self._found = True
             return self._pair(tensors[0], output) if self._follows else output

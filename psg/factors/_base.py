@@ -476,6 +476,9 @@ class Dense(Factor):
     def is_kept(self) -> bool:
         return True
 
+    def settle(self) -> Factor:
+        return self
+
     def regroup(self, table: Tensor) -> Factor:
         return Dense(gather_groups(self.values.unsqueeze(1), table).sum(1))
 
