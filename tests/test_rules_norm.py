@@ -217,6 +217,27 @@ def test_group_norm_of_a_part_of_the_channels(norm, method, device):
     assert_trees_close(psg.per_sample_grad(fn, method=method)(p, x), loop_grad(fn)(p, x))
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda p, x: F.group_norm(p["a"], 2, x[0], x[1]),
+        lambda p, x: F.group_norm(p["a"], 2, p["w"], x[1]),
+        lambda p, x: F.group_norm(2 * p["a"], 2, x[0]),
+        lambda p, x: F.group_norm(p["a"][..., 0], 2, None, x[1], eps=0.1),
+        lambda p, x: torch.group_norm(p["a"], 2, x[0], x[1]),
+    ],
+)
+def test_group_norm_of_a_parameter_with_weights_of_each_sample(norm, device):
+    """As where a generator's learned constant is normalised with each sample's style."""
+    p = {"a": torch.randn(1, 4, 5, device=device), "w": torch.randn(4, device=device)}
+    x = torch.randn(N, 2, 4, device=device)
+
+    def fn(p, x):
+        return score(norm(p, x))
+
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
+
+
 @given(n=st.integers(0, 4), b=st.integers(1, 3), c=st.integers(1, 4), t=st.integers(2, 5), eps=st.sampled_from([1e-5, 1e-2]))
 @pytest.mark.parametrize(
     "norm",

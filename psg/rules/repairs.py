@@ -116,14 +116,22 @@ def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
 
 
 @decomposition(F.group_norm)
-def contiguous_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def contiguous_group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Any:
     """Make the batch contiguous, as the kernel needs it: in a part of the channels each sample may be contiguous where the batch is not."""
     if not _functorch.is_wrapped(input) or _functorch.is_contiguous(input):
         return NotImplemented
     copy = input.clone(memory_format=torch.contiguous_format)
-    if not _functorch.is_contiguous(copy):
-        return NotImplemented  # the copy of a parameter is made once, and expanded to all samples
-    return F.group_norm(copy, *args, **kwargs)
+    if _functorch.is_contiguous(copy):
+        return F.group_norm(copy, num_groups, weight, bias, eps)
+    # The copy of a parameter is made once, and expanded to all samples. So is what it is normalised to, without their weights and biases.
+    if input.ndim < 2 or any(part is not None and (part.dtype != input.dtype or part.shape != input.shape[1:2]) for part in (weight, bias)):
+        return NotImplemented
+    weight, bias = (part if part is None else part.reshape(-1, *[1] * (input.ndim - 2)) for part in (weight, bias))
+    output = F.group_norm(input, num_groups, eps=eps)
+    output = output if weight is None else output * weight
+    return output if bias is None else output + bias
 
 
 @decomposition(GET_DATA, differentiated=True)
