@@ -162,7 +162,7 @@ def test_many_numbers_computed_from_parameters_are_not_lifted(device, monkeypatc
         lambda w, s, x: F.linear(x, s.exp() * w),  # by a rule, one step later
         lambda w, s, x: (s.exp() * torch.ones(40_000, dtype=w.dtype, device=w.device)).cos().mean() * x,  # to compute many numbers
         lambda w, s, x: s.exp() * x if s.exp() > 0 else s * x,  # as a Python value
-        lambda w, s, x: s.exp() * x * (s > 0),  # with a constant computed from a parameter
+        lambda w, s, x: s.exp() * x * s.detach().abs(),  # with a constant computed from a parameter
         lambda w, s, x: torch.linalg.inv(w[:, :3]).sum() * x,  # with an op that vmap runs sample by sample, or slowly
     ],
 )
@@ -180,6 +180,49 @@ def test_few_numbers_that_are_used_otherwise_are_computed_once(use, device, monk
         grads = psg.per_sample_grad(fn)(params, x)
         assert len(calls) == 1
     assert_trees_close(grads, loop_grad(lambda p, x: score(use(*p, x)))(params, x))
+
+
+DENSITIES = {
+    "normal": lambda p, x: torch.distributions.Normal(p["mean"], p["raw"].exp()).log_prob(x).sum(),
+    "beta": lambda p, x: torch.distributions.Beta(p["raw"].exp(), p["lean"].exp()).log_prob(x.sigmoid()).sum(),
+    "gaussian": lambda p, x: torch.distributions.MultivariateNormal(p["mean"], scale_tril=torch.diag(p["raw"].exp())).log_prob(x),
+    "branch": lambda p, x: (p["raw"].exp() * x * (3 if (p["raw"].exp() > 0).all() else 5)).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_masks_of_few_numbers_do_not_keep_them_from_being_lifted(name, device, monkeypatch):
+    """torch.distributions checks its parameters."""
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    calls = []
+
+    def fn(p, x):
+        calls.append(x.shape)
+        return DENSITIES[name](p, x)
+
+    params, x = few_parameters(2, device), torch.randn(5, 2, device=device)
+    for _ in range(3):
+        calls.clear()
+        grads = psg.per_sample_grad(fn)(params, x)
+        assert len(calls) == 1
+        assert_trees_close(grads, loop_grad(DENSITIES[name])(params, x))
+    assert "exp: lifted" in psg.explain(fn)(params, x).leaves[-1].uses
+
+
+@pytest.mark.filterwarnings("ignore:.*requires_grad=True to a scalar")
+def test_few_numbers_that_give_python_values_are_computed_once(device, monkeypatch):
+    """vmap may round each sample's otherwise, so that samples would not agree."""
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+
+    def fn(p, x):
+        scale = p["raw"].exp()
+        return (scale * x).square().sum() * float(scale.norm().detach())
+
+    params, x = few_parameters(9, device), torch.randn(5, 9, device=device)
+    for _ in range(2):
+        assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
+    uses = psg.explain(fn)(params, x).leaves[-1].uses
+    assert "exp: derived" in uses
 
 
 def test_few_numbers_in_ops_that_vmap_gets_wrong_are_computed_once(device, monkeypatch):

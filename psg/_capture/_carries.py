@@ -526,6 +526,9 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 _SIMPLE = frozenset({*_CARRIES, *_POINTWISE, *_REDUCING})
 
+_MOVING = frozenset("broadcast_tensors stack hstack vstack diag diagonal diag_embed flip roll repeat type_as index_select".split())
+"""Further moves of entries, whose gradients are pulled back."""
+
 # Deterministic, functional ops, which have one value for all samples: those above, whose factors are carried over, and these, whose
 # gradients are pulled back. An op that is not named is lifted, which is right too; an op that draws random numbers must not be named, nor
 # one whose backward vmap gets wrong (cdist). An output without a derivative, such as a mask, is a constant. (custom_function_call is every
@@ -567,4 +570,4 @@ def derives(func: Any) -> bool:
 
 def is_simple(name: str) -> bool:
     """Whether vmap runs the op of this name about as fast as torch does: entry by entry, as a reduction, a product or a move of entries."""
-    return name in _SIMPLE
+    return name in _SIMPLE or name in _MOVING

@@ -173,9 +173,10 @@ class Router(Watch, Looking):
         """After the function has run: whether it is faster to lift the few numbers computed from parameters, which no rule has used.
 
         To compute them once takes a step to lift each result, and a step to pull its gradient back. Where all samples compute their own,
-        vmap and autograd run these ops like all others.
+        vmap and autograd run these ops like all others. Not where fn may take numbers from them: vmap may round those of each sample
+        otherwise. What is true of all samples stays so: of masks, such as the checks that torch.distributions makes, fn may take values.
         """
-        if self.constants or self.has_python_values:
+        if self.has_python_values or any(constant.dtype != torch.bool for constant in self.constants):
             return False
         made = [(value, *value.made_by) for value in self.values if value.made_by is not None]
         few = [(value, step) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
