@@ -182,6 +182,82 @@ def test_few_numbers_that_are_used_otherwise_are_computed_once(use, device, monk
     assert_trees_close(grads, loop_grad(lambda p, x: score(use(*p, x)))(params, x))
 
 
+def merged(p, x):
+    weight = p["base"] + p["b"] @ p["a"]
+    return F.linear(x, p["size"] * weight / weight.norm(dim=1, keepdim=True))
+
+
+def quantised(p, x):
+    scaled = p["base"] / p["size"].abs()
+    return F.linear(x, (scaled + (scaled.round().clamp(-8, 7) - scaled).detach()) * p["size"])
+
+
+@pytest.mark.parametrize("use", [merged, quantised])
+@pytest.mark.parametrize("width", [5, 3000])
+def test_small_weights_computed_from_parameters_are_lifted_where_their_layer_is_small(use, width, device, monkeypatch):
+    """Their layer then has no rule, which costs next to nothing; a large one keeps its rule."""
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    shapes = {"base": (4, 3), "a": (2, 3), "b": (4, 2), "size": (4, 1)}
+    params, x = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}, torch.randn(5, width, 3, device=device)
+    fn = lambda p, x: use(p, x).square().sum()  # noqa: E731
+    for _ in range(2):
+        assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
+    uses = psg.explain(fn)(params, x).leaves[-1].uses
+    assert any(use.endswith("derived") for use in uses) == (width > 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*requires_grad=True to a scalar")
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda size: float(size.norm()),
+        lambda size: torch.tensor([1.0, size.norm()], dtype=size.dtype, device=size.device)[1],  # which takes numbers from a list
+        lambda size: size.cpu().numpy().sum(),
+        lambda size: size[size > 0].sum(),
+        lambda size: (size > 0).tolist().count(True),
+    ],
+)
+def test_few_numbers_of_which_fn_is_told_some_are_computed_once(told, device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    calls = []
+
+    def score_of(p, x):
+        size = p["raw"].exp()
+        return (size * x).square().sum() * told(size.detach())
+
+    def fn(p, x):
+        calls.append(x.shape)
+        return score_of(p, x)
+
+    params, x = few_parameters(4, device), torch.randn(5, 4, device=device)
+    for _ in range(3):
+        calls.clear()
+        assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(score_of)(params, x))
+        assert len(calls) == 1
+
+
+def test_few_numbers_for_ops_that_vmap_cannot_run_on_them_are_computed_once(device, monkeypatch):
+    """Found out in the second call, and not tried again."""
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    calls = []
+
+    def score_of(p, x):
+        size = p["raw"].exp()
+        return (x * size * torch.full((4,), size.detach().norm(), dtype=x.dtype, device=x.device)).square().sum()
+
+    def fn(p, x):
+        calls.append(x.shape)
+        return score_of(p, x)
+
+    params, x = few_parameters(4, device), torch.randn(5, 4, device=device)
+    counts = []
+    for _ in range(4):
+        calls.clear()
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(score_of)(params, x))
+        counts.append(len(calls))
+    assert counts == [1, 2, 1, 1]
+
+
 DENSITIES = {
     "normal": lambda p, x: torch.distributions.Normal(p["mean"], p["raw"].exp()).log_prob(x).sum(),
     "beta": lambda p, x: torch.distributions.Beta(p["raw"].exp(), p["lean"].exp()).log_prob(x.sigmoid()).sum(),

@@ -6,7 +6,7 @@
 3. A function mode, the router, watches the calls. An op that has a rule and gets a lifted parameter runs by the rule instead: once, on
    the physical batch and the one unexpanded parameter, and its output is *tapped*.
 4. An op on parameters alone (a transpose, a cast, W + B A) runs once, on the unexpanded values; its result is lifted in turn. (But if these
-   are few numbers, and no rule has used them, later calls lift the op too, which is faster.)
+   are few numbers, and meet nothing large, later calls lift the op too, which is faster.)
 5. One `torch.autograd.grad` differentiates the losses for the taps and the leaves. `allow_unused` tells exactly which of them were used.
 6. The cotangent at a tap gives a factor, that at a leaf a dense gradient. Gradients of derived values are pulled back to the parameters.
    A large cotangent is used as soon as it arrives: what a transform makes of it is often small, and the rest of the pass needs the memory.
@@ -93,11 +93,12 @@ def capture(call: Call, function: Function) -> Captured:
             # At once: what the failed pass has left in a cache of fn's may keep the next from succeeding, until the user clears it.
             remember(call.fn, habits)
         except RuntimeError as error:
-            if habits.fills == len(FACTORIES) or isinstance(error, (PsgError, torch.OutOfMemoryError)):
+            if isinstance(error, (PsgError, torch.OutOfMemoryError)) or not habits.lifts and habits.fills == len(FACTORIES):
                 raise
-            # The likeliest cause that another pass can cure: the function writes values that depend on the sample into a tensor that it
-            # made itself, which all samples share under vmap. Make one for every sample.
-            habits = habits._replace(fills=habits.fills + 1)
+            # The likeliest causes that another pass can cure: vmap cannot run an op on numbers that could be computed once, or the function
+            # writes values that depend on the sample into a tensor that it made itself, which all samples share under vmap. Make one for
+            # every sample.
+            habits = habits._replace(lifts=False) if habits.lifts else habits._replace(fills=habits.fills + 1)
         forget()
         _random.set_state(state)  # the next pass draws the same random numbers as the failed one
 
@@ -153,7 +154,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
     try:
         with torch.enable_grad():
             outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
-        lifts = habits.lifts or mode.prefers_lifting()
+        lifts = mode.prefers_lifting() or None if habits.lifts is None else habits.lifts
         if (mode.differentiates, lifts) != (habits.recorded, habits.lifts):
             habits = habits._replace(recorded=mode.differentiates, lifts=lifts)
         backward = Backward(mode.values, n, call.settles)

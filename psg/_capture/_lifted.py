@@ -148,6 +148,11 @@ class Tap(NamedTuple):
     guess: Any = None  # if a pass only guessed which samples the output rows belong to, the key of that guess
 
     @property
+    def is_little(self) -> bool:
+        """Whether the outputs, and the tensors that the builders will read, are few numbers."""
+        return self.nbytes + sum(tensor.nbytes for tensor, _ in self.inputs) <= _FEW_BYTES
+
+    @property
     def is_outdated(self) -> bool:
         """Whether a tensor that the builders will read has been changed in place."""
         return any(tensor._version != version for tensor, version in self.inputs)

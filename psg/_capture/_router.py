@@ -41,6 +41,7 @@ from psg._torch._ops import (
     replace_at,
     substitute,
     target_of,
+    tells_numbers,
     tensors_of,
     torchs_names,
 )
@@ -135,6 +136,7 @@ class Router(Watch, Looking):
                 self.own.claim(output, target, mark)
                 if target is None and self.constants and self.own.has_marked(tensors):
                     self.own.mark(output, tensors)
+                    self.has_python_values |= tells_numbers(func, args, kwargs)
             else:
                 self.own.note(output)
             return output
@@ -170,18 +172,18 @@ class Router(Watch, Looking):
         return NotImplemented
 
     def prefers_lifting(self) -> bool:
-        """After the function has run: whether it is faster to lift the few numbers computed from parameters, which no rule has used.
+        """After the function has run: whether it is faster to lift the few numbers computed from parameters, beside which nothing is large.
 
         To compute them once takes a step to lift each result, and a step to pull its gradient back. Where all samples compute their own,
-        vmap and autograd run these ops like all others. Not where fn may take numbers from them: vmap may round those of each sample
+        vmap and autograd run these ops like all others. Not where fn takes a number from them: vmap may round those of each sample
         otherwise. What is true of all samples stays so: of masks, such as the checks that torch.distributions makes, fn may take values.
         """
-        if self.has_python_values or any(constant.dtype != torch.bool for constant in self.constants):
+        if self.has_python_values:
             return False
         made = [(value, *value.made_by) for value in self.values if value.made_by is not None]
         few = [(value, step) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
         own = {id(value) for value, _ in few}
-        used = {id(value) for tap in self.taps for _, value, _ in tap.builders}
+        used = {id(value) for tap in self.taps if not tap.is_little for _, value, _ in tap.builders}
         used.update(id(parent) for value, _, parents in made if id(value) not in own for parent in parents)
         return bool(few) and used.isdisjoint(own) and all(is_simple(step.name) for _, step in few)
 

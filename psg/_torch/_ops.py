@@ -95,6 +95,16 @@ def _in_lists(arguments: Iterable[Any]) -> list[Any]:
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
 LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where}
 
+
+def tells_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the caller learns more from this call than whether a tensor is true: Python values, NumPy arrays, numbers of entries."""
+    if func in CONVERSIONS:
+        return func is not Tensor.__bool__
+    if func in MASKED or func in LOCATING:
+        return not (func is torch.where and len(args) == 3)
+    return func in ARRAYS or bool(read_by(func, args, kwargs))
+
+
 # Ops that use only the shape, dtype and device of their tensor.
 LIKENESSES = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),

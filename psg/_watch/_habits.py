@@ -14,7 +14,7 @@ class Habits(NamedTuple):
     Attributes:
         copied: Inputs are copied, so that the function may write into them.
         derives: Ops on parameters alone are computed once.
-        lifts: But simple ones on few numbers are computed for every sample, since no rule has used their results.
+        lifts: But simple ones on few numbers are computed for every sample, since these meet nothing large. False if that has failed.
         fills: How many sets of `FACTORIES` make a tensor for every sample, so that the function may write into it; such a tensor has no
             Python value.
         ruled: Known ops run by their rules.
@@ -25,7 +25,7 @@ class Habits(NamedTuple):
 
     copied: bool = False
     derives: bool = True
-    lifts: bool = False
+    lifts: bool | None = None
     fills: int = 0
     ruled: bool = True
     recorded: bool = False
