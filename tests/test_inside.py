@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees
 from cases import Problem
+from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, vjp, vmap
@@ -158,7 +159,7 @@ def are_lifted(fn, params, *args):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_equals_the_loop(layer, transform, n, normal):
+def test_equals_the_loop(layer, transform, n, normal, monkeypatch):
     shape, item, run = LAYERS[layer]
     params = {"w": normal(*shape) / 2, "gain": normal(())}
     apply = TRANSFORMS[transform]
@@ -168,6 +169,7 @@ def test_equals_the_loop(layer, transform, n, normal):
         return apply(network(run), p, x)
 
     assert_agrees(Problem(fn, (params, x)))
+    as_large(monkeypatch)
     # Lifted as well: slices of a parameter under no_grad, and parameters for which fn itself differentiates.
     lifts = layer in WITHOUT or transform == "without what is switched off" or "for the parameters" in transform
     assert lifts or not are_lifted(fn, params, x)

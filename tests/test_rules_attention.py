@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
 from cases import Problem, parameters, score
+from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call
@@ -253,7 +254,7 @@ def transformer_cases():
 @pytest.mark.parametrize("build", list(transformer_cases()))
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_transformer_layers(build, training, masked, device):
+def test_transformer_layers(build, training, masked, device, monkeypatch):
     module = build().to(device).train(training)
     inner = getattr(module, "self_attn", None) or (module.encoder if hasattr(module, "encoder") else module).layers[0].self_attn
     first = inner.batch_first
@@ -277,6 +278,7 @@ def test_transformer_layers(build, training, masked, device):
     x, y = torch.randn(2, 3, 4, 4, device=device)
     problem = Problem(fn, (parameters(module), x, y, padding))
     assert_agrees(problem)
+    as_large(monkeypatch)
     for leaf in psg.explain(fn)(*problem.args).leaves:
         ruled = {use for use in leaf.uses if use.endswith(": rule")}
         # A decoder projects queries and memory with parts of one matrix.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, score
+from conftest import as_large
 from differentiation import FUNCTIONS, live, may_have_a_history, scalar, slopes, stacked, weigh
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -173,7 +174,8 @@ def test_equals_the_composition_over_vmap_grad(outer, name, kind, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kinds_are_what_they_are_called(kind):
+def test_the_kinds_are_what_they_are_called(kind, monkeypatch):
+    as_large(monkeypatch)
     fn, shapes, way = KINDS[kind]
     p, x, _ = arguments(kind)
     report = psg.explain(fn)(p, x)

@@ -76,7 +76,7 @@ class Router(Watch, Looking):
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.constants_at: set[int] = set()
-        self.differentiates = False
+        self.differentiates = self.nests = False  # whether fn calls autograd, or transforms of its own
         self.has_functions = False
         self.has_python_values = False
         self.failure: str | None = None  # the message alone: the error itself would keep all frames alive
@@ -183,7 +183,9 @@ class Router(Watch, Looking):
         made = [(value, *value.made_by) for value in self.values if value.made_by is not None]
         few = [(value, step) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
         own = {id(value) for value, _ in few}
-        used = {id(value) for tap in self.taps if not tap.is_little for _, value, _ in tap.builders}
+        # A small product takes no longer without its rule. But taps do not show what fn's own transforms and derivatives compute from one.
+        ruled = [tap for tap in self.taps if self.differentiates or self.nests or not (tap.is_little and is_simple(tap.op))]
+        used = {id(value) for tap in ruled for _, value, _ in tap.builders}
         used.update(id(parent) for value, _, parents in made if id(value) not in own for parent in parents)
         return bool(few) and used.isdisjoint(own) and all(is_simple(step.name) for _, step in few)
 
@@ -197,6 +199,7 @@ class Router(Watch, Looking):
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
+        self.nests |= not here
         if here and target is None and is_ordinary(func, tensors, kwargs) and self.by_handle.keys().isdisjoint(map(id, tensors)):
             if any([tensor.requires_grad for tensor in tensors]):
                 self._look(func, tensors)
