@@ -150,6 +150,32 @@ def gaussian_policy(params, x):
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() - 0.01 * policy.entropy().sum()
 
 
+@function(params=((16, 16), (2, 16), (16, 2), (16, 1)), x=(32, 16))
+def merged_low_rank_update(params, x):
+    base, a, b, size = params
+    weight = base + b @ a
+    return F.linear(x, size * weight / weight.norm(dim=1, keepdim=True)).square().sum()
+
+
+@function(params=((16, 16), (1, 1)), x=(32, 16))
+def fake_quantised_weight(params, x):
+    weight, step = params[0] / params[1].abs(), params[1].abs()
+    return F.linear(x, (weight + (weight.round().clamp(-8, 7) - weight).detach()) * step).square().sum()
+
+
+@function(params=((6,),), x=(32, 7))
+def stick_breaking(params, x):
+    parts = params[0].sigmoid()
+    left = F.pad((1 - parts).cumprod(0), (1, 0), value=1.0)
+    return (x * (left * F.pad(parts, (0, 1), value=1.0)).log()).sum()
+
+
+@function(params=((4,), (4,), (4,)), x=(32, 4))
+def student_t(params, x):
+    freedom, mean, deviation = params
+    return -torch.distributions.StudentT(freedom.exp(), mean, deviation.exp()).log_prob(x).sum()
+
+
 @function(params=((64, 32),), x=(64, 400, 32))
 def edges_of_its_own(params, x):
     source, target = (x[:, :2].abs() * 100).long().remainder(100).unbind(1)
