@@ -41,9 +41,8 @@ class NotFinite(PsgError):
         together, alone = finite.nonzero()[:, 0], (~finite).nonzero()[:, 0]
         names = ", ".join(f"losses[{i}]" for i in alone[:5].tolist()) + (", ..." if len(alone) > 5 else "")
         super().__init__(f"not finite: {names or 'a gradient of finite losses'}")
-        if len(alone) == 0:
-            together, alone = alone, together
-        self.groups = [group for group in (together, *alone.split(1)) if len(group)]
+        groups = (together, *alone.split(1)) if len(alone) else together.split(1)
+        self.groups = [group for group in groups if len(group)]
 
 
 def measure(losses: Tensor, rows: list[Tensor], weighted: Callable[[Tensor], list[Tensor]]) -> list[Tensor | None]:
