@@ -169,7 +169,7 @@ def test_equals_the_loop(layer, transform, n, normal, monkeypatch):
         return apply(network(run), p, x)
 
     assert_agrees(Problem(fn, (params, x)))
-    as_large(monkeypatch)
+    as_large(monkeypatch)  # small weights run without rules from the second call on
     # Lifted as well: slices of a parameter under no_grad, and parameters for which fn itself differentiates.
     lifts = layer in WITHOUT or transform == "without what is switched off" or "for the parameters" in transform
     assert lifts or not are_lifted(fn, params, x)

@@ -278,7 +278,7 @@ def test_transformer_layers(build, training, masked, device, monkeypatch):
     x, y = torch.randn(2, 3, 4, 4, device=device)
     problem = Problem(fn, (parameters(module), x, y, padding))
     assert_agrees(problem)
-    as_large(monkeypatch)
+    as_large(monkeypatch)  # small weights run without rules from the second call on
     for leaf in psg.explain(fn)(*problem.args).leaves:
         ruled = {use for use in leaf.uses if use.endswith(": rule")}
         # A decoder projects queries and memory with parts of one matrix.

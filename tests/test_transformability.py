@@ -175,7 +175,7 @@ def test_equals_the_composition_over_vmap_grad(outer, name, kind, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kinds_are_what_they_are_called(kind, monkeypatch):
-    as_large(monkeypatch)
+    as_large(monkeypatch)  # small weights run without rules from the second call on
     fn, shapes, way = KINDS[kind]
     p, x, _ = arguments(kind)
     report = psg.explain(fn)(p, x)

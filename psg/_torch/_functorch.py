@@ -325,12 +325,9 @@ class below:
 
 def run_below(run: Callable[..., Any], tensors: Sequence[Tensor], level: int, n: int) -> Any:
     """Call `run` on the physical values of `tensors`, below vmap; wrap the tensor or tensors that it returns (samples in dim 0)."""
-    # `physical` and `run` are ordinary ops on ordinary tensors, so they belong below the transform. (As `below`, in less time.)
-    transform = _C.pop_dynamic_layer_stack()
-    try:
+    # `physical` and `run` are ordinary ops on ordinary tensors, so they belong below the transform.
+    with below():
         output = run(*[physical(tensor, level, n) for tensor in tensors])
-    finally:
-        _C.push_dynamic_layer_stack(transform)
     if isinstance(output, tuple):
         return tuple([wrap(own, level) for own in output])
     return output if output is NotImplemented else wrap(output, level)

@@ -221,9 +221,6 @@ class Conv(Planned):
     def _is_planned(self) -> bool:
         return self.n > 0 and self.positions > 0
 
-    def _chunked_norm(self) -> Tensor:
-        return self.formed_norm()
-
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         return self._gram_sums_by(plans.choose("gram", self._gram_costs(), self, self._gram_sums_by))
 

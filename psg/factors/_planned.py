@@ -53,9 +53,9 @@ class Planned(Additive):
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         """The squared norm by "gram", and `squared_terms`, both [n], for `recover`."""
 
-    @abstractmethod
     def _chunked_norm(self) -> Tensor:
         """The squared norm by "chunks"."""
+        return self.formed_norm()
 
     @abstractmethod
     def _norm_costs(self) -> Costs:
