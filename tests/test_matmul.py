@@ -111,7 +111,8 @@ def test_thin_matrices_are_laid_out_lengthwise(few, layout, tall, untuned):
         assert (found.T if tall else found).is_contiguous()
     else:
         assert found is matrix
-    assert _matmul._lengthwise(matrix.double(), 300).stride() == matrix.double().stride()
+    ((_, given),) = products_of(_matmul.product, left.double(), matrix.double())
+    assert given.stride() == matrix.double().stride()
 
 
 @needs_onednn
@@ -248,13 +249,15 @@ def products(draw):
 @given(problem=products())
 def test_every_product_by_a_node_of_psg(problem):
     # In float64, which oneDNN does not have.
-    with mock.patch.multiple(_matmul, takes_onednn=lambda *_: True, _onednn=F.linear):
+    taken = {"_is_slow": lambda *_: True, "takes_onednn": lambda *_: True, "_LARGE_PRODUCT": 0, "_onednn": F.linear}
+    with mock.patch.multiple(_matmul, **taken), mock.patch.object(sys.modules["psg.rules.linear"], "_FEW", 0):
         assert_agrees(problem)
 
 
 @given(problem=products())
 def test_every_product_with_few_columns(problem):
-    with mock.patch.multiple(_matmul, _is_slow=lambda *_: True, _LARGE_NARROW=0):
+    taken = {"_is_slow": lambda *_: True, "_LARGE_NARROW": 0, "_LARGE_PRODUCT": 0}
+    with mock.patch.multiple(_matmul, **taken), mock.patch.object(sys.modules["psg.rules.linear"], "_FEW", 0):
         assert_agrees(problem)
 
 

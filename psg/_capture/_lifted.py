@@ -252,7 +252,7 @@ class Watch(TorchFunctionMode):
         outputs, edges = zip(*map(_anchored, outputs), strict=True)
         zeros = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
         versions = [(tensor, tensor._version) for tensor in inputs]
-        self.taps.append(Tap(op, edges, zeros, builders, versions, sum(output.nbytes for output in outputs), guess))
+        self.taps.append(Tap(op, edges, zeros, builders, versions, sum([output.nbytes for output in outputs]), guess))
         return outputs
 
 
@@ -261,8 +261,9 @@ def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     This costs nothing in the backward pass, which stops at the output.
     """
-    if any([value.requires_grad for value in values]):
-        return values
+    for value in values:
+        if value.requires_grad:
+            return values
     for i, value in enumerate(values):
         if value.is_floating_point():
             return (*values[:i], value.detach().requires_grad_(), *values[i + 1 :])

@@ -69,11 +69,11 @@ class Operands(NamedTuple):
                 return None
         return cls(own, data, shared, numbers, sampled, varied, batched)
 
-    def are_worth(self, rule: Rule, derives: bool) -> bool:
-        """Whether the rule costs less than lifting; `derives` says whether the op could be computed once as a derived value instead."""
+    def are_worth(self, rule: Rule, derives: Callable[[], bool]) -> bool:
+        """Whether the rule costs less than lifting; `derives` tells whether the op could be computed once as a derived value instead."""
         if not (self.varied if self.own else self.batched and (rule.frozen or not rule.params)):
             return False
-        if self.sampled or not derives:
+        if self.sampled or not derives():
             return True
         # The samples share the data: deriving once saves time; the rule saves memory, if its factor is smaller than the gradient.
         held = 2 * sum(tensor.numel() for tensor in self.data.values())  # of data and of the cotangent, about
@@ -106,28 +106,25 @@ def run_rule(
 
     Returns:
         What the op returns, a tensor or a tuple of them; NotImplemented if the rule declines.
+
+    Raises:
+        InputError: The rule gives no builder for one of the parameters, or is broken otherwise.
     """
-    values: dict[Place, Any] = {**data, **{place: value.value for place, value in own.items()}}
+    values: dict[Place, Any] = dict(data)
+    for place, value in own.items():
+        values[place] = value.value
     result = rule.call(replace_at(arguments, values), map(place_name, (*own, *shared)))
     if result is NotImplemented:
         return NotImplemented
     outputs, builders = outputs_and_builders(op, result, n)
     single = isinstance(result[0], Tensor)
     if own and torch.is_grad_enabled():
-        targets = [(place_name(place), value, _builder_at(op, builders, place)) for place, value in own.items()]
+        targets = []
+        for (name, index), value in own.items():
+            if name not in builders:
+                raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
+            targets.append((name, value, builders[name]) if index is None else (f"{name}[{index}]", value, builders[name][index]))
         outputs = watch.tap(op, outputs, single, targets, (*data.values(), *shared.values()), guess)
     for value in own.values():
         value.uses.append(f"{op}: rule")
     return outputs[0] if single else outputs
-
-
-def _builder_at(op: str, builders: dict[str, Any], place: Place) -> Callable[[Any], Factor]:
-    """The builder that a rule gives for the factor of the parameter in this place.
-
-    Raises:
-        InputError: The rule gives none.
-    """
-    name, index = place
-    if name not in builders:
-        raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
-    return builders[name] if index is None else builders[name][index]

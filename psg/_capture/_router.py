@@ -31,9 +31,9 @@ from psg._torch._ops import (
     REQUIRES_GRAD,
     Node,
     call_key,
+    draws,
     foreign_handler,
     is_torchs,
-    may_draw,
     name_of,
     operands_of,
     place_name,
@@ -130,7 +130,7 @@ class Router(Watch, Looking):
                     raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
             if id(output) not in self.by_handle:
                 output = self.aliases.note(func, args, kwargs, tensors, output)
-            if self.state is not None and may_draw(func) and not _random.same_state(self.state, now := _random.now(self.state)):
+            if self.state is not None and draws(func, args, kwargs) and not _random.same_state(self.state, now := _random.now(self.state)):
                 mark, self.state = self.own.drawn, now
             if mark is not None:
                 self.own.claim(output, target, mark)
@@ -162,7 +162,7 @@ class Router(Watch, Looking):
         """Run a call on such tensors by its rule, or as it is; NotImplemented if other tables of psg's have more to say of it."""
         rule = _registry.find_rule(func)
         if rule is not None:
-            if self.habits.recorded or not self.habits.ruled or not reads(func) or self.state is not None and may_draw(func):
+            if self.habits.recorded or not self.habits.ruled or not reads(func) or self.state is not None and draws(func, args, kwargs):
                 return NotImplemented
             output = self._run_rule(func, rule, args, kwargs)
             if output is not NotImplemented:
@@ -182,12 +182,14 @@ class Router(Watch, Looking):
             return False
         made = [(value, *value.made_by) for value in self.values if value.made_by is not None]
         few = [(value, step) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
+        if not few or not all(is_simple(step.name) for _, step in few):
+            return False
         own = {id(value) for value, _ in few}
         # A small product takes no longer without its rule. But taps do not show what fn's own transforms and derivatives compute from one.
         ruled = [tap for tap in self.taps if self.differentiates or self.nests or not (tap.is_little and is_simple(tap.op))]
         used = {id(value) for tap in ruled for _, value, _ in tap.builders}
         used.update(id(parent) for value, _, parents in made if id(value) not in own for parent in parents)
-        return bool(few) and used.isdisjoint(own) and all(is_simple(step.name) for _, step in few)
+        return used.isdisjoint(own)
 
     def _may_rule(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call may run by a rule for lifted values: rules for ops that autocast narrows cast the one value by themselves."""
@@ -614,7 +616,7 @@ class Router(Watch, Looking):
         if arguments is None:
             return NotImplemented
         operands = Operands.of(self, rule, arguments)
-        if operands is None or not operands.are_worth(rule, self._may_derive(func, args, kwargs)):
+        if operands is None or not operands.are_worth(rule, lambda: self._may_derive(func, args, kwargs)):
             return NotImplemented
         own, data, shared = operands.own, operands.data, operands.shared
         if operands.numbers:

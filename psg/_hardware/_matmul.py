@@ -34,6 +34,8 @@ _MANY_THREADS = 4  # on fewer, MKL divides large products well enough, and is a 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left[a, t] @ right[t, b] -> [a, b]."""
+    if not _is_slow(left, right):
+        return torch.mm(left, right)
     if left.is_contiguous():
         right = _lengthwise(right, left.shape[0])
     if left.numel() * right.shape[1] < _LARGE_PRODUCT:
@@ -57,6 +59,8 @@ def cross(left: Tensor, right: Tensor) -> Tensor:
 
 def affine(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows W^T + bias: [t, i], [o, i], [o] -> [t, o]. Only once differentiable where the rows alone require grad."""
+    if not _is_slow(rows, weight):
+        return F.linear(rows, weight, bias)
     weight = _lengthwise(weight, rows.shape[0])
     if rows.numel() * weight.shape[0] < _LARGE_PRODUCT:
         return F.linear(rows, weight, bias)
@@ -113,8 +117,8 @@ def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _lengthwise(matrix: Tensor, rows: int) -> Tensor:
-    """A large product's thin matrix laid out along its longer side; any other as it is. The product has so many rows."""
-    if 1 < min(matrix.shape) <= _THIN and rows * matrix.numel() >= _LARGE_NARROW and _is_slow(matrix):
+    """A large, slow product's thin matrix laid out along its longer side; any other as it is. The product has so many rows."""
+    if 1 < min(matrix.shape) <= _THIN and rows * matrix.numel() >= _LARGE_NARROW:
         return matrix.contiguous() if matrix.shape[0] < matrix.shape[1] else matrix.T.contiguous().T
     return matrix
 
@@ -166,7 +170,7 @@ def _dividing_threads(*sides: Tensor) -> int:
 
 def _is_slow(*sides: Tensor) -> bool:
     """Whether MKL would run a product of these tensors, and is not tuned for it."""
-    return all(side.dtype == torch.float32 and side.device.type == "cpu" for side in sides) and _mkl_is_untuned()
+    return _mkl_is_untuned() and all([side.dtype == torch.float32 and side.device.type == "cpu" for side in sides])
 
 
 def _has_onednn() -> bool:

@@ -1,7 +1,8 @@
 """psg's access to autograd's internals: the engine, the nodes of a graph and the hooks on saved tensors."""
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,9 +125,8 @@ def has_scripted_part(node: Any) -> bool:
     return any(own.name().endswith("DifferentiableGraphBackward") for own in nodes_of(node))
 
 
-def saved_tensor_hooks() -> object:
-    """The innermost hooks (pack, unpack) through which autograd now saves tensors; None if there are none."""
-    return _autograd._top_saved_tensors_default_hooks(True)
+saved_tensor_hooks: Callable[[], object] = partial(_autograd._top_saved_tensors_default_hooks, True)
+"""The innermost hooks (pack, unpack) through which autograd now saves tensors; None if there are none."""
 
 
 def is_checkpointed() -> bool:

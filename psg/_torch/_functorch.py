@@ -100,7 +100,7 @@ level_of = _C.maybe_get_level
 
 def is_batched(tensor: Tensor, level: int) -> bool:
     """Whether the vmap at this level has wrapped this tensor."""
-    return _C.is_batchedtensor(tensor) and level_of(tensor) == level
+    return level_of(tensor) == level and _C.is_batchedtensor(tensor)
 
 
 def without_constant_wrappers(tensor: Tensor, level: int) -> Tensor:
@@ -326,8 +326,11 @@ class below:
 def run_below(run: Callable[..., Any], tensors: Sequence[Tensor], level: int, n: int) -> Any:
     """Call `run` on the physical values of `tensors`, below vmap; wrap the tensor or tensors that it returns (samples in dim 0)."""
     # `physical` and `run` are ordinary ops on ordinary tensors, so they belong below the transform.
-    with below():
+    layer = _C.pop_dynamic_layer_stack()
+    try:
         output = run(*[physical(tensor, level, n) for tensor in tensors])
+    finally:
+        _C.push_dynamic_layer_stack(layer)
     if isinstance(output, tuple):
         return tuple([wrap(own, level) for own in output])
     return output if output is NotImplemented else wrap(output, level)

@@ -6,6 +6,7 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
@@ -193,6 +194,23 @@ def may_draw(func: Any) -> bool:
         torch.Tag.nondeterministic_seeded in getattr(packet, own).tags for own in packet.overloads()
     )
 
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call may draw random numbers: not if an option, such as a probability of 0, says otherwise."""
+    if not may_draw(func):
+        return False
+    for name, position, default in _SWITCHES.get(func, ()):
+        option = kwargs.get(name, args[position] if position < len(args) else default)
+        if type(option) in (bool, int, float) and not option:
+            return False
+    return True
+
+
+_SWITCHES: dict[Any, tuple[tuple[str, int, float], ...]] = {
+    F.scaled_dot_product_attention: (("dropout_p", 4, 0.0),),
+    F.dropout: (("p", 1, 0.5), ("training", 2, True)),
+}
+"""Options of common ops, each with its position and its default, without which a call draws no random numbers."""
 
 # Those written in Python, which have no tags.
 _DRAWING = frozenset(

@@ -108,9 +108,10 @@ def outputs_and_builders(op: str, result: Any, n: int) -> tuple[tuple[Tensor, ..
         )
     output, builders = result
     outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-    if not all([isinstance(tensor, Tensor) and tensor.ndim > 0 and tensor.shape[0] == n for tensor in outputs]):
-        got = ", ".join(str(tuple(own.shape)) if isinstance(own, Tensor) else type(own).__name__ for own in outputs)
-        raise InputError(f"the rule for {op} has to return outputs with the {n} samples in dim 0, got {got}.")
+    for output in outputs:
+        if not isinstance(output, Tensor) or output.ndim == 0 or output.shape[0] != n:
+            got = ", ".join(str(tuple(own.shape)) if isinstance(own, Tensor) else type(own).__name__ for own in outputs)
+            raise InputError(f"the rule for {op} has to return outputs with the {n} samples in dim 0, got {got}.")
     return outputs, builders
 
 

@@ -28,11 +28,13 @@ def scaled_dot_product_attention(
     requires grad. Declines dropout, whose draws follow vmap's `randomness`, and values that are not finite where torch would run one
     sample unfused: the fused kernel takes a row of NaN scores for a row without entries.
     """
-    dims = max(tensor.ndim - 1 for tensor in (query, key, value))
+    dims = max(query.ndim, key.ndim, value.ndim) - 1
     alone = dims == 2  # fn has no dimension for heads
     if dropout_p or query.numel() == 0 or min(query.ndim, key.ndim, value.ndim) < 3 or (alone and enable_gqa):
         return NotImplemented
-    q, k, v = (_with_dims(tensor, max(dims, 3)) for tensor in (query, key, value))
+    q, k, v = query, key, value
+    if not q.ndim == k.ndim == v.ndim > 3:
+        q, k, v = (_with_dims(tensor, max(dims, 3)) for tensor in (q, k, v))
     shared = -2 if not enable_gqa else -3  # the dimensions before this one are the same for all three
     alike = q.shape[:shared] == k.shape[:shared] == v.shape[:shared]
     is_fused_alone = dims == 4 and alike
@@ -47,17 +49,18 @@ def scaled_dot_product_attention(
             return NotImplemented  # torch will say what is wrong
         q, k, v = (tensor.expand(*batch, *tensor.shape[shared:]) for tensor in (q, k, v))
     lead = q.shape[:-3]
+    last = len(lead) - 1  # of the dimensions that are folded
     if attn_mask is not None:
         full = (*q.shape[:-1], k.shape[-2])
         attn_mask = _with_dims(attn_mask, len(full) - 1)
         if attn_mask.ndim != len(full) or any(size not in (1, most) for size, most in zip(attn_mask.shape, full, strict=True)):
             return NotImplemented
         # Expand only the dimensions that are folded.
-        attn_mask = attn_mask.expand(*lead, attn_mask.shape[-3], *full[-2:]).flatten(0, len(lead) - 1)
+        attn_mask = attn_mask.expand(*lead, attn_mask.shape[-3], *full[-2:]).flatten(0, last)
     elif is_causal and scale is not None and scale <= 0:
         # The fused kernel (torch 2.13) multiplies the -inf of its mask by the scale, too.
         is_causal, attn_mask = False, q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-    q, k, v = (tensor.flatten(0, len(lead) - 1) for tensor in (q, k, v))
+    q, k, v = q.flatten(0, last), k.flatten(0, last), v.flatten(0, last)
     output = F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     return output.squeeze(1) if alone else output.unflatten(0, lead), {}
 

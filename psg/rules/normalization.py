@@ -212,7 +212,7 @@ def _by_statistics(input: Tensor, mean: Tensor | None, var: Tensor | None, weigh
 
 
 def _any_complex(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.is_complex() for tensor in tensors)
+    return any([tensor is not None and tensor.is_complex() for tensor in tensors])
 
 
 # The functions that those of torch.nn.functional call in the end, with the same result.
