@@ -11,7 +11,6 @@ from psg._capture._lifted import Lifted, Watch
 from psg._errors import InputError
 from psg._torch import _functorch
 from psg._torch._ops import Place, place_name, places_of, replace_at
-from psg.factors import Factor
 from psg.rules._registry import Rule, outputs_and_builders
 
 
