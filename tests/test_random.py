@@ -1,5 +1,6 @@
 """Random numbers in fn: each sample its own, one draw for all results of a call."""
 
+import contextlib
 import random
 
 import numpy as np
@@ -69,6 +70,38 @@ def test_branches_on_random_numbers_are_taken_apart(fn, device):
         psg.per_sample_norm(fn, method="capture")(p, x)
     if fn is not kept_tokens:
         psg.per_sample_norm(fn, method="capture", randomness="same")(p, x)
+
+
+def attend(x, *options, **named):
+    return F.scaled_dot_product_attention(x, x, x, *options, **named)
+
+
+DRAWING = [
+    F.dropout,
+    lambda x: F.dropout(x, 0.5),
+    lambda x: F.dropout(x, training=True),
+    lambda x: attend(x, None, 0.5),
+    lambda x: attend(x, dropout_p=0.5),
+]
+NOT_DRAWING = [
+    lambda x: F.dropout(x, 0.0),
+    lambda x: F.dropout(x, 0.5, False),
+    lambda x: F.dropout(x, training=False),
+    attend,
+    lambda x: attend(x, None, 0.0),
+    lambda x: attend(x, dropout_p=0),
+]
+
+
+@pytest.mark.parametrize("op, draws", [(op, op in DRAWING) for op in DRAWING + NOT_DRAWING])
+def test_a_branch_on_a_drop_of_which_options_tell_whether_it_draws(op, draws, device):
+    def fn(p, x):
+        y = op(x) * p
+        return y.sum() if y.isfinite().all() else 2 * y.sum()
+
+    p, x = torch.ones(3, device=device), torch.randn(2, 2, 4, 3, device=device)
+    with pytest.raises(psg.PsgError, match="Python value from random numbers") if draws else contextlib.nullcontext():
+        psg.per_sample_norm(fn, method="capture")(p, x)
 
 
 def test_branches_on_data_beside_random_numbers_stay_on_the_first_rung(device):
