@@ -244,7 +244,8 @@ def _call(
     params = _under_all_names(module, params, own)
     # Parameters that are not in `params` are constants, like frozen ones: detached, or the result would require grad for them.
     constants: dict[int, Tensor] = {}  # by id, so that a tied parameter has one for all its names
-    others = {name: own[name] for name in own if name not in params and (own[name].requires_grad or own[name].is_inference())}
+    with torch._C.DisableTorchFunction():  # a pass under a function mode would look at each question
+        others = {name: own[name] for name in own if name not in params and (own[name].requires_grad or own[name].is_inference())}
     if (called := CALLED.get()) is not None:
         called.constants.update((id(parameter), parameter) for parameter in others.values())
     rest = {name: constants.setdefault(id(parameter), _ambient.usable(parameter.detach())) for name, parameter in others.items()}
@@ -252,7 +253,7 @@ def _call(
     slots |= buffer_slots
     frozen = {name: parameter for name, parameter in own.items() if name not in params and name not in rest}
     kept = frozen | rest | buffers
-    versions = {name: tensor._version for name, tensor in kept.items()}
+    versions = _versions(kept)
     scripted = isinstance(module, torch.jit.ScriptModule)
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, params | rest, buffers)
     given = {id(parameter): name for name, parameter in own.items() if name in params}
@@ -270,7 +271,8 @@ def _call(
     # Layers that run again in the backward pass (checkpoints) must find the same parameters, and take the lock, which the caller holds now.
     _pass.remember(module, params, partial(_locked, lock, held), given)
     # One that was assigned anew is another tensor; one that was written into has a new version.
-    changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or tensor._version != versions[name]]
+    after = _versions(kept)
+    changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or after[name] != versions[name]]
     if changed:
         raise StateError(changing(children, changed[0]))
     replaced = [name for name, tensor in params.items() if now.get(name) is not tensor]
@@ -282,6 +284,11 @@ def _call(
     if writes.param:
         attributes.expect_same(writes.param)
     return output
+
+
+def _versions(tensors: dict[str, Tensor]) -> dict[str, int]:
+    with torch._C.DisableTorchFunction():
+        return {name: tensor._version for name, tensor in tensors.items()}
 
 
 def _restore(lock: Any, attributes: Attributes) -> None:

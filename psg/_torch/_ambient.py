@@ -108,9 +108,11 @@ def usable(leaf: Any) -> Any:
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.is_inference():
+    with torch._C.DisableTorchFunction():  # a function mode would look at each question
+        is_inference, is_neg = leaf.is_inference(), leaf.is_neg()
+    if is_inference:
         return leaf.clone()
-    return leaf.resolve_neg() if leaf.is_neg() else leaf  # under a transform, resolve_neg wraps every tensor
+    return leaf.resolve_neg() if is_neg else leaf  # under a transform, resolve_neg wraps every tensor
 
 
 def has_function_modes() -> bool:
