@@ -21,9 +21,11 @@ from psg._torch._ops import (
     LOCATING,
     MASKED,
     PREDICATES,
+    draws,
     is_torchs,
     may_draw,
     may_write,
+    target_of,
     tensors_of,
 )
 from psg._watch._outside import REQUIRING
@@ -49,18 +51,21 @@ def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) ->
     return func not in REWRITTEN and find_rule(func) is None and "requires_grad" not in kwargs
 
 
-def is_uniform(func: Any, tensors: Sequence[Tensor], others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether, but for its rule, a call only reads its arguments, draws no random numbers, and does not choose between a view and a copy.
+def is_uniform(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], others: Sequence[Any]) -> bool:
+    """Whether, but for its rule, a call only reads its arguments, and draws no random numbers.
 
     Args:
         func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         tensors: The tensors among its arguments.
         others: Arguments that are neither tensors nor plain values.
-        kwargs: Its keyword arguments.
     """
-    if not others and reads(func) and not may_draw(func):
-        return func not in REWRITTEN and (not kwargs or _NOTED.isdisjoint(kwargs))
-    return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
+    if others or not _is_plain(func):
+        return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
+    if func in REWRITTEN or kwargs and not _NOTED.isdisjoint(kwargs):
+        return False
+    return reads(func) and not may_draw(func) or target_of(func, args, kwargs) is None and not draws(func, args, kwargs)
 
 
 _NOTED = {"out", "requires_grad"}

@@ -48,7 +48,7 @@ from psg._torch._ops import (
 from psg._watch._habits import Habits, Retry
 from psg._watch._marks import Marks
 from psg._watch._outside import REQUIRING, Looking
-from psg._watch._writes import Aliases, changes_nothing, written
+from psg._watch._writes import Aliases, changes_nothing, may_copy, written
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
@@ -167,8 +167,9 @@ class Router(Watch, Looking):
             output = self._run_rule(func, rule, args, kwargs)
             if output is not NotImplemented:
                 return output
-        if is_uniform(func, tensors, others, kwargs) and self.by_handle.keys().isdisjoint(map(id, tensors)):
-            return self._call(func, args, kwargs)
+        if is_uniform(func, args, kwargs, tensors, others) and self.by_handle.keys().isdisjoint(map(id, tensors)):
+            output = self._call(func, args, kwargs)
+            return self.aliases.note(func, args, kwargs, tensors, output) if may_copy(func) else output
         return NotImplemented
 
     def prefers_lifting(self) -> bool:

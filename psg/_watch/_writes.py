@@ -131,9 +131,8 @@ _CONVERSIONS = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bflo
 """Ops that return a copy where the layout in memory is not the one asked for."""
 
 
-def may_copy(func: Any) -> bool:
-    """Whether the layout of its argument in memory decides if an op returns a view of it or a copy."""
-    return func in _RESHAPING or func in _CONVERSIONS
+may_copy: Callable[[Any], bool] = (_RESHAPING | _CONVERSIONS).__contains__
+"""Whether the layout of its argument in memory decides if an op returns a view of it or a copy."""
 
 
 def _selects(index: Any) -> bool:
