@@ -52,6 +52,8 @@ def is_castable(leaf: Any, device: str) -> bool:
 
 def narrowed(*tensors: torch.Tensor | None) -> list[Any]:
     """The arguments of an op that runs in autocast's dtype, where it is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return [*tensors]
     dtypes = [autocast_dtype(tensor) if tensor is not None and is_castable(tensor, tensor.device.type) else None for tensor in tensors]
     return [tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 

@@ -319,7 +319,7 @@ def transposable_form(*ops: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 def has_history(*weights: Tensor | None) -> bool:
     """Whether a weight has autograd history. A rule with its own backward pass gives cotangents for its data alone."""
-    return any(weight is not None and weight.grad_fn is not None for weight in weights)
+    return any([weight is not None and weight.grad_fn is not None for weight in weights])
 
 
 def reshape(output: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:

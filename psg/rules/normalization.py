@@ -58,7 +58,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bia
     if input[0].numel() == num_groups:
         return NotImplemented  # one value a group: torch refuses it
     # The native kernel assumes that input, weight and bias are contiguous, and does not check.
-    weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
+    weight, bias = [None if part is None else part.contiguous() for part in (weight, bias)]
     if not has_history(weight, bias) and not _ambient.is_autocast(input):
         norm = _Norm(weight, bias, num_groups, eps)
         output: Any = _GroupNorm.apply(input, norm) if input.requires_grad else norm.forward(input)
