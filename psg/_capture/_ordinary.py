@@ -30,7 +30,7 @@ from psg._torch._ops import (
 )
 from psg._watch._outside import REQUIRING
 from psg._watch._writes import may_copy
-from psg.rules._registry import REWRITTEN, find_rule
+from psg.rules._registry import REWRITTEN, find_rule, may_rewrite
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import UPDATING
 
@@ -63,7 +63,7 @@ def is_uniform(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[T
     """
     if others or not _is_plain(func):
         return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
-    if func in REWRITTEN or kwargs and not _NOTED.isdisjoint(kwargs):
+    if func in REWRITTEN and may_rewrite(func, kwargs) or kwargs and not _NOTED.isdisjoint(kwargs):
         return False
     return reads(func) and not may_draw(func) or target_of(func, args, kwargs) is None and not draws(func, args, kwargs)
 

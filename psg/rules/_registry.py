@@ -126,8 +126,8 @@ _misderived: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
-REWRITTEN: set[Any] = set()
-"""The ops that have a decomposition or a leak."""
+REWRITTEN: dict[Any, str | None] = {}
+"""The ops that have a decomposition or a leak, each with the option without which it has none, if there is one."""
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
 
@@ -256,8 +256,12 @@ def python_form(op: Any) -> Callable[..., Any] | None:
     return HIGHER_ORDER.get(op) or body_of(op)
 
 
-def decomposition(*ops: Any, differentiated: bool = False, misderived: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(
+    *ops: Any, option: str | None = None, differentiated: bool = False, misderived: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function, which rewrites a call with other ops that rules or vmap can run; NotImplemented declines the call.
+
+    With `option`, it declines all calls without this keyword argument.
 
     With `differentiated`, the function is used only in passes that differentiate the op's gradient again, under vmap. The others are also
     used for a call on parameters alone, which runs once for all samples and counts as one step.
@@ -269,7 +273,7 @@ def decomposition(*ops: Any, differentiated: bool = False, misderived: bool = Fa
         if misderived:
             _misderived.update(ops)
         (_differentiated_decompositions if differentiated else _decompositions).update(dict.fromkeys(ops, function))
-        REWRITTEN.update(ops)
+        _note_rewritten(ops, option)
         return function
 
     return register
@@ -347,7 +351,17 @@ class Leak(NamedTuple):
 def leak(*ops: Any, reason: str, when: Callable[..., bool] = lambda *args, **kwargs: True, rungs: tuple[str, ...] = ("capture",)) -> None:
     """Register ops that a pass must not run: if fn calls one, psg goes down the ladder. See `Leak`."""
     _leaks.update(dict.fromkeys(ops, Leak(reason, when, rungs)))
-    REWRITTEN.update(ops)
+    _note_rewritten(ops, None)
+
+
+def _note_rewritten(ops: Iterable[Any], option: str | None) -> None:
+    for op in ops:
+        REWRITTEN[op] = option if REWRITTEN.get(op, option) == option else None
+
+
+def may_rewrite(op: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op in REWRITTEN may meet a decomposition or a leak."""
+    return (option := REWRITTEN[op]) is None or option in kwargs
 
 
 def find_rule(op: Any) -> Rule | None:

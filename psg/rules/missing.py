@@ -336,7 +336,7 @@ _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def _layout(conversion: Any) -> None:
-    @decomposition(conversion)
+    @decomposition(conversion, option="memory_format")
     def channels_last(*args: Any, memory_format: Any = None, **kwargs: Any) -> Any:
         """Channels last within each sample: vmap cannot convert to it by name, so permute, make contiguous, and permute back."""
         if memory_format not in _CHANNELS_LAST:
