@@ -58,9 +58,9 @@ def _floating_only(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     return lambda tensor: function(tensor) if _trees.is_inexact(tensor) else tensor
 
 
-def expect_real(factor: "Factor") -> None:
-    """Raise InputError if the factor's tensors are complex: only Dense takes a complex entry for a pair of real numbers."""
-    if factor._lead.is_complex():
+def expect_real(factor: "Factor", tensor: Tensor) -> None:
+    """Raise InputError if a factor's tensor is complex: only Dense takes a complex entry for a pair of real numbers."""
+    if tensor.is_complex():
         raise InputError(f"psg.factors.{type(factor).__name__}: only Dense takes complex gradients: pass them to psg.factors.Dense.")
 
 
@@ -142,7 +142,7 @@ class Factor(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that the factor holds."""
-        return sum(held.nbytes for held in self._held())
+        return sum([held.nbytes for held in self._held()])
 
     def _bytes(self) -> int:
         """The bytes of one sample's materialised gradient."""
@@ -179,7 +179,11 @@ class Factor(ABC):
             else:
                 made.append(of_tensor(held) if isinstance(held, Tensor) else of_factor(held))
             same = same and made[-1] is held
-        return self if same else type(self)(*made, *[getattr(self, name) for name in self.constants])
+        if same:
+            return self
+        for name in self.constants:
+            made.append(getattr(self, name))
+        return type(self)(*made)
 
     @abstractmethod
     def materialize(self) -> Tensor:

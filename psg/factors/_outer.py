@@ -46,7 +46,7 @@ class Outer(Planned):
             raise InputError(f"psg.factors.Outer: expected [n, t, a] and [n, t, b], got {shapes}; a single position is [n, 1, a].")
         self.left = left
         self.right = right
-        expect_real(self)
+        expect_real(self, left)
 
     @property
     def shape(self) -> torch.Size:

@@ -76,7 +76,8 @@ class Planned(Additive):
     @functools.cached_property
     def _layout(self) -> Hashable:
         """Everything about this factor that its costs depend on."""
-        layout = [type(self), self._lead.dtype, self._lead.device]
+        lead = self._lead
+        layout = [type(self), lead.dtype, lead.device]
         for name in self.fields:
             layout.append(getattr(self, name).shape)
         for name in self.constants:
