@@ -66,7 +66,7 @@ class Backward:
         taps.clear()
         if not self.settles or _functorch.is_traced() or not any(map(_is_worth_a_hook, left)):
             return left
-        tapped = Counter(id(value) for tap in left for _, value, _ in tap.builders if value.made_by is None)
+        tapped = Counter([id(value) for tap in left for _, value, _ in tap.builders if value.made_by is None])
         alone = {key for key, times in tapped.items() if times == 1}
         asked: list[Tap] = []
         reached: set[Any] = set()
@@ -77,7 +77,7 @@ class Backward:
                 self._hook(tap, alone)
             else:
                 asked.append(tap)
-            reached.update(edge.node for edge in tap.edges)
+            reached.update([edge.node for edge in tap.edges])
         return asked
 
     def _hook(self, tap: Tap, alone: set[int]) -> None:
@@ -114,4 +114,7 @@ def _is_worth_a_hook(tap: Tap) -> bool:
 
 def _leads_to(node: Any, reached: set[Any]) -> bool:
     """Whether the backward pass goes from this node to one of those in `reached`."""
-    return any(following in reached for following in _autograd.nodes_of(node) if following is not node)
+    for following in _autograd.nodes_of(node):
+        if following in reached and following is not node:
+            return True
+    return False
