@@ -150,7 +150,7 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     if settings.measure and factor.n and not factor.is_differentiated and not _functorch.is_traced():
         costs = {answer: cost for answer, cost in costs.items() if cost < math.inf}
         return _fastest(question, costs, factor, run)
-    return min(costs, key=lambda answer: costs[answer])
+    return min(costs, key=costs.__getitem__)
 
 
 def may_keep(count: int) -> bool:
@@ -163,7 +163,7 @@ def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callab
     key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, _machine.settings(factor.device)
     if key not in _measured:
         seconds = {answer: _time(run, answer, factor.device) for answer in costs}
-        _measured[key] = min(seconds, key=lambda answer: seconds[answer])
+        _measured[key] = min(seconds, key=seconds.__getitem__)
     return _measured[key]
 
 

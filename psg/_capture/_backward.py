@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextvars import copy_context
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Backward:
                 waiting.clear()
         with torch.no_grad():
             for tap in asked:
-                self._collect(tap, [next(cotangents) for _ in tap.edges])
+                self._collect(tap, list(islice(cotangents, len(tap.edges))))
             for value in self.values:
                 cotangent = next(cotangents)
                 if cotangent is not None:
@@ -65,7 +66,7 @@ class Backward:
         taps.clear()
         if not self.settles or _functorch.is_traced() or not any(map(_is_worth_a_hook, left)):
             return left
-        tapped = Counter(id(value) for tap in left for _, value, _ in tap.builders if value.derived is None)
+        tapped = Counter([id(value) for tap in left for _, value, _ in tap.builders if value.made_by is None])
         alone = {key for key, times in tapped.items() if times == 1}
         asked: list[Tap] = []
         reached: set[Any] = set()
@@ -76,7 +77,7 @@ class Backward:
                 self._hook(tap, alone)
             else:
                 asked.append(tap)
-            reached.update(edge.node for edge in tap.edges)
+            reached.update([edge.node for edge in tap.edges])
         return asked
 
     def _hook(self, tap: Tap, alone: set[int]) -> None:
@@ -93,7 +94,7 @@ class Backward:
 
     def _collect(self, tap: Tap, arrived: list[Tensor | None], alone: Collection[int] = ()) -> None:
         """Build the tap's factors; settle those of the values with these ids, which have no other."""
-        if all(cotangent is None for cotangent in arrived):
+        if all([cotangent is None for cotangent in arrived]):
             return
         if tap.is_outdated:
             raise Unsupported(f"an input of {tap.op} was changed in place after {tap.op} had read it")
@@ -105,11 +106,15 @@ class Backward:
 
 
 def _is_worth_a_hook(tap: Tap) -> bool:
+    if tap.zeros is not None or tap.nbytes < LARGE:
+        return False
     # The per-sample gradients must not take more memory than the cotangent: a settled factor never takes more than they do.
-    formed = sum(value.leaf.nbytes for _, value, _ in tap.builders)
-    return tap.zeros is None and tap.nbytes >= max(LARGE, formed)
+    return tap.nbytes >= sum([value.leaf.nbytes for _, value, _ in tap.builders])
 
 
 def _leads_to(node: Any, reached: set[Any]) -> bool:
     """Whether the backward pass goes from this node to one of those in `reached`."""
-    return any(following in reached for following in _autograd.nodes_of(node) if following is not node)
+    for following in _autograd.nodes_of(node):
+        if following in reached and following is not node:
+            return True
+    return False

@@ -150,19 +150,25 @@ class Tap(NamedTuple):
     @property
     def is_little(self) -> bool:
         """Whether the outputs, and the tensors that the builders will read, are few numbers."""
-        return self.nbytes + sum(tensor.nbytes for tensor, _ in self.inputs) <= _FEW_BYTES
+        return self.nbytes + sum([tensor.nbytes for tensor, _ in self.inputs]) <= _FEW_BYTES
 
     @property
     def is_outdated(self) -> bool:
         """Whether a tensor that the builders will read has been changed in place."""
-        return any(tensor._version != version for tensor, version in self.inputs)
+        for tensor, version in self.inputs:
+            if tensor._version != version:
+                return True
+        return False
 
     def factors(self, arrived: Sequence[Tensor | None], n: int) -> list[tuple[Lifted, Factor]]:
         """The factors that the builders make of the outputs' cotangents, at least one of which has arrived."""
         cotangent: Any = arrived[0]
         if self.zeros is not None:
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, self.zeros, strict=True))
-        return [(value, value.accept(build(cotangent), f"{name} of {self.op}", n)) for name, value, build in self.builders]
+        found: list[tuple[Lifted, Factor]] = []
+        for name, value, build in self.builders:
+            found.append((value, value.accept(build(cotangent), f"{name} of {self.op}", n)))
+        return found
 
 
 class Watch(TorchFunctionMode):
@@ -299,7 +305,7 @@ _FEW_BYTES = 1 << 17  # of all samples
 
 def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
     """Turn the terms of derived values into terms of the parameters they were computed from."""
-    derived = [value for value in values if value.derived is not None]
+    derived = [value for value in values if value.made_by is not None]
     # Many steps on small tensors: autograd pulls all of them back in less time than it takes to carry factors over each step.
     little = len(derived) >= _MANY_STEPS and all(value.is_little for value in (*derived, *params))
     for value in () if little else reversed(derived):  # parents come before the values derived from them

@@ -7,15 +7,18 @@ from torch import Tensor
 
 from psg._torch import _functorch
 
+# The dtypes whose sums are accumulated in float32.
+HALF = (torch.float16, torch.bfloat16)
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums of products of `dtype` are accumulated: at least float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def widen(tensor: Tensor) -> Tensor:
     """The tensor in its `wide` dtype."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def spacious(tensor: Tensor) -> torch.dtype:
@@ -29,7 +32,7 @@ WIDENING = {"cuda", "xpu"}
 
 def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
     """left[n] @ right[n] -> [n, a, b], accumulated and returned in the `wide` dtype."""
-    if left.dtype == wide(left.dtype):
+    if left.dtype not in HALF:
         return torch.bmm(left, right)
     if left.device.type in WIDENING and not (_functorch.transform_active() or left.requires_grad or right.requires_grad):
         return torch.bmm(left, right, out_dtype=torch.float32)  # `out_dtype` has no derivative
@@ -65,10 +68,11 @@ def squared_terms_of(left: Tensor, right: Tensor) -> Tensor:
 
     Squares so small that inner products with them may have underflowed count as the largest such, where `recover` can look further.
     """
-    left, right = (gram.diagonal(dim1=1, dim2=2) for gram in (left, right))
+    left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
     if _functorch.can_read_now(left):
         limits = torch.finfo(left.dtype)
-        left, right = (squares.clamp(min=10 * limits.tiny / limits.eps) for squares in (left, right))
+        least = 10 * limits.tiny / limits.eps
+        left, right = left.clamp(min=least), right.clamp(min=least)
     return (left * right).sum(1)
 
 

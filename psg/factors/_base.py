@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import reduce
-from operator import is_
 from typing import Any, Self
 
 import optree.registry
@@ -22,6 +21,7 @@ from psg._errors import InputError
 from psg._hardware import _machine, _matmul
 from psg._torch import _functorch
 from psg.factors._arithmetic import (
+    HALF,
     add_up,
     gather_groups,
     matrices,
@@ -58,9 +58,9 @@ def _floating_only(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     return lambda tensor: function(tensor) if _trees.is_inexact(tensor) else tensor
 
 
-def expect_real(factor: "Factor") -> None:
-    """Raise InputError if the factor's tensors are complex: only Dense takes a complex entry for a pair of real numbers."""
-    if factor.dtype.is_complex:
+def expect_real(factor: "Factor", tensor: Tensor) -> None:
+    """Raise InputError if a factor's tensor is complex: only Dense takes a complex entry for a pair of real numbers."""
+    if tensor.is_complex():
         raise InputError(f"psg.factors.{type(factor).__name__}: only Dense takes complex gradients: pass them to psg.factors.Dense.")
 
 
@@ -142,36 +142,48 @@ class Factor(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that the factor holds."""
-        return sum(held.nbytes for held in self._held())
+        return sum([held.nbytes for held in self._held()])
 
     def _bytes(self) -> int:
         """The bytes of one sample's materialised gradient."""
-        return self.shape.numel() * self.dtype.itemsize
+        return self.shape.numel() * self._lead.dtype.itemsize
 
     @property
     def is_differentiated(self) -> bool:
         """Whether results computed from this factor may be differentiated."""
-        if _functorch.transform_active():
-            return True
-        return any([held.requires_grad if isinstance(held, Tensor) else held.is_differentiated for held in self._held()])
+        return _functorch.transform_active() or self._requires_grad()
+
+    def _requires_grad(self) -> bool:
+        """Whether one of the tensors does."""
+        for held in self._held():
+            if held.requires_grad if isinstance(held, Tensor) else held._requires_grad():
+                return True
+        return False
 
     def _held(self) -> "list[Tensor | Factor]":
         """The tensors and factors in the fields."""
-        fields = [getattr(self, name) for name in self.fields]
-        return [held for field in fields for held in (field if isinstance(field, tuple) else (field,))]
+        found: list[Tensor | Factor] = []
+        for name in self.fields:
+            field = getattr(self, name)
+            found += field if isinstance(field, tuple) else (field,)
+        return found
 
     def _each(self, of_tensor: Callable[[Tensor], Tensor], of_factor: "Callable[[Factor], Factor]") -> Self:
         """The same kind, with `of_tensor` applied to the tensors that it holds, `of_factor` to the factors; itself if none changes."""
-        fields = [getattr(self, name) for name in self.fields]
         made: list[Any] = []
-        for held in fields:
+        same = True
+        for name in self.fields:
+            held = getattr(self, name)
             if isinstance(held, tuple):
                 made.append(tuple([of_tensor(part) if isinstance(part, Tensor) else of_factor(part) for part in held]))
             else:
                 made.append(of_tensor(held) if isinstance(held, Tensor) else of_factor(held))
-        if all(map(is_, made, fields)):
+            same = same and made[-1] is held
+        if same:
             return self
-        return type(self)(*made, *[getattr(self, name) for name in self.constants])
+        for name in self.constants:
+            made.append(getattr(self, name))
+        return type(self)(*made)
 
     @abstractmethod
     def materialize(self) -> Tensor:
@@ -193,7 +205,7 @@ class Factor(ABC):
     @property
     def is_better_formed(self) -> bool:
         """Whether the gradients are so small that to form them costs next to nothing, where `recover` could only bound a norm."""
-        return self.n * self._bytes() <= _TINY and not _functorch.can_read_now(self._lead)
+        return not _functorch.can_read_now(self._lead) and self.n * self._bytes() <= _TINY
 
     def recover(self, squared: Tensor, squared_terms: Tensor) -> Tensor:
         """Correct squared norms [n] that were summed from inner products of terms, for samples whose terms nearly cancel.
@@ -300,7 +312,7 @@ class Factor(ABC):
 
     def _segment_sum(self, division: Division) -> "Factor":
         size = self.n * self._bytes()
-        if size <= _TINY and self.dtype == wide(self.dtype):  # in half precision, sums would be rounded or overflow
+        if size <= _TINY and self.dtype not in HALF:  # in half precision, sums would be rounded or overflow
             return Dense(self.materialize())._segment_sum(division)
         # Of gradients no larger than their factor, the sums are smaller still.
         if size <= self.nbytes or _functorch.is_traced():
@@ -364,7 +376,7 @@ class Factor(ABC):
         """The cheapest form for a norm and a weighted sum: Dense if `is_kept`, else the same kind with the factors in it settled."""
         if self.is_kept:
             return Dense(self.materialize())
-        parts = any(isinstance(held, Factor) for held in self._held())
+        parts = any([not isinstance(held, Tensor) for held in self._held()])
         return self._each(lambda tensor: tensor, lambda factor: factor.settle()) if parts else self
 
     def plan(self) -> str:
@@ -448,7 +460,7 @@ class Dense(Factor):
         return super().norm() if self.is_differentiated else norm_of_norms(self.partial_norms())
 
     def partial_norms(self) -> list[Tensor]:
-        dtype = wide(self.dtype.to_real())
+        dtype = wide(self.values.dtype.to_real())
         if self.values.ndim == 2 and self.values.shape[1] < _BLOCK and not self.values.is_complex():
             return [torch.linalg.vector_norm(self.values, dim=1, keepdim=True, dtype=dtype)]
         # Block by block: one float32 sum over a million squares is off by 1e-5, and a norm must not be.

@@ -80,7 +80,7 @@ class Conv(Planned):
         kernel, stride, padding, dilation, groups = geometry
         # Lists could not be part of the key under which costs are remembered.
         self.geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
-        expect_real(self)
+        expect_real(self, cotangent)
 
     @property
     def shape(self) -> torch.Size:

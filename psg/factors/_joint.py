@@ -11,7 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from psg.factors._arithmetic import norm_of_norms, root, rows_of, wide
+from psg._torch import _functorch
+from psg.factors._arithmetic import HALF, norm_of_norms, root, rows_of
 from psg.factors._base import Dense, Factor, recover_all
 from psg.factors._outer import Outer
 from psg.factors._sketch import Sketch, sketch_side_by_side
@@ -34,7 +35,7 @@ class Joint:
     """
 
     def __init__(self, factors: Sequence[Factor]) -> None:
-        self.is_differentiated = any(factor.is_differentiated for factor in factors)
+        self.is_differentiated = _functorch.transform_active() or any([factor._requires_grad() for factor in factors])
         self._factors = list(factors)
         self._small = [] if self.is_differentiated else _worth_joining(factors)
         small = set(self._small)
@@ -167,17 +168,16 @@ def _worth_joining(factors: Sequence[Factor]) -> list[int]:
     held = [i for i, factor in enumerate(factors) if isinstance(factor, Dense) or _is_outer_product(factor)]
     if len(held) < _MIN_JOINED:
         return []
-    lead = factors[held[0]]
-    n, dtype, device = lead.n, lead.dtype, lead.device
-    limit = (1 << (16 if device.type == "cpu" else 20)) // (n * dtype.itemsize or 1)
-
-    def fits(factor: Factor) -> bool:
-        return factor.shape.numel() <= limit and factor.dtype == dtype and factor.device == device
-
-    small = [i for i in held if fits(factors[i])]
-    return small if len(small) >= _MIN_JOINED and not dtype.is_complex else []
+    first = factors[held[0]]._lead
+    limit = (1 << (16 if first.device.type == "cpu" else 20)) // (first.shape[0] * first.dtype.itemsize or 1)
+    small = []
+    for i in held:
+        lead = factors[i]._lead
+        if lead.dtype == first.dtype and lead.device == first.device and factors[i].shape.numel() <= limit:
+            small.append(i)
+    return small if len(small) >= _MIN_JOINED and not first.is_complex() else []
 
 
 def _is_outer_product(factor: Factor) -> bool:
     """Whether this is one outer product for each sample, and not of half precision, to which its entries would be rounded."""
-    return isinstance(factor, Outer) and factor.positions == 1 and factor.dtype == wide(factor.dtype)
+    return isinstance(factor, Outer) and factor.left.shape[1] == 1 and factor.left.dtype not in HALF

@@ -9,7 +9,7 @@ from torch import Tensor
 from psg._errors import InputError
 from psg._hardware import _machine, _matmul
 from psg._torch import _functorch
-from psg.factors._arithmetic import WIDENING, scale_rows, spacious, square, squared_terms_of, wide, wide_bmm, widen
+from psg.factors._arithmetic import HALF, WIDENING, norm_of_norms, scale_rows, spacious, square, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
@@ -46,7 +46,7 @@ class Outer(Planned):
             raise InputError(f"psg.factors.Outer: expected [n, t, a] and [n, t, b], got {shapes}; a single position is [n, 1, a].")
         self.left = left
         self.right = right
-        expect_real(self)
+        expect_real(self, left)
 
     @property
     def shape(self) -> torch.Size:
@@ -62,14 +62,14 @@ class Outer(Planned):
         return self.left
 
     def materialize(self) -> Tensor:
-        if self.positions == 1 and _matmul.multiplies(self.device):
+        if self.left.shape[1] == 1 and _matmul.multiplies(self.left.device):
             return self.left.mT * self.right
         return _matmul.cross(self.left, self.right)
 
     def norm(self) -> Tensor:
-        if self.positions != 1 or self.is_differentiated:
+        if self._is_planned or self.is_differentiated:
             return super().norm()
-        left, right = (Dense(side.squeeze(1)).norm() for side in (self.left, self.right))
+        left, right = [norm_of_norms(Dense(side.squeeze(1)).partial_norms()) for side in (self.left, self.right)]
         return left * right if _are_safe(left, right) else self._product(Dense.norm)
 
     def squared_norm(self) -> Tensor:
@@ -77,7 +77,7 @@ class Outer(Planned):
 
     @property
     def _is_planned(self) -> bool:
-        return self.positions != 1
+        return self.left.shape[1] != 1
 
     def _product(self, reduce: Callable[[Dense], Tensor]) -> Tensor:
         # The squares of one side may underflow and those of the other overflow, although the gradient itself is of ordinary size.
@@ -86,7 +86,7 @@ class Outer(Planned):
 
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>
-        left, right = (wide_bmm(side, side.transpose(1, 2)) for side in (self.left, self.right))
+        left, right = wide_bmm(self.left, self.left.transpose(1, 2)), wide_bmm(self.right, self.right.transpose(1, 2))
         return (left * right).sum((1, 2)), squared_terms_of(left, right)
 
     def squared_terms(self) -> Tensor:
@@ -102,16 +102,16 @@ class Outer(Planned):
         return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        left, right = self.left, self.right
+        left, right, dtype = self.left, self.right, self.left.dtype
         # In float16 a side times its weights may leave the range, even where the sum does not.
-        if self.dtype == torch.float16 or self.dtype == torch.bfloat16 and self.device.type not in WIDENING:
+        if dtype == torch.float16 or dtype == torch.bfloat16 and left.device.type not in WIDENING:
             return self.to(torch.float32).weighted_sum(weights)
         if left.shape[2] <= right.shape[2]:  # scale the smaller one
             left = scale_rows(left, weights)
         else:
             right = scale_rows(right, weights)
         left, right = left.flatten(0, 1), right.flatten(0, 1)
-        return _matmul.cross(left, right) if self.dtype == wide(self.dtype) else wide_bmm(left.T[None], right[None])[0]
+        return wide_bmm(left.T[None], right[None])[0] if dtype in HALF else _matmul.cross(left, right)
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:
@@ -131,7 +131,7 @@ class Outer(Planned):
         return _PLANS[self._plan()]
 
     def _plan(self, more: float = 0) -> str:
-        return "product" if self.positions == 1 and not more else super()._plan(more)
+        return super()._plan(more) if self._is_planned or more else "product"
 
     # Costs, in operations for one sample
 

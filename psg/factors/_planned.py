@@ -31,7 +31,7 @@ def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
     def costs(factor: "Planned") -> Costs:
         if _functorch.is_traced():
             return compute(factor)  # sizes may be symbols, and the program is traced only once
-        key = compute, factor._layout, _machine.settings(factor.device)
+        key = compute, factor._layout, _machine.settings(factor._lead.device)
         found = _known.get(key)
         if found is None:
             found = compute(factor)
@@ -76,8 +76,13 @@ class Planned(Additive):
     @functools.cached_property
     def _layout(self) -> Hashable:
         """Everything about this factor that its costs depend on."""
-        shapes = (getattr(self, name).shape for name in self.fields)
-        return type(self), *shapes, self.dtype, self.device, *(getattr(self, name) for name in self.constants)
+        lead = self._lead
+        layout = [type(self), lead.dtype, lead.device]
+        for name in self.fields:
+            layout.append(getattr(self, name).shape)
+        for name in self.constants:
+            layout.append(getattr(self, name))
+        return tuple(layout)
 
     def _norm_by(self, plan: str) -> Tensor:
         return self.recover(*self._gram_sums()) if plan == "gram" else self._chunked_norm()
@@ -105,7 +110,9 @@ class Planned(Additive):
 
     def _plan(self, more: float = 0) -> str:
         """The plan for norm and sum together; `more` is added to the cost of every plan but "keep"."""
-        costs = {plan: cost if plan == "keep" else cost + more for plan, cost in self._joint_costs().items()}
+        costs = dict(self._joint_costs())
+        if more:
+            costs = {plan: cost if plan == "keep" else cost + more for plan, cost in costs.items()}
         if self.is_better_formed:
             costs["keep"] = 0.0
         if not plans.may_keep(self.n * self._bytes()):

@@ -46,7 +46,7 @@ class Rows(Additive):
         self.index = index.long()
         self.cotangent = cotangent
         self.num_rows = num_rows
-        expect_real(self)
+        expect_real(self, cotangent)
 
     @property
     def shape(self) -> torch.Size:

@@ -42,7 +42,7 @@ class Expanded(Factor):
             )
         self.values = values
         self._shape = torch.Size(shape)
-        expect_real(self)
+        expect_real(self, values)
 
     @property
     def shape(self) -> torch.Size:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg import plans
 from psg._hardware import _machine, _memory
-from psg.factors._arithmetic import wide
+from psg.factors._arithmetic import HALF, wide
 from psg.factors._base import Additive, Dense, Factor
 from psg.factors._planned import Planned
 from psg.factors._scaled import Expanded, Scaled
@@ -55,7 +55,7 @@ class Sum(Additive):
     def materialize(self) -> Tensor:
         if not self.terms:
             return _memory.new_zeros(self.like, self.n, *self.shape)
-        if self.dtype != wide(self.dtype):  # terms may cancel, so they must not be rounded one by one
+        if self.dtype in HALF:  # terms may cancel, so they must not be rounded one by one
             return self.to(wide(self.dtype)).materialize().to(self.dtype)
         first, *rest = sorted(self.terms, key=lambda term: not term.is_made_anew)
         total = first.materialize()

@@ -37,11 +37,12 @@ def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor
                 f"psg.tree.{name}: {place} has dtype {leaf.dtype}, in which sums would round or overflow; convert it to float32."
             )
     factors = [leaf if isinstance(leaf, Factor) else Dense(leaf) for leaf in leaves]
-    other = next((i for i, factor in enumerate(factors) if factor.n != factors[0].n), None)
+    n = factors[0].n
+    other = next((i for i, factor in enumerate(factors) if factor.n != n), None)
     if other is not None:
         first, place = place_of(tree, "tree", 0), place_of(tree, "tree", other)
         raise InputError(
-            f"psg.tree.{name}: the leaves disagree on the number of samples: {first} has {factors[0].n} and {place} {factors[other].n}. "
+            f"psg.tree.{name}: the leaves disagree on the number of samples: {first} has {n} and {place} {factors[other].n}. "
             "The leaves of sums, such as ClippedGrad.grads, have no batch dimension; for their norm see help(psg.tree.norm)."
         )
     return factors, spec
