@@ -330,14 +330,21 @@ _Slots = dict[str, tuple[dict[str, Tensor | None], str]]
 
 def _slots(children: dict[str, nn.Module], kind: str) -> _Slots:
     """Where the modules hold their parameters, or buffers: full name -> (dict, key). A module with two names is listed once."""
-    holders = [(f"{prefix}." if prefix else "", getattr(child, kind)) for prefix, child in children.items()]
-    return {f"{prefix}{key}": (holder, key) for prefix, holder in holders for key in holder.keys()}  # noqa: SIM118 (a scripted module's)
+    slots: _Slots = {}
+    for prefix, child in children.items():
+        holder = getattr(child, kind)
+        for key in holder.keys():  # noqa: SIM118 (a scripted module's)
+            slots[f"{prefix}.{key}" if prefix else key] = holder, key
+    return slots
 
 
 def _held(slots: _Slots) -> dict[str, Tensor]:
     """The tensors in these slots, by full name."""
-    held = {name: holder[key] for name, (holder, key) in slots.items() if key in holder}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
+    held: dict[str, Tensor] = {}
+    for name, (holder, key) in slots.items():
+        if key in holder and (tensor := holder[key]) is not None:
+            held[name] = tensor
+    return held
 
 
 @contextlib.contextmanager

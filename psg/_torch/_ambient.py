@@ -29,6 +29,8 @@ _DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 
 def autocast() -> tuple[tuple[str, torch.dtype], ...]:
     """The devices for which autocast is enabled, with their autocast dtypes."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
     return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 

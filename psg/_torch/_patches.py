@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -11,14 +11,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def assigned(variable: ContextVar[Any], value: T) -> Iterator[T]:
+class assigned(contextlib.AbstractContextManager[T]):
     """A context in which a context variable has this value."""
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
+
+    def __init__(self, variable: ContextVar[Any], value: T) -> None:
+        self._variable = variable
+        self._value = value
+
+    def __enter__(self) -> T:
+        self._token = self._variable.set(self._value)
+        return self._value
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._token)
 
 
 class ForAll:

@@ -20,9 +20,12 @@ _CPU = torch.device("cpu")
 
 def get_state(tensors: Iterable[Tensor]) -> State:
     """The generator states of the CPU and of the devices of these tensors."""
-    devices = {tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta}
-    devices = {device for device in devices if hasattr(_of(device), "get_rng_state")}
-    return {device: _state_of(device) for device in (_CPU, *devices)}
+    found = {_CPU: _state_of(_CPU)}
+    for tensor in tensors:
+        device = tensor.device
+        if not tensor.is_cpu and not tensor.is_meta and device not in found and hasattr(_of(device), "get_rng_state"):
+            found[device] = _state_of(device)
+    return found
 
 
 def now(state: State) -> State:
