@@ -116,7 +116,7 @@ class Call:
         """Whether the result of this call must be differentiable, for a torch.func transform or for plain autograd."""
         if _functorch.is_transformed():
             return True
-        return torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.outside.found))
+        return torch.is_grad_enabled() and any([t.requires_grad for t in (*self.tensors, *self.outside.found)])
 
     def watched_by(self, outside: Outside) -> "Call":
         """The same call with another `outside`. Unlike `replace`, it computes nothing anew."""
@@ -285,7 +285,7 @@ def prepare(
         )
     if options.method != "batch" and n > 1:
         _warn_of_batched_keywords(name, fn, kwargs, n)
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        if not all([isinstance(leaf, Tensor) for leaf in leaves]):
             for i, (argument, in_dim) in enumerate(zip(args, in_dims, strict=True)):
                 if isinstance(in_dim, int) and i not in numbers:
                     _warn_of_batched_list(name, fn, argument, paths.names[i], n)

@@ -147,10 +147,11 @@ def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, 
 
 def _refuse_overrides(call: Call) -> None:
     """Refuse tensors whose class handles ops itself, by `__torch_function__`: under vmap's wrappers they would be plain tensors."""
-    for position, leaf in enumerate(call.leaves):
-        if isinstance(leaf, Tensor) and handles_ops(type(leaf)):
+    kinds = list(map(type, call.leaves))
+    for kind in set(kinds):
+        if issubclass(kind, Tensor) and handles_ops(kind):
             raise Unsupported(
-                f"{call.paths[position]} is a {type(leaf).__name__}, whose __torch_function__ sees no op under vmap; pass "
+                f"{call.paths[kinds.index(kind)]} is a {kind.__name__}, whose __torch_function__ sees no op under vmap; pass "
                 f".as_subclass(torch.Tensor) if none needs it"
             )
 
