@@ -1661,6 +1661,13 @@ def test_float_power_computes_in_float64(op, device):
     torch.testing.assert_close(found, loop_grad(lambda w, x: op(x, w).sum())(w, x), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("op", [torch.add, torch.mul])
+def test_a_number_computed_from_the_only_sample_leaves_the_weight_s_dtype(op, device):
+    w, x = torch.rand(2, 3, device=device, dtype=torch.float32)
+    fn = lambda w, x: op(x.double().sum(), w).sum()[None]  # noqa: E731
+    torch.testing.assert_close(psg.per_sample_value_and_grad(fn, method="batch")(w, x[None])[0], fn(w, x))
+
+
 def test_sums_with_padding_that_is_infinite_take_one_pass(device):
     """Their gradient does not read the data: zero times infinity does not arise, and nothing runs sample by sample."""
     calls = []

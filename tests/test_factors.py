@@ -1367,17 +1367,30 @@ def test_norms_of_several_factors_of_which_some_nearly_cancel(dtype, device):
     assert ((most >= exact * (1 - 5e-5)) & (most <= exact + 0.01 * sum(f.squared_terms().double() for f in tree.values()).sqrt())).all()
 
 
-def test_norms_of_sums_of_terms_that_each_nearly_cancel(device):
-    """Inner products of two terms are then rounded as much as those of the positions of each."""
+def halves(n, sides):
+    """As samples of their own, the two positions of each sample."""
+    return Segments(Outer(*(side.flatten(0, 1).unsqueeze(1) for side in sides)), torch.full((n,), 2, device=sides[0].device))
+
+
+@pytest.mark.parametrize("kind", ["outer", "rows", "segments", "sum"])
+def test_norms_of_sums_of_which_one_term_nearly_cancels(kind, device):
+    """Inner products with that term are rounded as much as those of its positions: without a correction these norms are off by 2e-4."""
     generator = torch.Generator().manual_seed(0)
-    first, second = (
-        Outer(torch.cat([r, -r], 1), torch.cat([u, u + 3e-3 * shift], 1))
-        for u, r, shift in torch.randn(2, 3, 8, 1, 300, generator=generator, dtype=torch.float32).to(device)
-    )
-    both = Sum([first, second], first.left[:, 0, :0], first.shape)
+    n, apart, shape = 8, 3e-4, torch.Size((300, 300))
+    u, r, shift = torch.randn(3, n, 1, 300, generator=generator, dtype=torch.float32).to(device)
+    if kind == "rows":  # r is one row
+        r = 300**0.5 * torch.eye(300, device=device, dtype=torch.float32)[0].expand(n, 1, 300)
+    like, left, right = r[:, 0, :0], torch.cat([r, -r], 1), torch.cat([u, u + apart * shift], 1)
+    first = {
+        "outer": lambda: Outer(left, right),
+        "rows": lambda: Rows(torch.zeros(n, 2, dtype=torch.int64, device=device), left[:, :, :1] * right, 300),
+        "segments": lambda: halves(n, (left, right)),
+        "sum": lambda: Sum([Outer(left[:, :1], right[:, :1]), Outer(left[:, 1:], right[:, 1:])], like, shape),
+    }[kind]()
+    both = Sum([first, Outer(apart * r, u)], like, shape)
     with psg.plans.using(norm="gram"):
         found = both.norm()
-    torch.testing.assert_close(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
+    torch.testing.assert_close(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=2e-5, atol=0)
 
 
 def test_norms_of_what_nearly_cancels_are_of_gradients_that_are_not_rounded(device):
@@ -1387,6 +1400,9 @@ def test_norms_of_what_nearly_cancels_are_of_gradients_that_are_not_rounded(devi
         assert Outer(*sides).norm().item() == 2.0**-6 + 2.0**-14
         ones = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
         assert Scaled(Outer(*sides), ones).norm().item() == 2.0**-6 + 2.0**-14
+    # 1 + 2^-8, the sum of the rows of one index, is too.
+    rows = torch.tensor([[[1.0], [2.0**-8]]], dtype=torch.bfloat16, device=device)
+    assert Rows(torch.zeros(1, 2, dtype=torch.int64, device=device), rows, 1).norm().item() == 1 + 2.0**-8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

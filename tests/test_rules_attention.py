@@ -144,7 +144,7 @@ def test_leading_dimensions_that_broadcast(problem, rules, device):
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
-@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 def test_causal_attention_with_a_scale_that_is_not_positive(lead, scale, device):
     # The fused kernel multiplies the -inf of its mask by the scale; where torch uses it for one sample, a loop is wrong too.
     w, x = torch.randn(4, 4, device=device), torch.randn(3, *lead, 5, 4, device=device)

@@ -61,6 +61,7 @@ DECLINED = {
         normal(N, 2, 3),
     ),
     "einsum, equation of lists": lambda: (lambda w, x: score(torch.einsum(x, [0, 1], w, [1, 2], [0, 2])), normal(3, 4), normal(N, 2, 3)),
+    "linear by a vector": lambda: (lambda w, x: score(F.linear(x, w)), normal(3), normal(N, 2, 3)),
     "matmul and a number": lambda: (lambda w, x: score(torch.dot(w, x) * w), normal(3), normal(N, 3)),
     "embedding_bag by frequency": lambda: (
         lambda w, x: score(F.embedding_bag(x, w, scale_grad_by_freq=True, mode="sum")),

@@ -74,6 +74,13 @@ def test_transforms_of_norms(fn, setting, transform):
     assert_trees_close(penalty("auto"), penalty("loop"))
 
 
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+def test_shapes_that_layer_norm_refuses_are_refused_in_transforms(method, device):
+    fn = lambda w, x: torch.func.grad(lambda x: F.layer_norm(w * x, (3,)).sin().sum())(x).sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        psg.per_sample_grad(fn, method=method)(torch.ones(4, device=device), torch.ones(2, 4, device=device))
+
+
 @given(data=st.data())
 def test_backward_through_norms_over_drawn_shapes(data, device):
     # At least three values: normalising two leaves only their signs, with derivatives that are rounding errors.

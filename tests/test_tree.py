@@ -652,6 +652,13 @@ def test_means_of_large_gradients_in_16_bits_do_not_overflow(device):
     assert psg.tree.mean(gradients[:0]).isnan().all()
 
 
+def test_outer_products_in_16_bits_are_not_rounded_before_they_are_added_up(device):
+    """Not in many small leaves either, which are reduced together: (1 + 2^-7)^2 is between two numbers of bfloat16."""
+    side = torch.full((2, 1, 1), 1 + 2.0**-7, dtype=torch.bfloat16, device=device)
+    out = psg.tree.clip({name: Outer(side, side) for name in "abcd"}, math.inf)
+    assert {grad.item() for grad in out.grads.values()} == {2 * (1 + 2.0**-7) ** 2}
+
+
 def test_directions_of_another_dtype(device):
     left, right = torch.randn(3, 2, 4, device=device), torch.randn(3, 2, 5, device=device)
     direction = torch.randn(4, 5, device=device).float()

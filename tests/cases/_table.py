@@ -72,9 +72,9 @@ def case(recipe=None, *, name=None, **ladder):
 
 
 def score(y):
-    """A scalar whose derivative differs from entry to entry, and between tensors of the same entries with more or fewer dimensions."""
+    """A scalar whose derivative differs from entry to entry, also of the same entries in another order or with more dimensions."""
     y = torch.view_as_real(y) if y.is_complex() else y
-    return (y * torch.sin(y + y.ndim)).sum()
+    return (y * torch.sin(y + y.ndim + torch.arange(y.numel(), device=y.device).reshape(y.shape))).sum()
 
 
 def normal(*shape):

@@ -313,6 +313,6 @@ if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
     @case(name="leak: linear_cross_entropy")
     def _():
         def fn(p, x, y):
-            return F.linear_cross_entropy(x, p["w"], y)
+            return F.linear_cross_entropy(x, p["w"], y, linear_bias=p["b"])
 
-        return Problem(fn, ({"w": normal(7, 3)}, normal(N, 5, 3), ids(7, N, 5)))
+        return Problem(fn, ({"w": normal(7, 3), "b": normal(7)}, normal(N, 5, 3), ids(7, N, 5)))
