@@ -160,9 +160,9 @@ def test_causal_attention_with_a_scale_that_is_not_positive(lead, scale, device)
     w, x = torch.randn(4, 4, device=device), torch.randn(3, *lead, 5, 4, device=device)
 
     def attention(**mask):
-        return lambda w, x: score(F.scaled_dot_product_attention(F.linear(x, w), x, x.sin(), scale=scale, **mask))
+        return lambda w, x: score(F.scaled_dot_product_attention(F.linear(x[..., :3, :], w), x, x.sin(), scale=scale, **mask))
 
-    expected = loop_grad(attention(attn_mask=torch.ones(5, 5, device=device).tril() > 0))(w, x)
+    expected = loop_grad(attention(attn_mask=torch.ones(3, 5, device=device).tril() > 0))(w, x)
     assert expected.isfinite().all()
     assert_trees_close(psg.per_sample_grad(attention(is_causal=True), method="capture")(w, x), expected)
 
