@@ -34,6 +34,16 @@ def rnn(x, weights, state=None):
 DECLINED = {
     "layer_norm of complex data": lambda: (lambda w, x: score(x * F.layer_norm(w, (3,))), normal(3), complex_normal(N, 3)),
     "conv1d, complex": lambda: (lambda w, x: score(F.conv1d(x, w)), complex_normal(2, 3, 2), complex_normal(N, 3, 5)),
+    "conv1d, kernels of each sample's own": lambda: (
+        lambda w, x: score(F.conv1d(x, x[:, :2].cos().expand(2, 3, 2), w)),
+        normal(2),
+        normal(N, 3, 5),
+    ),
+    "layer_norm, scales of each sample's own": lambda: (
+        lambda w, x: score(F.layer_norm(x, (3,), x[0].cos(), w)),
+        normal(3),
+        normal(N, 2, 3),
+    ),
     "conv1d, no channels": lambda: (lambda w, x: score(F.conv1d(x, w)), normal(2, 0, 3), normal(N, 1, 0, 5)),
     "conv_transpose1d, complex": lambda: (lambda w, x: score(F.conv_transpose1d(x, w)), complex_normal(3, 2, 2), complex_normal(N, 3, 5)),
     "derivative of conv_transpose1d, windows of no input": lambda: (
