@@ -72,9 +72,10 @@ def case(recipe=None, *, name=None, **ladder):
 
 
 def score(y):
-    """A scalar whose derivative differs from entry to entry, also of the same entries in another order or with more dimensions."""
+    """A scalar whose derivative differs from entry to entry, also of the same entries in another order or shape."""
     y = torch.view_as_real(y) if y.is_complex() else y
-    return (y * torch.sin(y + y.ndim + torch.arange(y.numel(), device=y.device).reshape(y.shape))).sum()
+    shift = sum(k * size for k, size in enumerate(y.shape, 1)) + torch.arange(y.numel(), device=y.device).reshape(y.shape)
+    return (y * torch.sin(y + shift)).sum()
 
 
 def normal(*shape):
