@@ -1422,6 +1422,7 @@ WEIGHTS = {"v": (4,), "m": (4, 4), "positions": (3, 4), "s": (), "one": (1, 4), 
         lambda p, x: (
             torch.stack([p["v"]] * len(x))[:, None] * x + torch.cat([p["one"]] * len(x)).view(len(x), 1, 4) if len(x) else x * p["v"]
         ),
+        lambda p, x: p["positions"].expand_as(x).reshape(x.shape) * x,
         lambda p, x: x * p["one"].repeat_interleave(len(x), 0)[:, None] + torch.repeat_interleave(p["positions"][None], len(x), dim=0),
         lambda p, x: (lambda y: (y.__setitem__((slice(None), 0), p["v"]), y[:, 1].copy_(p["z"]), y)[-1])(x * p["s"]),
         lambda p, x: (lambda y: (y.__setitem__((slice(None), torch.tensor([0, 2], device=x.device)), p["s"]), y)[-1])(x * p["v"]),
