@@ -1419,7 +1419,10 @@ WEIGHTS = {"v": (4,), "m": (4, 4), "positions": (3, 4), "s": (), "one": (1, 4), 
         lambda p, x: torch.maximum(x, p["v"]) - x.minimum(p["positions"]) + torch.clamp(x, max=p["v"]) + x.fmax(p["s"]),
         lambda p, x: x.abs() ** p["v"] + p["v"] ** x + x.abs().pow(p["s"]) + torch.float_power(x.abs(), p["s"]),
         lambda p, x: torch.logaddexp(x, p["v"]) + torch.atan2(p["v"], x) + torch.hypot(x, p["s"]) + torch.xlogy(x, p["v"]),
-        lambda p, x: torch.stack([p["v"]] * len(x))[:, None] * x + torch.cat([p["one"]] * len(x))[:, None] if len(x) else x * p["v"],
+        lambda p, x: (
+            torch.stack([p["v"]] * len(x))[:, None] * x + torch.cat([p["one"]] * len(x)).view(len(x), 1, 4) if len(x) else x * p["v"]
+        ),
+        lambda p, x: p["positions"].expand_as(x).reshape(x.shape) * x,
         lambda p, x: x * p["one"].repeat_interleave(len(x), 0)[:, None] + torch.repeat_interleave(p["positions"][None], len(x), dim=0),
         lambda p, x: (lambda y: (y.__setitem__((slice(None), 0), p["v"]), y[:, 1].copy_(p["z"]), y)[-1])(x * p["s"]),
         lambda p, x: (lambda y: (y.__setitem__((slice(None), torch.tensor([0, 2], device=x.device)), p["s"]), y)[-1])(x * p["v"]),
@@ -1437,7 +1440,8 @@ def test_other_ops_that_meet_a_parameter(op, n, device):
     x = torch.randn(n, 3, 4, device=device)
 
     def fn(p, x):
-        return (op(p, x).flatten(1) + 0.1).sin().sum(1)
+        y = op(p, x).flatten(1)
+        return (y + torch.arange(y.shape[1], device=device) + 0.1).sin().sum(1)
 
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
 

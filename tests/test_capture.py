@@ -881,8 +881,8 @@ STAYS = {
             "xlogy": lambda x: (x.exp(),),
         }.items()
     },
-    "tril_": lambda w, x: (w * x).tril_().sin().sum() + (w * x).triu_(1).cos().sum(),
-    "addmm_": lambda w, x: (w * x).addmm_(w, w * x).addr_(x, x, alpha=2).sin().sum(),
+    "tril_": lambda w, x: score((w * x).tril_()) + score((w * x).triu_(1)),
+    "addmm_": lambda w, x: score((w * x).addmm_(w, w * x).addr_(x, x, alpha=2)),
     "one hot by scatter_": lambda w, x: (w @ x @ torch.zeros_like(x).scatter_(0, x[:1].abs().long() % 4, 1.0)[:, None]).sum(),
     **{
         f"kl_div {reduction} {log}": lambda w, x, reduction=reduction, log=log: F.kl_div(
@@ -912,8 +912,10 @@ STAYS = {
         for q, dim in ((0.3, None), (0.5, 0), (1.0, -1))
     },
     "several quantiles": lambda w, x: (
-        (torch.quantile(w * x, torch.tensor([0.0, 0.3, 1.0], device=x.device), dim=1, keepdim=True) * x).sin().sum()
+        score(torch.quantile(w * x, torch.tensor([0.0, 0.3, 1.0], device=x.device), dim=1, keepdim=True) * x)
         + (w * x).nanquantile(torch.tensor([0.6], device=x.device)).cos().sum()
+        + score((w * x).view(2, 1, 2, 4).quantile(torch.tensor([0.2, 0.7], device=x.device), 0))
+        + score((w * x).view(2, 2, 2, 2).nanquantile(0.4, -3, keepdim=True))
         + (w @ x).quantile(torch.tensor(0.2, device=x.device), 0, True).exp().sum()
     ),
     "quantiles among NaN": lambda w, x: (
@@ -922,11 +924,8 @@ STAYS = {
         + torch.where(torch.cat([x > 1, x > 9]), torch.nan, torch.cat([w @ x, x])).view(2, 4).quantile(0.0, 1).nansum()
         + (w @ x)[0].quantile(0.2, dim=0)
     ),
-    "short-time spectrum": lambda w, x: (
+    "short-time spectrum": lambda w, x: score(
         torch.stft((w * x).flatten(), 8, 4, window=torch.hann_window(8, device=x.device, dtype=x.dtype), return_complex=True)
-        .abs()
-        .square()
-        .sum()
     ),
     "diagonal matrices": lambda w, x: (torch.diagflat(w @ x, 1) @ x.repeat(2)[:5]).sin().sum(),
     "tensorsolve": lambda w, x: torch.linalg.tensorsolve(
@@ -935,17 +934,17 @@ STAYS = {
     **{f"renorm {p}": lambda w, x, p=p: ((w * x).renorm(p, 0, 1.0) @ x).sin().sum() for p in (1, 2, 2.5)},
     **{
         f"affine_grid {corners}": lambda w, x, corners=corners: (
-            F.affine_grid((w * x)[:2, :3][None], (1, 1, 3, 2), align_corners=corners).sin().sum()
-            + F.affine_grid((w * x)[:3][None], (1, 2, 2, 3, 4), align_corners=corners).cos().sum()
+            score(F.affine_grid((w * x)[:2, :3][None], (1, 1, 3, 2), align_corners=corners))
+            + score(F.affine_grid(torch.stack([w * x, w - x])[:, :3], (2, 2, 2, 3, 4), align_corners=corners))
         )
         for corners in (False, True)
     },
     "pairs of rows": lambda w, x: (
-        F.pdist(w * x).sin().sum() + F.pdist(torch.cat([w * x, w * x]), 1).sum() + F.pdist(torch.stack([x, x]) @ w).sum()
+        score(F.pdist(w * x)) + F.pdist(torch.cat([w * x, w * x]), 1).sum() + F.pdist(torch.stack([x, x]) @ w).sum()
     ),
-    "put": lambda w, x: torch.put(w * x, (3 * x[:3]).long() % 16, x[:3] * w[0, :3], accumulate=True).sin().sum(),
-    "put into columns": lambda w, x: (
-        (lambda y: y.view(-1) if y.is_contiguous() else y.exp())((w * x).T.put((3 * x[:3]).long() % 16, x[:3] * w[0, :3])).sin().sum()
+    "put": lambda w, x: score(torch.put(w * x, (3 * x[:3]).long() % 16, x[:3] * w[0, :3], accumulate=True)),
+    "put into columns": lambda w, x: score(
+        (lambda y: y.view(-1) if y.is_contiguous() else y.exp())((w * x).T.put((3 * x[:3]).long() % 16, x[:3] * w[0, :3]))
     ),
     "quantiles of each sample's own": lambda w, x: (
         torch.quantile(w @ x, x[:2].sigmoid()).sin().sum() + (w * x).nanquantile(w[0, 0].sigmoid(), 1).sum()
@@ -961,8 +960,8 @@ STAYS = {
     "pow_": lambda w, x: ((w @ x).exp() * 1.5).pow_(x).sin().sum(),
     "**=": lambda w, x: operator.ipow((w @ x).exp() * 1.5, x).sin().sum() + operator.ipow(x.exp(), w[0]).cos().sum(),
     "renorm_": lambda w, x: (w * x).renorm_(2, 0, 1.0).sin().sum(),
-    "index_add, columns that are viewed": lambda w, x: (
-        torch.zeros_like(w * x).index_add(1, x[:3].abs().long() % 4, (w * x)[:, :3]).view(-1).square().sum()
+    "index_add, columns that are viewed": lambda w, x: score(
+        torch.zeros_like(w * x).index_add(1, x[:3].abs().long() % 4, (w * x)[:, :3]).view(-1)
     ),
     "interpolation": lambda w, x: (F.interpolate(w[None, None], (4, 6), mode="bilinear")[0, 0, :, 1:5] @ x).sin().sum(),
 }

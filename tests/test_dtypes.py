@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import psg
 from psg.factors import Dense, Expanded, Outer, Scaled
+from psg.factors._arithmetic import scale_rows
 from psg.testing import assert_trees_close, loop_grad, reference_clipped_sum, reference_norm
 from psg.testing._loop import tree_map
 
@@ -366,3 +367,16 @@ def test_dtypes_of_all_ops_under_autocast():
 
 
 LEFT_AS_THEY_ARE = {"nn.functional.linear_cross_entropy"}  # fused, it returns a loss in the dtype of its input; psg's is in float32
+
+
+@pytest.mark.parametrize("live", ["rows", "weights"])
+def test_rows_of_16_bits_are_scaled_under_transforms_and_with_a_history(live, device):
+    """Where no memory is written into, they are rounded once, too."""
+    rows, weights = torch.randn(3, 4, device=device).bfloat16(), torch.randn(3, device=device).float()
+    expected = (rows * weights[:, None]).bfloat16()
+    assert torch.equal(scale_rows(rows, weights), expected)
+    assert torch.equal(torch.func.vmap(scale_rows)(rows[None], weights[None])[0], expected)
+    leaf = (rows if live == "rows" else weights).requires_grad_()
+    output = scale_rows(rows, weights)
+    assert torch.equal(output, expected)
+    assert torch.autograd.grad(output.sum(), leaf)[0].isfinite().all()

@@ -306,6 +306,29 @@ def test_linear_maps(kind, size, recipe, n, make):
             assert_trees_close(found.materialize(), expected, atol=1e-9, name=name)
 
 
+@given(
+    shape=st.tuples(*[st.integers(1, 3)] * 3),
+    kept=st.tuples(*[st.booleans()] * 3),
+    dims=st.integers(1, 2),
+    n=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_linear_maps_of_a_matrix_viewed_with_three_dimensions(shape, kept, dims, n, seed):
+    torch.manual_seed(seed)
+    shape, small = torch.Size(shape), torch.Size(size if keep else 1 for size, keep in zip(shape, kept, strict=True))
+    rows, columns = shape[:dims].numel(), shape[dims:].numel()
+    factor, own, weights = (
+        _maps.reshaped(Outer(torch.randn(n, 2, rows), torch.randn(n, 2, columns)), shape),
+        torch.randn(small),
+        torch.randn(shape),
+    )
+    total, scaled = _maps.contracted(factor, weights, small), _maps.scaled(factor, own)
+    if total is not None:
+        assert_trees_close(total, (weights * factor.materialize()).sum_to_size(n, *small), atol=1e-9)
+    if scaled is not None:
+        assert_trees_close(scaled.materialize(), own * factor.materialize(), atol=1e-9)
+
+
 def test_regions_that_share_no_entry():
     """Disjoint regions are recognised if both are boxes in the parameter's dimensions; otherwise the answer is no."""
     shape, left, right = torch.Size((4, 6)), Region((4, 2), (6, 1), 0), Region((4, 2), (6, 1), 2)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import psg
+from psg._ladder._chunks import RowCollector
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
 from psg.testing._loop import tree_map
 
@@ -689,6 +690,25 @@ def test_hooks_around_a_call_change_nothing(args):
     with torch.autograd.graph.save_on_cpu():
         grads = psg.per_sample_grad(plain, method="capture")(*args)
     assert_trees_close(grads, loop_grad(plain)(*args))
+
+
+def test_chunks_of_which_only_the_last_has_a_history(device):
+    rows = torch.randn(5, 3, device=device)
+    collector = RowCollector(5)
+    collector.add(0, [rows[:2]])
+    collector.add(2, [rows[2:4]])
+    collector.add(4, [rows[4:].requires_grad_()])
+    (joined,) = collector.result()
+    assert torch.equal(joined, rows) and joined.requires_grad
+
+
+def test_parameters_that_some_samples_do_not_use(device):
+    params, x = {name: torch.randn(3, device=device) for name in "ab"}, torch.tensor([[1.0] * 3, [-2.0] * 3], device=device)
+
+    def fn(p, x):
+        return (p["a" if x.sum() > 0 else "b"] * x).sin().sum()
+
+    assert_trees_close(psg.per_sample_grad(fn, method="loop")(params, x), loop_grad(fn)(params, x))
 
 
 def test_a_tracer_inside_fn_goes_to_the_loop(device):

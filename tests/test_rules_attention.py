@@ -80,6 +80,16 @@ def test_queries_that_are_parameters(n, seed, device):
     assert_agrees(Problem(fn, (params, torch.randn(n, 5, 4, device=device))))
 
 
+@given(sizes=st.tuples(*[st.integers(1, 2)] * 5), n=st.integers(0, 3), seed=st.integers(0, 99))
+def test_keys_that_broadcast(sizes, n, seed, device):
+    """Along any dimensions before the positions, which are those of the heads and two before."""
+    torch.manual_seed(seed)
+    w, x = torch.randn(4, device=device), torch.randn(n, 2, 2, 2, 3, 4, device=device)
+    key, value = torch.randn(n, *sizes[:3], 2, 4, device=device), torch.randn(n, 1, *sizes[3:], 2, 4, device=device)
+    fn = lambda w, *tensors: score(F.scaled_dot_product_attention(w * tensors[0], *tensors[1:]))  # noqa: E731
+    assert_agrees(Problem(fn, (w, x, key, value)))
+
+
 def draw_boolean(draw, shape, keep_first=True):
     """A boolean tensor; `keep_first` leaves one False in every row, since a row without any source is 0/0 in torch itself."""
     mask = draw(tensors(shape)) > 0
@@ -150,9 +160,9 @@ def test_causal_attention_with_a_scale_that_is_not_positive(lead, scale, device)
     w, x = torch.randn(4, 4, device=device), torch.randn(3, *lead, 5, 4, device=device)
 
     def attention(**mask):
-        return lambda w, x: score(F.scaled_dot_product_attention(F.linear(x, w), x, x.sin(), scale=scale, **mask))
+        return lambda w, x: score(F.scaled_dot_product_attention(F.linear(x[..., :3, :], w), x, x.sin(), scale=scale, **mask))
 
-    expected = loop_grad(attention(attn_mask=torch.ones(5, 5, device=device).tril() > 0))(w, x)
+    expected = loop_grad(attention(attn_mask=torch.ones(3, 5, device=device).tril() > 0))(w, x)
     assert expected.isfinite().all()
     assert_trees_close(psg.per_sample_grad(attention(is_causal=True), method="capture")(w, x), expected)
 

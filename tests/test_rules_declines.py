@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees
 from cases import N, Problem, ids, normal, score
-from torch.func import grad
+from torch.func import grad, vmap
 
 import psg
 from psg.testing import assert_trees_close, loop_grad
@@ -34,6 +34,16 @@ def rnn(x, weights, state=None):
 DECLINED = {
     "layer_norm of complex data": lambda: (lambda w, x: score(x * F.layer_norm(w, (3,))), normal(3), complex_normal(N, 3)),
     "conv1d, complex": lambda: (lambda w, x: score(F.conv1d(x, w)), complex_normal(2, 3, 2), complex_normal(N, 3, 5)),
+    "conv1d, kernels of each sample's own": lambda: (
+        lambda w, x: score(F.conv1d(x, x[:, :2].cos().expand(2, 3, 2), w)),
+        normal(2),
+        normal(N, 3, 5),
+    ),
+    "layer_norm, scales of each sample's own": lambda: (
+        lambda w, x: score(F.layer_norm(x, (3,), x[0].cos(), w)),
+        normal(3),
+        normal(N, 2, 3),
+    ),
     "conv1d, no channels": lambda: (lambda w, x: score(F.conv1d(x, w)), normal(2, 0, 3), normal(N, 1, 0, 5)),
     "conv_transpose1d, complex": lambda: (lambda w, x: score(F.conv_transpose1d(x, w)), complex_normal(3, 2, 2), complex_normal(N, 3, 5)),
     "derivative of conv_transpose1d, windows of no input": lambda: (
@@ -302,6 +312,16 @@ REFUSED = {
         normal(N, 2, 5),
         ids(5, N, 2, 4),
     ),
+    "prelu of rows, a slope for each entry": lambda: (
+        lambda w, x: score(vmap(grad(lambda x: score(F.prelu(x, w))))(x)),
+        normal(3),
+        normal(N, 2, 3),
+    ),
+    "prelu with a matrix of slopes": lambda: (
+        lambda w, x: score(vmap(grad(lambda x: score(F.prelu(x[None], w))))(x)),
+        normal(3, 1),
+        normal(N, 2, 3),
+    ),
     "put of too few": lambda: (lambda w, x: score((w * x).put(torch.tensor([0, 1]), w[:1])), normal(3), normal(N, 2, 3)),
     "take by integers of 32 bits": lambda: (
         lambda w, x: score((w * x).take(torch.tensor([0], dtype=torch.int32))),
@@ -357,6 +377,8 @@ REFUSED = {
     ),
     "einsum of a number": lambda: (lambda w, x: score(torch.einsum(5, x, w)), normal(3, 4), normal(N, 2, 3)),
     "dot of three": lambda: (lambda w, x: torch.dot(w, x, 3), normal(3), normal(N, 3)),
+    "mm of a stack of matrices, differentiated": lambda: (lambda w, x: slope(torch.mm, x, w), normal(3, 4), normal(N, 2, 2, 3)),
+    "mv of a matrix, differentiated": lambda: (lambda w, x: slope(lambda x: torch.mv(w, x), x), normal(4, 3), normal(N, 2, 3)),
     "mm with an option that there is not": lambda: (lambda w, x: score(torch.mm(x, w, scale=2)), normal(3, 4), normal(N, 2, 3)),
     "index_add of no source": lambda: (lambda w, x: score(torch.index_add(w * x, 0, torch.tensor([0]))), normal(3), normal(N, 2, 3)),
     "quantile of a share of another dtype": lambda: (

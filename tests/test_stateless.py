@@ -1048,10 +1048,10 @@ def test_parameters_and_samples_computed_from_the_module_s_own_are_accepted(devi
 
 def test_a_parameter_s_own_shape_and_values_may_be_read_anywhere(device):
     module = nn.Linear(3, 3, bias=False).to(device)
-    held = Holder(module.weight)
+    held, doubled = Holder(module.weight), 2 * module.weight
 
     def hook(module, _, output):
-        scale = held.weight.detach().norm()
+        scale = held.weight.detach().norm() + torch.ones_like(doubled).sum() + output[..., :1].expand_as(doubled).sum()
         return output * scale + torch.zeros_like(held.weight).sum() + output.new_ones(held.weight.shape).sum()
 
     module.register_forward_hook(hook)

@@ -21,6 +21,7 @@ op_case("matmul x W", lambda x, weight: x @ weight, (5, 3), params={"weight": (3
 op_case("matmul W x", lambda x, weight: weight @ x, (3, 5), params={"weight": (4, 3)})
 op_case("addmm", lambda x, weight, bias: torch.addmm(bias, x, weight), (5, 3), params={"weight": (3, 4), "bias": (4,)})
 op_case("einsum", lambda x, weight: torch.einsum("ti,hio->hto", x, weight), (5, 3), params={"weight": (2, 3, 4)})
+op_case("einsum, order left to torch", lambda x, weight: torch.einsum("...i,io", x, weight), (2, 5, 3), params={"weight": (3, 4)})
 
 
 @case
