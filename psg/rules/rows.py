@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._torch._ops import Place
+from psg._torch._ops import Place, places_of
 from psg.rules._registry import reshape
 from psg.rules.products import einsum_labels, matmul_equation, tensordot_labels
 
@@ -217,7 +217,7 @@ def _recurrent_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split 
     input, hx, batch_first = arguments["input"], arguments["hx"], arguments["batch_first"]
     if not isinstance(arguments["has_biases"], bool) or input.ndim != 3:
         return None
-    data = _states(hx, lambda state: state.transpose(0, 1).unsqueeze(2))
+    data = {place: state.transpose(0, 1).unsqueeze(2) for place, state in places_of({"hx": hx})}
     data["input", None] = input.unsqueeze(1) if batch_first else input.transpose(0, 1).unsqueeze(2)
 
     def join(output: Tensor, *final: Tensor) -> tuple[Tensor, ...]:
@@ -226,18 +226,3 @@ def _recurrent_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split 
         return output.transpose(0, 1) if batch_first else output, *(_without(2)(state).transpose(0, 1).contiguous() for state in final)
 
     return Split(data, join)
-
-
-@splits(*(getattr(torch, f"{name}_cell") for name in ("rnn_tanh", "rnn_relu", "gru", "lstm")))
-def _cell_rows(arguments: dict[str, Any], own: Collection[Place]) -> Split | None:
-    """[b,i], states [b,h]."""
-    input, hx, drop = arguments["input"], arguments["hx"], _without(1)
-    if input.ndim != 2:
-        return None
-    data = _states(hx, lambda state: state.unsqueeze(1)) | {("input", None): input.unsqueeze(1)}
-    return Split(data, drop if isinstance(hx, Tensor) else lambda *states: tuple(map(drop, states)))
-
-
-def _states(hx: Any, turn: Callable[[Tensor], Tensor]) -> dict[Place, Tensor]:
-    """The states of a recurrence (one tensor or several) by their places, each passed through `turn`."""
-    return {("hx", None): turn(hx)} if isinstance(hx, Tensor) else {("hx", k): turn(state) for k, state in enumerate(hx)}
