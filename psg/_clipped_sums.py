@@ -142,23 +142,27 @@ def clipped_sums(
     joints = [Joint([factors[leaf] for leaf in group.leaves]) for group in groups]
     norms = norm_of(joints)
     apart = [joint.norm for joint in joints]
-    keep, nonfinite = None, torch.zeros((), dtype=torch.int64, device=norms.device)
+    keep, finite, nonfinite = None, None, torch.zeros((), dtype=torch.int64, device=norms.device)
     if not _all_count(norms, mask):
         finite = norms < math.inf  # False for NaN
         keep = finite if mask is None else finite & mask
         nonfinite = (~finite if mask is None else ~finite & mask).sum()
         if mask is not None:
             norms, *apart = (torch.where(mask, value, 0) for value in (norms, *apart))
-        # A weight of zero times inf or NaN would be NaN: such samples are zeroed in the factors themselves.
-        joints = [joint.zero(keep) for joint in joints]
 
     coefs = []
     sums: dict[int, Tensor] = {}
     for group, joint, own in zip(groups, joints, apart, strict=True):
-        # A derivative of zero times NaN would be NaN, too.
-        coef = choose(own if keep is None else torch.where(keep, own, 1), group.clip_norm)
-        coefs.append(coef if keep is None else torch.where(keep, coef, 0))
-        sums |= zip(group.leaves, joint.weighted_sums(coefs[-1]), strict=True)
+        if keep is None or finite is None:
+            coef = choose(own, group.clip_norm)
+            found = joint.weighted_sums(coef)
+        else:
+            # A derivative of zero times NaN would be NaN, too.
+            coef = torch.where(keep, choose(torch.where(keep, own, 1), group.clip_norm), 0)
+            # A weight of zero times inf or NaN is NaN: the sum itself leaves such samples out.
+            found = joint.weighted_sums_of(coef, keep, finite)
+        coefs.append(coef)
+        sums |= zip(group.leaves, found, strict=True)
     return ClippedSums([sums[i] for i in range(len(factors))], norms, coefs, apart, nonfinite)
 
 

@@ -8,6 +8,7 @@ compilers do go wrong. Later calls of the signature run the compiled graph alone
 import functools
 import logging
 import math
+import operator
 import threading
 import time
 import types
@@ -544,9 +545,23 @@ def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
             for node in graph.graph.find_nodes(op="call_function", target=op):
                 node.update_kwarg("fuse", True)
         graph.recompile()
-        # On CPUs inductor would make every convolution channels-last: up to 1.4 times slower here (ResNet, VGG, depthwise).
-        layout = {"layout_optimization": False} if {tensor.device.type for tensor in inputs} == {"cpu"} else {}
-        run: Any = torch._inductor.compile(graph, [*inputs], options=options | layout)
+        if {tensor.device.type for tensor in inputs} == {"cpu"}:
+            # Inductor would make every convolution channels-last: up to 1.4 times slower here (ResNet, VGG, depthwise).
+            own = {"layout_optimization": False}
+        elif _has_numbers_on_cpu(graph):
+            own = {"allow_buffer_reuse": False}  # memory of the accelerator is freed and taken anew: next to nothing there
+        else:
+            own = {}
+        run: Any = torch._inductor.compile(graph, [*inputs], options=options | own)
         return run
 
     return compile
+
+
+def _has_numbers_on_cpu(graph: GraphModule) -> bool:
+    """Whether an op with several outputs has one on the CPU, as the kernels of attention have: the seed of a dropout that does not happen.
+
+    Inductor takes it for one on the accelerator, and would use its memory again for a number of its own.
+    """
+    outputs = graph.graph.find_nodes(op="call_function", target=operator.getitem)
+    return any(isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_cpu for node in outputs)

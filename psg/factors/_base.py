@@ -247,6 +247,16 @@ class Factor(ABC):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """sum_n weights[n] gradient[n] -> shape, in at least float32."""
 
+    def weighted_sum_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> Tensor:
+        """`weighted_sum` over the samples where keep[n] is True, exactly, even if others hold inf or NaN.
+
+        Args:
+            weights: [n], zero where keep[n] is False.
+            keep: Booleans [n].
+            finite: Booleans [n], whether the norm is finite; True wherever keep[n] is.
+        """
+        return self.zero(keep).weighted_sum(weights)
+
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         """sum_n gradient[n] and, real, sum_n |gradient[n]|^2, both entry by entry -> shape, in at least float32."""
         total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)

@@ -71,15 +71,13 @@ class Joint:
         parts += [recover_all(*zip(*own, strict=True)).sqrt().T for own in unchecked.values()]
         return norm_of_norms(parts)
 
-    def zero(self, keep: Tensor) -> "Joint":
-        """The same, with exactly zero for the samples where keep[n] is False; see `Factor.zero`."""
-        other = Joint(self._factors)
-        other._parts = [part.zero(keep) for part in self._parts]
-        return other
-
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """sum_n weights[n] gradient[n] of each factor."""
         return self._apart([part.weighted_sum(weights) for part in self._parts])
+
+    def weighted_sums_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> list[Tensor]:
+        """The same, over the samples where keep[n] is True; see `Factor.weighted_sum_of`."""
+        return self._apart([part.weighted_sum_of(weights, keep, finite) for part in self._parts])
 
     def moment_sums(self) -> tuple[list[Tensor], list[Tensor]]:
         """The sum over n of gradient[n], and of |gradient[n]|^2, of each factor; see `Factor.moment_sums`."""

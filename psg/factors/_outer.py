@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg._errors import InputError
-from psg._hardware import _machine, _matmul
+from psg._hardware import _fused, _machine, _matmul
 from psg._torch import _functorch
 from psg.factors._arithmetic import HALF, WIDENING, norm_of_norms, scale_rows, spacious, square, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
@@ -102,16 +102,29 @@ class Outer(Planned):
         return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        left, right, dtype = self.left, self.right, self.left.dtype
+        dtype = self.left.dtype
         # In float16 a side times its weights may leave the range, even where the sum does not.
-        if dtype == torch.float16 or dtype == torch.bfloat16 and left.device.type not in WIDENING:
+        if dtype == torch.float16 or dtype == torch.bfloat16 and self.device.type not in WIDENING:
             return self.to(torch.float32).weighted_sum(weights)
-        if left.shape[2] <= right.shape[2]:  # scale the smaller one
-            left = scale_rows(left, weights)
-        else:
-            right = scale_rows(right, weights)
+        left, right = self._scaled(weights)
         left, right = left.flatten(0, 1), right.flatten(0, 1)
         return wide_bmm(left.T[None], right[None])[0] if dtype in HALF else _matmul.cross(left, right)
+
+    def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Both sides, the smaller one times the weights."""
+        if self.left.shape[2] <= self.right.shape[2]:
+            return scale_rows(self.left, weights), self.right
+        return self.left, scale_rows(self.right, weights)
+
+    @property
+    def is_zeroed_in_sums(self) -> bool:
+        return not self.is_differentiated and _fused.takes_product(self.left)
+
+    def weighted_sum_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> Tensor:
+        if not self.is_zeroed_in_sums or weights.requires_grad:
+            return super().weighted_sum_of(weights, keep, finite)
+        # Zero times a finite number is zero: only samples that are not finite must be left out.
+        return _fused.product_of_finite(*self._scaled(weights), finite)
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:

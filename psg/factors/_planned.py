@@ -104,7 +104,7 @@ class Planned(Additive):
     def _joint_costs(self) -> Costs:
         """The costs of a norm and a weighted sum together."""
         byte = _machine.masked_byte(self.device, self.dtype)
-        weighted = self._sum_cost() + byte * (self.nbytes // max(1, self.n))
+        weighted = self._sum_cost() + (0 if self.is_zeroed_in_sums else byte * (self.nbytes // max(1, self.n)))
         costs = {plan: cost + weighted for plan, cost in self._norm_costs().items()}
         return costs | {"keep": self._materialize_cost() + (_machine.kept_byte(self.device, self.dtype) + byte) * self._bytes()}
 
@@ -125,6 +125,11 @@ class Planned(Additive):
             dense = Dense(self.materialize())
             return dense, dense.norm(), dense.weighted_sum(weights)
         return self._norm_by(plan), self.weighted_sum(weights)
+
+    @property
+    def is_zeroed_in_sums(self) -> bool:
+        """Whether `weighted_sum_of` leaves samples out at no cost, and does not zero them in the factor's tensors."""
+        return False
 
     @property
     def is_made_anew(self) -> bool:

@@ -95,6 +95,9 @@ class Sum(Additive):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._reduce(lambda term: term.weighted_sum(weights), self._zeros(*self.shape))
 
+    def weighted_sum_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> Tensor:
+        return self._reduce(lambda term: term.weighted_sum_of(weights, keep, finite), self._zeros(*self.shape))
+
     def project(self, sketch: Sketch) -> Tensor:
         return self._reduce(lambda term: term.project(sketch), self._zeros(self.n, sketch.dim))
 

@@ -1,0 +1,160 @@
+"""What one kernel of ours does in the place of several of torch's, on CUDA devices with Triton.
+
+Norms of gradients that are never written to memory, and sums that leave out samples without a mask for every tensor.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg._torch import _functorch
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def takes_conv(tensor: Tensor) -> bool:
+    """Whether `conv_squared_norm` can take this tensor, and is faster: in 16 bits, or where TF32 is allowed.
+
+    Products that must be exact float32 are faster by cuBLAS (measured).
+    """
+    if tensor.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return False
+    return tensor.dtype in (torch.float32, *_HALF) and _can_launch(tensor)
+
+
+def takes_product(tensor: Tensor) -> bool:
+    """Whether `product_of_finite` can take this tensor."""
+    return tensor.dtype in (torch.float32, torch.bfloat16) and _can_launch(tensor)
+
+
+def _can_launch(tensor: Tensor) -> bool:
+    """Whether a kernel can read this tensor: on a device with Triton and tensor cores, and no transform has to see the op."""
+    return tensor.is_cuda and not _functorch.is_transformed() and not tensor.requires_grad and _has_tensor_cores(tensor.device)
+
+
+@functools.cache
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Whether Triton is installed, and uses tensor cores of this device for 16 bits and TF32: from compute capability 8.0 on."""
+    is_nvidia = torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return is_nvidia and importlib.util.find_spec("triton") is not None
+
+
+def _kernels() -> Any:
+    """The kernels. They need Triton, which not every torch comes with."""
+    return importlib.import_module("psg._hardware._triton")
+
+
+def conv_squared_norm(
+    cotangent: Tensor, input: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Squared norms of the weight gradients of a two-dimensional convolution without groups.
+
+    Args:
+        cotangent: [n, o, *spatial out].
+        input: [n, i, *spatial in].
+        kernel: Two sizes; the other arguments are like it.
+        stride: Of the output positions.
+        padding: On both sides of each spatial dimension.
+        dilation: Of the kernel's taps.
+
+    Returns:
+        The squared norms [n], in float32.
+    """
+    run = _conv_op if _functorch.is_traced() else _conv_squared_norm
+    return run(cotangent, input, kernel, stride, padding, dilation)
+
+
+def _conv_squared_norm(
+    cotangent: Tensor, input: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    n, outs, _, width = cotangent.shape
+    ins = input.shape[1]
+    with torch.cuda.device_of(cotangent):
+        # 16-bit numbers are best read in runs of channels. Tensor cores take 32-bit ones in runs of positions.
+        is_last = cotangent.dtype in _HALF
+        if is_last:
+            padded = _padded_last(input, padding)
+            (x_n, line, pace, channel), flat = padded.stride(), cotangent.flatten(2)
+        else:
+            padded = _padded_rounded(input, padding)
+            (x_n, channel, line, pace), flat = padded.stride(), _padded_rounded(cotangent, (0, 0)).flatten(2)
+        entries, positions = ins * kernel[0] * kernel[1], flat.shape[2]
+        tile = [min(most, max(16, 1 << (size - 1).bit_length())) for size, most in ((outs, 128), (entries, 128))]
+        if tile[0] <= 64:
+            tile[1] = min(tile[1], 64)
+        tiles = -(-outs // tile[0]) * -(-entries // tile[1])
+        norms = torch.empty(n, tiles, device=cotangent.device)
+        _kernels().conv_norms[(n * tiles,)](
+            flat, padded, norms, tiles, positions, outs, ins, width, pace, line, channel,
+            *stride, kernel[1], *dilation, entries, *flat.stride(), x_n,
+            LAST=is_last, OUTS=tile[0], ENTRIES=tile[1], POSITIONS=32, num_warps=8 if tile[0] > 64 else 4, num_stages=3,
+        )  # fmt: skip
+        return norms.sum(1)
+
+
+def _padded_last(images: Tensor, padding: Sequence[int]) -> Tensor:
+    """[n, i, h, w] -> [n, h + 2 p, w + 2 p, i], contiguous."""
+    last = images.movedim(1, -1)
+    if not any(padding):
+        return last.contiguous()
+    (top, left), (height, width) = padding, images.shape[2:]
+    padded = images.new_zeros(len(images), height + 2 * top, width + 2 * left, images.shape[1])
+    padded[:, top : top + height, left : left + width] = last
+    return padded
+
+
+def _padded_rounded(images: Tensor, padding: Sequence[int]) -> Tensor:
+    """[n, i, h, w] -> [n, i, h + 2 p, w + 2 p], contiguous, rounded to TensorFloat-32."""
+    n, channels, height, width = images.shape
+    padded = images.new_empty(n, channels, height + 2 * padding[0], width + 2 * padding[1])
+    rows, columns = padded.shape[2:]
+    block = 1024
+    grid = n * channels, -(-rows * columns // block)
+    _kernels().pad_rounded[grid](images, padded, channels, height, width, rows, columns, *padding, *images.stride(), BLOCK=block)
+    return padded
+
+
+def product_of_finite(left: Tensor, right: Tensor, finite: Tensor) -> Tensor:
+    """The sum over the samples with finite[n] of left[n]^T right[n], as if the others were zero.
+
+    To zero them would read and write both sides. Here the product is taken of all, and corrected by a kernel that ends at once
+    if every sample counts. It need not wait for the host to know.
+
+    Args:
+        left: [n, t, o], in float32 or bfloat16.
+        right: [n, t, i].
+        finite: Booleans [n], False for every sample that holds inf or NaN.
+
+    Returns:
+        The sum [o, i], in float32.
+    """
+    run = _product_op if _functorch.is_traced() else _product_of_finite
+    return run(left, right, finite)
+
+
+def _product_of_finite(left: Tensor, right: Tensor, finite: Tensor) -> Tensor:
+    a, b = left.flatten(0, 1), right.flatten(0, 1)
+    if left.dtype == torch.float32:
+        product = torch.mm(a.T, b)
+    else:
+        product = torch.bmm(a.T[None], b[None], out_dtype=torch.float32)[0]
+    (n, positions, outs), ins, size = left.shape, right.shape[2], 64
+    if product.numel() == 0:
+        return product
+    with torch.cuda.device_of(left):
+        _kernels().mend[(-(-outs // size) * -(-ins // size),)](
+            product, left, right, finite.view(torch.uint8), n, positions, outs, ins, *product.stride(), *left.stride(), *right.stride(),
+            SAMPLES=128, OUTS=size, INS=size, ROWS=32, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return product
+
+
+# Custom ops, opaque to tracers.
+_conv_op = torch.library.custom_op("psg::conv_squared_norm", _conv_squared_norm, mutates_args=())
+_conv_op.register_fake(lambda cotangent, *_: cotangent.new_empty(len(cotangent), dtype=torch.float32))
+_product_op = torch.library.custom_op("psg::product_of_finite", _product_of_finite, mutates_args=())
+_product_op.register_fake(lambda left, right, finite: left.new_empty(left.shape[2], right.shape[2], dtype=torch.float32))
