@@ -3,8 +3,8 @@
 On a CPU, the backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and
 for inputs with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.
 
-On a GPU, cuDNN differentiates recurrent layers once, in training mode alone, and not after a write into their outputs. From one state of
-the generator it drops out other units than the rules do. torch's own kernels have none of these limits.
+On a GPU, cuDNN differentiates recurrent layers once, in training mode alone, and not after a write into their outputs; it refuses weights
+with gaps; and from one state of the generator it drops out other units than the rules do. torch's own kernels have none of these limits.
 """
 
 from typing import Any
