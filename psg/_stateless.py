@@ -255,7 +255,8 @@ def _call(
     kept = frozen | rest | buffers
     versions = _versions(kept)
     scripted = isinstance(module, torch.jit.ScriptModule)
-    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, params | rest, buffers)
+    layers = [child for child in children.values() if isinstance(child, nn.RNNBase)]
+    held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, params | rest, buffers, layers)
     given = {id(parameter): name for name, parameter in own.items() if name in params}
     writes, attributes = Writes(children, kept, params), Attributes(children)
     restore_if_given_up((id(module), id(criterion)), partial(_restore, lock, attributes))
@@ -348,18 +349,26 @@ def _held(slots: _Slots) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which these slots hold other tensors, as under `torch.func.functional_call`; `params` are parameters to isinstance."""
+def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor], layers: list[nn.RNNBase]) -> Iterator[None]:
+    """A context in which these slots hold other tensors, as under `torch.func.functional_call`; `params` are parameters to isinstance.
+
+    `layers` are the recurrent ones. Each lists its weights anew when they have changed, and on a GPU moves them then: a list of the call's
+    tensors would make the next call of the module move its own parameters away from those that `stateless` has returned.
+    """
     tensors = {**params, **buffers}
     own = {name: slots[name][0][slots[name][1]] for name in tensors}
     marked = [vars(tensor) for tensor in params.values() if not isinstance(tensor, nn.Parameter)]
+    lists = [(layer, layer._flat_weights, layer._flat_weight_refs) for layer in layers]
     try:
         _put(slots, tensors)
         for attributes in marked:
             attributes["_is_param"] = True
-        yield
+        with _ambient.unmoved():
+            yield
     finally:
         _put(slots, own)
+        for layer, weights, refs in lists:
+            layer._flat_weights, layer._flat_weight_refs = weights, refs
         for attributes in marked:
             attributes.pop("_is_param", None)
 

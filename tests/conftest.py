@@ -34,6 +34,7 @@ TORCH_REMARKS = [
     "There is a performance drop",  # vmap runs this op sample by sample
     "Using padding='same' with even kernel",  # the input is copied once more
     "LSTM with projections is not supported with oneDNN",  # another kernel runs it
+    "RNN module weights are not part of single contiguous chunk",  # cuDNN copies them in every call
     "`torch.jit.script_method` is deprecated",  # torch's inductor still uses it
     "`torch.jit.script` is deprecated",  # torch.func.jvp scripts its decompositions
     "Attempted to insert a get_attr Node",  # torch.func.linearize folds constants in the graph that it traces

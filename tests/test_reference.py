@@ -44,7 +44,9 @@ def looped_norms(fn):
         found = []
         p = {name: leaf if leaf.requires_grad else leaf.clone().requires_grad_() for name, leaf in p.items()}
         for sample in x:
-            gradients = torch.autograd.grad(fn(p, sample), list(p.values()), create_graph=True)
+            with torch.backends.cudnn.flags(enabled=False):  # cuDNN's recurrent layers have no second derivative
+                loss = fn(p, sample)
+            gradients = torch.autograd.grad(loss, list(p.values()), create_graph=True)
             found.append(torch.cat([g.reshape(-1) for g in gradients]).norm())
         return torch.stack(found)
 

@@ -8,7 +8,9 @@ from cases import Problem, ids, normal, parameters, score
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.export.passes import move_to_device_pass
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
 import psg.rules.recurrent
@@ -487,13 +489,14 @@ def test_outputs_may_be_written_into(kind, device):
 def test_new_states_may_be_written_into(kind, device):
     module = CELLS[kind](3, 3).to(device)
 
-    def fn(p, x):
-        state = functional_call(module, p, (x,))
-        for part in listed(state):
-            part.mul_(2)
-        return sum(score(part) for part in listed(state))
+    def fn(p, x, write=True):
+        states = listed(functional_call(module, p, (x,)))
+        states = [part.mul_(2) if write else 2 * part for part in states]
+        return sum(score(part) for part in states)
 
-    assert_agrees(Problem(fn, (parameters(module), normal(3, 2, 3).to(device))))
+    args = parameters(module), normal(3, 2, 3).to(device)
+    # On a GPU torch saves the new states of an LSTM, too: there the loop does not write.
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args, write=device.type == "cpu"))
 
 
 @each_layer
@@ -563,6 +566,70 @@ def test_without_grad(kind, device):
     assert_agrees(Problem(fn, (parameters(module), normal(3, 5, 1, 3).to(device))))
 
 
+# --- on a GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def like_a_gpu(device, monkeypatch):
+    """Recurrent layers move weights that have changed into one chunk of memory, which they do for cuDNN alone."""
+
+    def gather(weights, *options):
+        for weight in weights:
+            weight.set_(weight.clone())
+
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+        monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+        monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", gather)
+        monkeypatch.setattr("torch.backends.cudnn.rnn.get_cudnn_mode", lambda mode: mode)
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+@each_layer
+def test_weights_without_memory_are_not_gathered(kind, method, device, like_a_gpu):
+    """torch asks them for their address, and a transform's wrappers have none."""
+    module = LAYERS[kind](3, 4, batch_first=True).to(device)
+    fn = lambda p, x: score(functional_call(module, p, (x[None],))[0])  # noqa: E731
+    loss, params = psg.stateless(module, lambda output, y: score(output[0] - y))
+    x, y = normal(3, 5, 3).to(device), normal(3, 4).to(device)
+    for run, own in [(fn, (params, x)), (loss, (params, x, y))]:
+        assert_trees_close(psg.per_sample_grad(run, method=method)(*own), loop_grad(run)(*own))
+
+
+@each_layer
+def test_parameters_stay_in_the_memory_of_the_module(kind, device, like_a_gpu):
+    """Gathered, those that an optimizer updates would no longer be those that the loss is given."""
+    module = LAYERS[kind](3, 4, batch_first=True).to(device)
+    loss, params = psg.stateless(module, lambda output, y: score(output[0] - y))
+    x, y = normal(3, 5, 3).to(device), normal(3, 4).to(device)
+    for method in ("capture", "vmap", "loop"):
+        psg.per_sample_grad(loss, method=method)(params, x, y)
+        loss(params, x[0], y[0])
+        module(x)
+        assert {name: p.data_ptr() for name, p in module.named_parameters()} == {name: p.data_ptr() for name, p in params.items()}
+
+
+@each_layer
+def test_the_loop_runs_without_cudnn(kind, device):
+    """cuDNN differentiates once, in training mode, and has a dropout of its own."""
+    module = LAYERS[kind](3, 4).to(device)
+    enabled = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            enabled.add(torch.backends.cudnn.enabled)
+            return func(*args, **(kwargs or {}))
+
+    def fn(p, x):
+        with Watch():
+            output, _ = functional_call(module, p, (x,))
+        return score(output)
+
+    psg.per_sample_grad(fn, method="loop")(parameters(module), normal(2, 5, 1, 3).to(device))
+    assert False in enabled and torch.backends.cudnn.enabled
+
+
 # --- what the user sees -------------------------------------------------------------------------------------
 
 
@@ -580,9 +647,9 @@ def test_the_rules_give_outers_over_time(kind, device):
 @each_layer
 def test_exported_programs(kind, device):
     module = LAYERS[kind](3, 4, num_layers=2, batch_first=True).eval()
-    loss, params = psg.stateless(torch.export.export(module, (normal(1, 5, 3),)).module(), lambda out, y: score(out[0] - y))
-    params, x, y = tree_map(lambda leaf: leaf.to(device), (params, normal(3, 5, 3), normal(3, 4)))
-    assert_agrees(Problem(loss, (params, x, y)))
+    program = move_to_device_pass(torch.export.export(module, (normal(1, 5, 3),)), device)  # the initial states are made there, too
+    loss, params = psg.stateless(program.module(), lambda out, y: score(out[0] - y))
+    assert_agrees(Problem(loss, (params, normal(3, 5, 3).to(device), normal(3, 4).to(device))))
 
 
 def test_scripted_layers_take_the_loop(device):

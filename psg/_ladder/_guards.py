@@ -158,7 +158,9 @@ def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:
 @cache
 def _is_ordinary(func: Any, is_inside: bool) -> bool:
     """Whether `Repaired` runs an op as it is, whatever its arguments: what all tables say of it, asked once."""
-    if isinstance(func, HigherOrderOperator) or func in DIFFERENTIATING or func in _kernels.BATCH_NORMS or is_misderived(func):
+    if isinstance(func, HigherOrderOperator) or func in DIFFERENTIATING or is_misderived(func):
+        return False
+    if func in _kernels.BATCH_NORMS or func in _kernels.RECURRENT:
         return False
     return python_form(func) is None and not (is_inside and find_decomposition(func, differentiated=True))
 

@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from psg._torch import _autograd
-from psg._torch._patches import ForAll
+from psg._torch._patches import ForAll, patch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -182,6 +182,33 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 def compiling() -> contextlib.AbstractContextManager[Any]:
     """A context in which `torch.compiler.is_compiling()` is true, so that models do not branch on the values of tensors."""
     return _compiling
+
+
+def _leave_cudnn() -> Callable[[], None]:
+    before = torch.backends.cudnn.enabled
+    torch._C._set_cudnn_enabled(False)
+    return lambda: torch._C._set_cudnn_enabled(before)
+
+
+_without_cudnn = ForAll(_leave_cudnn)
+
+
+def without_cudnn() -> contextlib.AbstractContextManager[Any]:
+    """A context in which torch runs kernels of its own instead of cuDNN's."""
+    return _without_cudnn
+
+
+_unmoved = patch({(torch.nn.RNNBase, "flatten_parameters"): lambda layer: None})
+
+
+def unmoved() -> contextlib.AbstractContextManager[Any]:
+    """A context in which recurrent layers leave their weights where they are, which other threads notice by no more than their speed.
+
+    When its weights have changed, a layer on a GPU gathers them in one chunk of memory, as cuDNN likes them best. That fails for tensors
+    that a transform has wrapped, which have no memory, and for computed weights without one entry for each element; and it moves tensors
+    that fn is given away from those with which they share memory, such as the parameters that an optimizer updates.
+    """
+    return _unmoved
 
 
 class uncached:

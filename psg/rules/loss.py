@@ -125,7 +125,7 @@ def ctc_loss(
     flat = log_probs.movedim(1, 0).reshape(t, n * b, classes)
     losses = F.ctc_loss(flat, targets.flatten(0, 1), inputs.flatten(), goals.flatten(), blank, "none", zero_infinity).reshape(n, b)
     if reduction == "mean":
-        losses = (losses / goals.clamp(min=1)).mean(1)
+        losses = (losses / goals.to(losses.device).clamp(min=1)).mean(1)  # lengths may be on the CPU
     elif reduction == "sum":
         losses = losses.sum(1)
     elif single:
