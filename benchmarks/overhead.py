@@ -39,7 +39,7 @@ def main() -> None:
         profile(args.profile, args)
         return
     reference = Reference(build("tiny", args.device))
-    rows = {name: check(METHODS[name], "tiny", reference, None, args) for name in args.methods.split(",")}
+    rows = {name: check(METHODS[name], "tiny", reference, None, args)[0] for name in args.methods.split(",")}
     calls = {
         name: METHODS[name].prepare(build("tiny", args.device), reference.clip_norm) for name, row in rows.items() if row["status"] == "ok"
     }

@@ -9,12 +9,15 @@ Then every repeat calls each method once, in a new random order, and the medians
 `plain`: eager forward and backward of the same model on the same batch. A timed call starts with the batch and ends
 with the result (on a GPU, after synchronising). The result is held until the method's next call, except that per-sample
 gradients are freed at once. With --memory each method also runs in three processes of its own, which report the peak of the
-memory in use, model and batch included; the median counts.
+memory in use, model and batch included; the median counts. On a GPU, whose allocator counts, one more call reports it.
+
+Several processes can compile at once and take turns with one device: give them the same file as --turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import importlib
@@ -76,6 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
     parser.add_argument("--limit", type=float, default=4, help="the most GiB of per-sample gradients that are still computed")
     parser.add_argument("--no-double", action="store_true", help="check in the run's own dtype only")
+    parser.add_argument("--turns", type=Path, help="a file: measure when no other process given it checks or measures")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # the process that --memory starts
     args = parser.parse_args()
@@ -92,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def set_up(args: argparse.Namespace) -> None:
     """Sets the process up as the options of a script ask; without options for them, in float32 and with freed pages given back."""
-    for option, default in (("dtype", "float32"), ("tf32", False), ("keep_pages", False)):
+    for option, default in (("dtype", "float32"), ("tf32", False), ("keep_pages", False), ("turns", None)):
         vars(args).setdefault(option, default)
     warnings.simplefilter("ignore")  # peers warn on every call; check() records the warnings that matter
     torch.set_num_threads(args.threads)
@@ -143,14 +147,22 @@ def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.compiler.reset()  # torch limits recompilations of a function, and all workloads share these functions
     reference = Reference(build(workload, args.device, DTYPES[args.dtype]))
     double = None if args.no_double else Reference(build(workload, args.device, torch.float64, DOUBLE_SAMPLES))
-    rows, calls = {}, {}
-    for name in args.methods:
-        rows[name] = {"workload": workload, "method": name, "kind": METHODS[name].kind}
-        rows[name] |= check(METHODS[name], workload, reference, double, args)
-        if rows[name]["status"] == "ok":
-            clip_norm, fresh = reference.clip_norm, build(workload, args.device, DTYPES[args.dtype])
-            calls[name] = METHODS[name].prepare(fresh, clip_norm)
-    times = interleave(calls, args.repeats, args.device)
+    rows, calls, held = {}, {}, {}
+    with turn(args.turns, shared=True):
+        for name in args.methods:
+            rows[name] = {"workload": workload, "method": name, "kind": METHODS[name].kind}
+            found, call, held[name] = check(METHODS[name], workload, reference, double, args)
+            rows[name] |= found
+            if found["status"] == "ok":
+                calls[name] = call
+            del call
+            if args.turns:
+                torch.cuda.empty_cache()  # for the other processes
+    with turn(args.turns):
+        times = interleave(calls, args.repeats, args.device)
+        if args.memory and args.device.startswith("cuda"):
+            for name, call in calls.items():
+                rows[name]["peak_bytes"] = held[name] + peak_of(call, args.device)
     for name, seconds in times.items():
         rows[name]["ms"] = 1e3 * statistics.median(seconds)
         rows[name]["times_ms"] = [round(1e3 * s, 4) for s in seconds]
@@ -158,23 +170,37 @@ def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             rows[name]["ratio"] = statistics.median(seconds) / statistics.median(times["plain"])
     calls.clear()
     gc.collect()
-    if args.memory:
+    if args.memory and not args.device.startswith("cuda"):
         for name in times:
             peaks = [peak_in_fresh_process(workload, name, args) for _ in range(3)]
             rows[name]["peak_bytes"] = None if None in peaks else sorted(peaks)[1]
     return list(rows.values())
 
 
-def check(method: Method, workload: str, reference: Reference, double: Reference | None, args) -> dict[str, Any]:
-    """The status of a method on a workload, and its errors against the loop.
+@contextlib.contextmanager
+def turn(path: Path | None, shared: bool = False):
+    """A context in which no other process with this file has a turn, unless both are shared."""
+    if path is None:
+        yield
+        return
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+
+
+def check(method: Method, workload: str, reference: Reference, double: Reference | None, args) -> tuple[dict[str, Any], Any, int]:
+    """The status of a method on a workload and its errors against the loop, its call, and the bytes that it holds on a GPU.
 
     A method that cannot compute in float64 at all is judged only in the dtype of the run.
     """
     if not method.installed:
-        return {"status": "missing"}
+        return {"status": "missing"}, None, 0
     if method.kind == "grad" and reference.result_bytes > args.limit * 2**30:
-        return {"status": "too large"}
+        return {"status": "too large"}, None, 0
     row: dict[str, Any] = {"status": "ok"}
+    call, held = None, 0
     for label, ref in (("error_double", double), ("error", reference)):
         if ref is None:
             continue
@@ -182,8 +208,10 @@ def check(method: Method, workload: str, reference: Reference, double: Reference
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                fresh = build(workload, args.device, dtype, ref.workload.num_samples)
-                result = method.prepare(fresh, ref.clip_norm)()
+                before = allocated(args.device)
+                call = method.prepare(build(workload, args.device, dtype, ref.workload.num_samples), ref.clip_norm)
+                held = allocated(args.device) - before
+                result = call()
                 row[label] = ref.error(method.kind, result)
                 del result
             except Exception as error:  # a peer may raise anything; the row records it
@@ -192,8 +220,8 @@ def check(method: Method, workload: str, reference: Reference, double: Reference
         if fallbacks:
             row["fallback"] = fallbacks[0]
         if row[label] is not None and row[label] > (TOLERANCE[torch.bfloat16] if args.tf32 else TOLERANCE[dtype]):
-            return {**row, "status": "wrong"}
-    return row if row[label] is not None else {**row, "status": "refused"}
+            return {**row, "status": "wrong"}, None, 0
+    return (row if row[label] is not None else {**row, "status": "refused"}), call, held
 
 
 def interleave(calls: dict[str, Any], repeats: int, device: str, burst: int = 1) -> dict[str, list[float]]:
@@ -228,6 +256,19 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def allocated(device: str) -> int:
+    """Bytes in use on a GPU."""
+    return torch.cuda.memory_allocated(device) if device.startswith("cuda") else 0
+
+
+def peak_of(call: Any, device: str) -> int:
+    """The most bytes that a call has in use on a GPU at once, beside what was in use before."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = allocated(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 def peak_in_fresh_process(workload: str, method: str, args: argparse.Namespace) -> int | None:
     options = ["--workloads", workload, "--methods", method, "--threads", str(args.threads), "--device", args.device]
     options += ["--dtype", args.dtype, "--peak"] + ["--tf32"] * args.tf32 + ["--keep-pages"] * args.keep_pages
@@ -236,23 +277,19 @@ def peak_in_fresh_process(workload: str, method: str, args: argparse.Namespace) 
 
 
 def peak_memory(workload: str, method: Method, args: argparse.Namespace) -> int:
-    """Bytes in use at the peak of three calls, model and batch included.
+    """Bytes of resident memory at the peak of three calls, model and batch included.
 
-    On a CPU, minus what the process holds after one call on a tiny workload, so that lazily loaded code does not count.
+    Minus what the process holds after one call on a tiny workload, so that lazily loaded code does not count.
     """
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # ops of only some models load it, with all of sympy
     method.prepare(build("tiny", args.device, DTYPES[args.dtype]), 1.0)()
     synchronize(args.device)
-    cuda, base = args.device.startswith("cuda"), resident_bytes("VmRSS")
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(args.device)
+    base = resident_bytes("VmRSS")
     call = method.prepare(build(workload, args.device, DTYPES[args.dtype]), 1.0)
     for _ in range(3):
         result = call()
         synchronize(args.device)
         del result
-    if cuda:
-        return torch.cuda.max_memory_allocated(args.device)
     return resident_bytes("VmHWM") - base
 
 

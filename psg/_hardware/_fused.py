@@ -11,23 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psg._hardware._processor import multiplies_by_tensor_cores
 from psg._torch import _functorch
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def takes_conv(tensor: Tensor) -> bool:
-    """Whether `conv_squared_norm` can take this tensor, and is faster: in 16 bits, or where TF32 is allowed.
-
-    Products that must be exact float32 are faster by cuBLAS (measured).
-    """
-    if tensor.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
-        return False
-    return tensor.dtype in (torch.float32, *_HALF) and _can_launch(tensor)
+    """Whether `conv_squared_norm` can take this tensor, and is faster: exact products of float32 are faster by cuBLAS (measured)."""
+    return multiplies_by_tensor_cores(tensor) and _can_launch(tensor)
 
 
 def takes_product(tensor: Tensor) -> bool:
-    """Whether `product_of_finite` can take this tensor."""
+    """Whether `without_spoiled` can take sides like this tensor."""
     return tensor.dtype in (torch.float32, torch.bfloat16) and _can_launch(tensor)
 
 
@@ -75,7 +69,7 @@ def _conv_squared_norm(
     ins = input.shape[1]
     with torch.cuda.device_of(cotangent):
         # 16-bit numbers are best read in runs of channels. Tensor cores take 32-bit ones in runs of positions.
-        is_last = cotangent.dtype in _HALF
+        is_last = cotangent.dtype != torch.float32
         if is_last:
             padded = _padded_last(input, padding)
             (x_n, line, pace, channel), flat = padded.stride(), cotangent.flatten(2)
@@ -118,43 +112,46 @@ def _padded_rounded(images: Tensor, padding: Sequence[int]) -> Tensor:
     return padded
 
 
-def product_of_finite(left: Tensor, right: Tensor, finite: Tensor) -> Tensor:
+def without_spoiled(product: Tensor, left: Tensor, right: Tensor, finite: Tensor) -> Tensor:
     """The sum over the samples with finite[n] of left[n]^T right[n], as if the others were zero.
 
-    To zero them would read and write both sides. Here the product is taken of all, and corrected by a kernel that ends at once
-    if every sample counts. It need not wait for the host to know.
+    To zero them would read and write both sides. Here their product, taken of all samples, is corrected by a kernel that ends at once
+    if every sample counts, without asking the host.
 
     Args:
+        product: The sum over all samples [o, i], in float32. It may be written into.
         left: [n, t, o], in float32 or bfloat16.
         right: [n, t, i].
         finite: Booleans [n], False for every sample that holds inf or NaN.
 
     Returns:
-        The sum [o, i], in float32.
+        The sum [o, i].
     """
-    run = _product_op if _functorch.is_traced() else _product_of_finite
-    return run(left, right, finite)
+    if _functorch.is_traced():
+        return _mended_op(product, left, right, finite)
+    _mend(product, left, right, finite)
+    return product
 
 
-def _product_of_finite(left: Tensor, right: Tensor, finite: Tensor) -> Tensor:
-    a, b = left.flatten(0, 1), right.flatten(0, 1)
-    if left.dtype == torch.float32:
-        product = torch.mm(a.T, b)
-    else:
-        product = torch.bmm(a.T[None], b[None], out_dtype=torch.float32)[0]
+def _mend(product: Tensor, left: Tensor, right: Tensor, finite: Tensor) -> None:
     (n, positions, outs), ins, size = left.shape, right.shape[2], 64
     if product.numel() == 0:
-        return product
+        return
     with torch.cuda.device_of(left):
         _kernels().mend[(-(-outs // size) * -(-ins // size),)](
             product, left, right, finite.view(torch.uint8), n, positions, outs, ins, *product.stride(), *left.stride(), *right.stride(),
             SAMPLES=128, OUTS=size, INS=size, ROWS=32, num_warps=4, num_stages=2,
         )  # fmt: skip
+
+
+def _mended(product: Tensor, left: Tensor, right: Tensor, finite: Tensor) -> Tensor:
+    product = product.clone()  # a compiler may use the memory of the product for other values
+    _mend(product, left, right, finite)
     return product
 
 
 # Custom ops, opaque to tracers.
 _conv_op = torch.library.custom_op("psg::conv_squared_norm", _conv_squared_norm, mutates_args=())
 _conv_op.register_fake(lambda cotangent, *_: cotangent.new_empty(len(cotangent), dtype=torch.float32))
-_product_op = torch.library.custom_op("psg::product_of_finite", _product_of_finite, mutates_args=())
-_product_op.register_fake(lambda left, right, finite: left.new_empty(left.shape[2], right.shape[2], dtype=torch.float32))
+_mended_op = torch.library.custom_op("psg::without_spoiled", _mended, mutates_args=())
+_mended_op.register_fake(lambda product, left, right, finite: torch.empty_like(product))

@@ -1,10 +1,13 @@
-"""Matrix products on CPUs for which MKL is not tuned.
+"""Matrix products where the library that computes them needs help: MKL on some CPUs, cuBLAS with rows of odd lengths.
 
 MKL's kernels, and its division of a product among threads, are tuned for Intel's processors. On many threads of AMD's it takes up to
 twice as long as oneDNN or as one block for each thread, and for some shapes eight times as long: benchmarks/micro.py affine, product,
 weighted_sum, gram. Its kernels for few columns take two to nine times as long as they need, according to how these lie in memory
 (micro.py narrow, thin). oneDNN would first copy a left operand that is not contiguous, and is slower in a compiled graph and on few
 threads: other products are divided into blocks.
+
+On the tensor cores of a GPU, cuBLAS takes three to eight times as long for rows that are not whole blocks of 16 bytes, such as those of
+50257 logits: with zeros at their ends, they are.
 """
 
 import functools
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from psg._hardware._memory import pages_are_kept
-from psg._hardware._processor import is_amd
+from psg._hardware._processor import is_amd, multiplies_by_tensor_cores
 from psg._torch import _functorch
 
 # Multiplications.
@@ -28,6 +31,10 @@ _LARGE_NARROW = 1 << 18
 # Rows or columns.
 _NARROW = 32
 _THIN = 8
+
+# Of tensor cores: what copies pay for, from the measured 120 instead of 400 TFLOP/s (TF32) and 4.2 TB/s of an H200.
+_LARGE_SIDE = 1 << 20
+_USES = 256  # of each entry
 
 _MANY_THREADS = 4  # on fewer, MKL divides large products well enough, and is a twentieth faster than oneDNN
 
@@ -60,7 +67,7 @@ def cross(left: Tensor, right: Tensor) -> Tensor:
 def affine(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows W^T + bias: [t, i], [o, i], [o] -> [t, o]. Only once differentiable where the rows alone require grad."""
     if not _is_slow(rows, weight):
-        return F.linear(rows, weight, bias)
+        return _affine_of_whole_rows(rows, weight, bias) if rows.is_cuda else F.linear(rows, weight, bias)
     weight = _lengthwise(weight, rows.shape[0])
     if rows.numel() * weight.shape[0] < _LARGE_PRODUCT:
         return F.linear(rows, weight, bias)
@@ -92,6 +99,31 @@ def pair_rows(left: Tensor, right: Tensor) -> Tensor:
         return left @ right.T
     left, right = (side.unflatten(1, (blocks, -1)).transpose(0, 1) for side in (left, right))
     return torch.bmm(left, right.mT).sum(0)
+
+
+def whole_rows(matrix: Tensor, uses: int) -> Tensor:
+    """matrix[*, t, a] with zeros at the ends of its rows, if tensor cores then multiply it faster; each entry is used so many times."""
+    if not matrix.is_cuda or uses < _USES or matrix.numel() < _LARGE_SIDE:
+        return matrix
+    missing = _missing(matrix.shape[-1], matrix)
+    return F.pad(matrix, (0, missing)) if missing else matrix
+
+
+def _affine_of_whole_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`affine` on a GPU, in a way that its output and the output's cotangent have whole rows where that pays."""
+    outs, ins = weight.shape
+    missing = _missing(outs, weight) if ins >= _USES and rows.shape[0] * outs >= _LARGE_SIDE else 0
+    if not missing:
+        return F.linear(rows, weight, bias)
+    bias = None if bias is None else F.pad(bias, (0, missing))
+    return F.linear(rows, F.pad(weight, (0, 0, 0, missing)), bias)[:, :outs].contiguous()
+
+
+def _missing(length: int, like: Tensor) -> int:
+    """How many entries rows of this length lack to whole blocks of 16 bytes, if tensor cores need those."""
+    if not multiplies_by_tensor_cores(like) or _functorch.is_traced():  # inductor does as much by itself
+        return 0
+    return -length % (16 // like.itemsize)
 
 
 class _Affine(torch.autograd.Function):

@@ -86,7 +86,8 @@ class Outer(Planned):
 
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>
-        left, right = wide_bmm(self.left, self.left.transpose(1, 2)), wide_bmm(self.right, self.right.transpose(1, 2))
+        left, right = (_matmul.whole_rows(side, self.positions) for side in (self.left, self.right))
+        left, right = wide_bmm(left, left.transpose(1, 2)), wide_bmm(right, right.transpose(1, 2))
         return (left * right).sum((1, 2)), squared_terms_of(left, right)
 
     def squared_terms(self) -> Tensor:
@@ -106,9 +107,7 @@ class Outer(Planned):
         # In float16 a side times its weights may leave the range, even where the sum does not.
         if dtype == torch.float16 or dtype == torch.bfloat16 and self.device.type not in WIDENING:
             return self.to(torch.float32).weighted_sum(weights)
-        left, right = self._scaled(weights)
-        left, right = left.flatten(0, 1), right.flatten(0, 1)
-        return wide_bmm(left.T[None], right[None])[0] if dtype in HALF else _matmul.cross(left, right)
+        return _summed(*self._scaled(weights))
 
     def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Both sides, the smaller one times the weights."""
@@ -124,7 +123,8 @@ class Outer(Planned):
         if not self.is_zeroed_in_sums or weights.requires_grad:
             return super().weighted_sum_of(weights, keep, finite)
         # Zero times a finite number is zero: only samples that are not finite must be left out.
-        return _fused.product_of_finite(*self._scaled(weights), finite)
+        left, right = self._scaled(weights)
+        return _fused.without_spoiled(_summed(left, right), left, right, finite)
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.positions != 1:
@@ -161,6 +161,14 @@ class Outer(Planned):
 
     def _sum_cost(self) -> float:
         return self._materialize_cost()
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    """sum_{n,t} left[n, t, a] right[n, t, b] -> [a, b], in at least float32."""
+    outs, ins = left.shape[2], right.shape[2]
+    left, right = _matmul.whole_rows(left.flatten(0, 1), ins), _matmul.whole_rows(right.flatten(0, 1), outs)
+    total = wide_bmm(left.T[None], right[None])[0] if left.dtype in HALF else _matmul.cross(left, right)
+    return total if total.shape == (outs, ins) else total[:outs, :ins].contiguous()
 
 
 # sqrt(tiny / eps): in the float32 square of a norm above this, terms that are eps times smaller than the whole still count.
