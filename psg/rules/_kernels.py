@@ -1,7 +1,9 @@
-"""Workarounds for ops that torch's CPU kernels get wrong, used where fn's own ops run: the loop, its oracle and method="batch".
+"""Workarounds for ops that torch's kernels get wrong, used where fn's own ops run: the loop, its oracle and method="batch".
 
-The backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and for inputs
-with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.
+On a CPU the backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and for
+inputs with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory. On a GPU it
+gives a bias without a weight no gradient: an empty one, which for one channel reads as zero. And there weight norm takes square roots of
+float64 in float32.
 """
 
 from typing import Any
@@ -9,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psg.rules._registry import find_decomposition
 from psg.rules.leaks import UPDATING
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own."""
+    """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own, but for weight norm of float64."""
+    if func is _WEIGHT_NORM and _is_imprecise(*args, **kwargs) and (written_out := find_decomposition(func, differentiated=True)):
+        output = written_out(*args, **kwargs)
+        if output is not NotImplemented:
+            return output
     output = run_without_gaps(func, args, kwargs)
     if func not in BATCH_NORMS:
         return output
@@ -33,10 +40,25 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 def run_without_gaps(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op, a batch norm with weights and statistics without gaps; under transforms, where the workaround by a hook has no place."""
     if func in BATCH_NORMS:
+        args, kwargs = _with_weight(func, args, kwargs)
         # All arguments but the input. Running statistics may be copies: updates of them were refused before (psg/rules/leaks.py).
         args = (*args[:1], *map(_without_gaps, args[1:]))
         kwargs = {name: value if name == "input" else _without_gaps(value) for name, value in kwargs.items()}
     return func(*args, **kwargs)
+
+
+def _with_weight(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a batch norm, with a weight of ones if there is a bias alone."""
+    place = 4 - UPDATING.get(func, (3,))[0]  # the weight follows the statistics, or they follow the bias
+    weight, bias = (args[i] if i < len(args) else kwargs.get(name) for i, name in ((place, "weight"), (place + 1, "bias")))
+    if weight is not None or bias is None:
+        return args, kwargs
+    ones = torch.ones_like(bias)
+    return ((*args[:place], ones, *args[place + 1 :]), kwargs) if place < len(args) else (args, kwargs | {"weight": ones})
+
+
+def _is_imprecise(v: Tensor, *_: Any, **__: Any) -> bool:
+    return v.dtype == torch.float64 and not v.is_cpu
 
 
 def _without_gaps(value: Any) -> Any:
@@ -44,5 +66,6 @@ def _without_gaps(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) and value.is_cpu else value
 
 
+_WEIGHT_NORM = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
 _aten = torch.ops.aten
 BATCH_NORMS = {*UPDATING, _aten._native_batch_norm_legit.no_stats, _aten._native_batch_norm_legit_no_training.default}

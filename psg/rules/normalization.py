@@ -166,7 +166,11 @@ def instance_norm(
     if running_mean is not None or running_var is not None or input.ndim < 4 or input.shape[3:].numel() == 1:
         return NotImplemented  # of one value a channel, torch refuses it
     # Each channel is a group. The native instance norm is wrong on a CPU for one image with a channels-last cotangent.
-    return group_norm(input, input.shape[2], weight, bias, eps)
+    found: Any = group_norm(input, input.shape[2], weight, bias, eps)
+    if found is NotImplemented:
+        return NotImplemented
+    output, factors = found
+    return output.to(input.dtype), factors  # CUDA's autocast runs group norm in float32, but not instance norm
 
 
 @rule(F.batch_norm)
