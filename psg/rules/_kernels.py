@@ -37,6 +37,14 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return output
 
 
+def shared_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """`F.dropout` of one sample, with the numbers that vmap draws once for all samples: on a GPU its fused kernel draws others."""
+    if not training or not 0 < p < 1 or inplace:
+        return NotImplemented
+    kept = torch.empty_like(input, memory_format=torch.contiguous_format).bernoulli_(1 - p)
+    return input * kept * (1 / (1 - p))
+
+
 def run_without_gaps(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op, a batch norm with weights and statistics without gaps; under transforms, where the workaround by a hook has no place."""
     if func in BATCH_NORMS:
