@@ -195,8 +195,8 @@ class Repaired(TorchFunctionMode):
         misderived = is_misderived(func)
         if self.is_inside or misderived:
             decompose = find_decomposition(func, differentiated=True)
-            higher = self.differentiated or _functorch.transform_active()
-            if decompose is not None and higher and _autograd.saved_tensor_hooks() == self.hooks:
+            written_out = self.differentiated or _functorch.transform_active() or _kernels.is_imprecise(func, args)
+            if decompose is not None and written_out and _autograd.saved_tensor_hooks() == self.hooks:
                 if (cast := cast_of(func, args, kwargs)) is not None:
                     return cast.run(self, func, args, kwargs)
                 with self:

@@ -11,16 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg.rules._registry import find_decomposition
+from psg.rules._registry import known_as
 from psg.rules.leaks import UPDATING
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own, but for weight norm of float64."""
-    if func is _WEIGHT_NORM and _is_imprecise(*args, **kwargs) and (written_out := find_decomposition(func, differentiated=True)):
-        output = written_out(*args, **kwargs)
-        if output is not NotImplemented:
-            return output
+    """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own."""
     output = run_without_gaps(func, args, kwargs)
     if func not in BATCH_NORMS:
         return output
@@ -35,6 +31,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
         normalized.register_hook(laid_out)
     return output
+
+
+def is_imprecise(func: Any, args: Any) -> bool:
+    """Whether this is a call of weight norm that must be written out."""
+    return known_as(func) is _WEIGHT_NORM and bool(args) and args[0].dtype == torch.float64 and not args[0].is_cpu
 
 
 def shared_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -63,10 +64,6 @@ def _with_weight(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     ones = torch.ones_like(bias)
     return ((*args[:place], ones, *args[place + 1 :]), kwargs) if place < len(args) else (args, kwargs | {"weight": ones})
-
-
-def _is_imprecise(v: Tensor, *_: Any, **__: Any) -> bool:
-    return v.dtype == torch.float64 and not v.is_cpu
 
 
 def _without_gaps(value: Any) -> Any:
