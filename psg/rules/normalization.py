@@ -170,7 +170,10 @@ def instance_norm(
     if found is NotImplemented:
         return NotImplemented
     output, factors = found
-    return output.to(input.dtype), factors  # CUDA's autocast runs group norm in float32, but not instance norm
+    if output.dtype == input.dtype:
+        return found
+    # CUDA's autocast computes group norm in float32, and returns instance norm in the input's dtype.
+    return output.to(input.dtype), {name: lambda cotangent, of=of: of(cotangent.to(output.dtype)) for name, of in factors.items()}
 
 
 @rule(F.batch_norm)
