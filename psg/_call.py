@@ -13,7 +13,7 @@ from torch import Tensor
 from psg import _trees
 from psg._errors import InputError, as_integer, code_of, warn_once
 from psg._hardware import _memory
-from psg._torch import _ambient, _functorch, _random
+from psg._torch import _ambient, _autograd, _functorch, _random
 from psg._watch import _copies
 from psg._watch._outside import Outside
 
@@ -142,7 +142,7 @@ class Call:
                 without the samples in dim 0.
         """
         kwargs = _copied(self.kwargs) if copies and self.keyword_tensors else self.kwargs
-        with _ambient.uncompiled(), _ambient.unmoved():
+        with _ambient.uncompiled(), _ambient.unmoved(), _autograd.in_this_thread():
             output = self.fn(*_trees.unflatten(self.spec, leaves), **kwargs)
         aux = None
         if self.has_aux:

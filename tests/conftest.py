@@ -37,6 +37,8 @@ TORCH_REMARKS = [
     "RNN module weights are not part of single contiguous chunk",  # cuDNN copies them in every call
     "`torch.jit.script_method` is deprecated",  # torch's inductor still uses it
     "`torch.jit.script` is deprecated",  # torch.func.jvp scripts its decompositions
+    "TensorFloat32 tensor cores for float32 matrix multiplication available",  # a remark of torch's inductor on speed
+    "Attempting to run cuBLAS, but there was no current CUDA context",  # in a thread of autograd's own; torch makes one
     "Attempted to insert a get_attr Node",  # torch.func.linearize folds constants in the graph that it traces
 ]
 

@@ -1645,7 +1645,7 @@ def test_attention_with_a_mask_and_causality_is_refused_as_by_torch(device):
 
 @pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize(
-    "make", [torch.outer, lambda a, w: torch.einsum("b,i->bi", a, w), lambda a, w: torch.addr(torch.zeros(len(a), 3), a, w)]
+    "make", [torch.outer, lambda a, w: torch.einsum("b,i->bi", a, w), lambda a, w: torch.addr(a.new_zeros(len(a), 3), a, w)]
 )
 def test_rows_of_an_outer_product_are_each_sample_s_own(make, n, device):
     """Also where there are as many as the parameter has entries: one value for all would give the largest gradient the others' shares."""

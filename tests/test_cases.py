@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from agreement import assert_agrees, cut, samples, summed
+from agreement import assert_agrees, cut, floor, samples, summed
 from cases import N, each_case, falling
 from differentiation import may_have_a_history
 
@@ -161,10 +161,11 @@ def test_a_masked_sample_contributes_exactly_zero(case, device):
     out = clipped(*problem.args, mask=mask, **problem.shared)
     assert not out.norms[1] and not out.values[1]
     summed(out.grads, reference_weighted_sum(oracle(problem), mask.to(out.norms.dtype)), "grads")
-    # Exactly: what the masked sample holds changes no bit of the sum.
+    # Exactly: what the masked sample holds changes no bit of the sum, where kernels add in one order (on accelerators some do not).
     other = samples(problem, [0, 2, 2])
     again = clipped(*other.args, mask=mask, **problem.shared)
-    tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), again.grads, out.grads)
+    off = 0 if device.type == "cpu" else floor(out.grads)
+    tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=off), again.grads, out.grads)
 
 
 @each_case(runs_on_capture)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg
+from psg._torch import _functorch
 from psg._torch._patches import assigned
 from psg.factors import (
     Conv,
@@ -264,7 +265,11 @@ def make(device):
 
     def make(recipe, n, size):
         factor, tensor = recipe(n, size, generator)
-        return factor.map(lambda part: part.to(device)), tensor.to(device)
+        return factor.map(to_device), tensor.to(device)
+
+    def to_device(part):
+        is_shared = len(part) > 1 and part.stride(0) == 0  # by the samples, which a copy to another device would forget
+        return part[:1].to(device).expand(part.shape) if is_shared else part.to(device)
 
     return make
 
@@ -684,8 +689,10 @@ def test_norms_of_terms_that_cancel_are_those_of_what_is_added_up(kind, norm, de
     exact = factor.to(torch.float64).materialize()
     assert exact.all()
     with psg.plans.using(norm=norm, keep_bytes=0):
-        assert_trees_close(factor.norm(), exact.flatten(1).norm(dim=1).float())
-        assert_trees_close(psg.tree.clip(factor, 2.0**-20).grads, (2.0**-20 * exact[0] / exact.norm()).float(), per_sample=False)
+        clipped = psg.tree.clip(factor, 2.0**-20)
+        for norms in (factor.norm(), clipped.norms):
+            assert_norms(norms, exact.flatten(1).norm(dim=1), rtol=1e-5)
+        assert_trees_close(clipped.grads, (2.0**-20 * exact[0] / clipped.norms).float(), per_sample=False)
         assert torch.equal(factor.materialize(), exact.bfloat16())
         assert torch.equal(factor.moment_sums()[0], exact[0].float())
 
@@ -1137,6 +1144,19 @@ def test_pairs_over_drawn_shapes(n, t, a, b, kinds, seed):
     assert_trees_close(x.gram(y), reference_gram(x_tensor, y_tensor), atol=1e-12)
 
 
+def assert_norms(found, exact, rtol):
+    """Norms of what nearly cancels: exact; where values cannot be read (on accelerators), finite and not below those."""
+    if _functorch.can_read_now(found):
+        torch.testing.assert_close(found, exact.to(found.dtype), rtol=rtol, atol=0)
+    else:
+        assert (found.isfinite() & (found >= exact * (1 - rtol))).all()
+
+
+def anyhow(plan, device):
+    """The plan, or where values cannot be read one that is exact although squares of one side leave the range (help(psg.tree))."""
+    return plan if plan != "gram" or _functorch.can_read_now(torch.empty(0, device=device)) else "chunks"
+
+
 CENTRED = {  # nearly vanishing gradients: the common parts of the terms cancel
     "pair": lambda x, c: Outer(torch.stack([c, -c], 1), torch.stack([x, x + 1e-3 * c[:, :1]], 1)),
     "mean": lambda x, c: Outer((c[:, :, None] - c.mean(1)[:, None, None]).expand(-1, -1, 3), 100 + 0.01 * torch.stack([x, c], 2)),
@@ -1146,7 +1166,7 @@ CENTRED = {  # nearly vanishing gradients: the common parts of the terms cancel
     "tied": lambda x, c: Sum([Dense(1 + x), Dense(1e-3 * c - (1 + x))], x[:, :0], x.shape[1:]),
     "tied rows": lambda x, c: Sum(
         [
-            Rows(torch.zeros(len(x), 1, dtype=torch.int64), 1 + x[:, None], 4),
+            Rows(torch.zeros(len(x), 1, dtype=torch.int64, device=x.device), 1 + x[:, None], 4),
             Outer(torch.eye(4).to(x)[0].expand(len(x), 1, 4), -1 - 1.001 * x[:, None]),
         ],
         x[:, :0],
@@ -1166,7 +1186,7 @@ def test_norms_of_what_nearly_cancels(make, gram, device):
     factor = make(x, c)
     exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float()
     with psg.plans.using(norm="gram", gram=gram):
-        assert_trees_close(factor.norm(), exact, rtol=1e-3)
+        assert_norms(factor.norm(), exact, rtol=1e-3)
         traced = make_fx(lambda factor: factor.norm())(factor)(factor)  # a trace cannot read values: an upper bound
     assert ((traced >= exact * (1 - 1e-3)) & (traced <= exact + 0.01 * factor.squared_terms().sqrt())).all()
 
@@ -1189,7 +1209,7 @@ def test_norms_of_uneven_sides(make, sizes, gram, device):
     left[3, 1:] *= 1e12 if sizes[0] < 1 else 1e-12  # positions of one sample may differ as much
     right[3, 1:] *= 1e-12 if sizes[0] < 1 else 1e12
     factor = make(left, right)
-    with psg.plans.using(norm="gram", gram=gram):
+    with psg.plans.using(norm=anyhow("gram", device), gram=gram):
         norms = factor.norm()
     assert_trees_close(norms, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=1e-3)
 
@@ -1204,7 +1224,7 @@ def test_norms_of_sides_of_which_one_has_squares_that_overflow(make, sizes, gram
     left[1, 0, 0], left[2, 1, 2], left[3] = torch.nan, torch.inf, 0
     factor = make(left, right)
     exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float()
-    for norm in ("gram", "chunks"):
+    for norm in (anyhow("gram", device), "chunks"):
         with psg.plans.using(norm=norm, gram=gram):
             found = factor.norm()
         assert_trees_close(found[exact.isfinite()], exact[exact.isfinite()])
@@ -1278,7 +1298,7 @@ def test_norms_of_what_nearly_cancels_have_derivatives(device):
     x, c = (torch.randn(3, 5, device=device) for _ in range(2))
     factor = Outer(torch.stack([c, -c], 1), torch.stack([x, x + 1e-7 * c], 1).requires_grad_())
     assert (factor.squared_norm() < 1e-11 * factor.squared_terms()).all()
-    with psg.plans.using(norm="gram"):
+    with psg.plans.using(norm=anyhow("gram", device)):
         found = torch.autograd.grad(factor.squared_norm().sum(), factor.right)
     assert_trees_close(found, torch.autograd.grad(factor.materialize().square().sum(), factor.right))
 
@@ -1293,7 +1313,7 @@ def test_norms_of_terms_that_cancel_as_a_whole(eps, device):
     factor = Sum([first, second], left[:, 0, :0].to(device), torch.Size((3, 3)))
     exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1)
     with psg.plans.using(norm="gram"):
-        assert ((factor.norm() / exact - 1).abs() < 5e-3).all()
+        assert_norms(factor.norm(), exact, rtol=5e-3)
         traced = make_fx(lambda factor: factor.norm())(factor)(factor)
     assert (traced >= exact * 0.99).all()
 
@@ -1365,7 +1385,7 @@ def test_norms_of_few_positions_that_nearly_cancel(seed, t, device):
     factor = Outer(torch.cat([r, -r], 1).repeat(1, t // 2, 1), torch.cat([u, u + 0.03 * shift], 1).repeat(1, t // 2, 1))
     with psg.plans.using(norm="gram"):
         found = factor.norm()
-    torch.testing.assert_close(found, factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=5e-5, atol=0)
+    assert_norms(found, factor.to(torch.float64).materialize().flatten(1).norm(dim=1), rtol=5e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -1385,7 +1405,7 @@ def test_norms_of_several_factors_of_which_some_nearly_cancel(dtype, device):
         apart = torch.stack([factor.norm().double() for factor in tree.values()]).norm(dim=0)
         with assigned(_base.BOUNDING, True):
             most = psg.tree.norm(tree)
-    torch.testing.assert_close(found.double(), exact, rtol=5e-5, atol=0)
+    assert_norms(found, exact, rtol=5e-5)
     torch.testing.assert_close(found.double(), apart, rtol=1e-6, atol=0)
     assert ((most >= exact * (1 - 5e-5)) & (most <= exact + 0.01 * sum(f.squared_terms().double() for f in tree.values()).sqrt())).all()
 
@@ -1413,16 +1433,17 @@ def test_norms_of_sums_of_which_one_term_nearly_cancels(kind, device):
     both = Sum([first, Outer(apart * r, u)], like, shape)
     with psg.plans.using(norm="gram"):
         found = both.norm()
-    torch.testing.assert_close(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1).float(), rtol=2e-5, atol=0)
+    assert_norms(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1), rtol=2e-5)
 
 
 def test_norms_of_what_nearly_cancels_are_of_gradients_that_are_not_rounded(device):
     """The gradient, 2^-6 (1 + 2^-8), is between two numbers of bfloat16."""
     sides = [torch.tensor([[[1 + 2.0**-7], [last]]], dtype=torch.bfloat16, device=device) for last in (1.0, -1.0)]
+    exact = torch.tensor([2.0**-6 + 2.0**-14], device=device)
     with psg.plans.using(norm="gram"):
-        assert Outer(*sides).norm().item() == 2.0**-6 + 2.0**-14
+        assert_norms(Outer(*sides).norm(), exact, rtol=0)
         ones = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
-        assert Scaled(Outer(*sides), ones).norm().item() == 2.0**-6 + 2.0**-14
+        assert_norms(Scaled(Outer(*sides), ones).norm(), exact, rtol=0)
     # 1 + 2^-8, the sum of the rows of one index, is too.
     rows = torch.tensor([[[1.0], [2.0**-8]]], dtype=torch.bfloat16, device=device)
     assert Rows(torch.zeros(1, 2, dtype=torch.int64, device=device), rows, 1).norm().item() == 1 + 2.0**-8
@@ -1443,7 +1464,7 @@ def test_a_sample_of_zeros_and_huge_inputs_has_the_norm_zero(plan, dtype, device
     left, right = torch.randn(2, 4, 64, device=device), torch.randn(2, 4, 64, device=device)
     left[1], right[1, 0, 0] = 0, 1e20
     factor = Outer(left.to(dtype), right.to(dtype))
-    with contextlib.nullcontext() if plan is None else psg.plans.using(norm=plan):
+    with contextlib.nullcontext() if plan is None else psg.plans.using(norm=anyhow(plan, device)):
         norms = factor.norm()
         assert norms[1] == 0 and norms[0] > 0
         grads = {"w": factor, "b": Dense(torch.ones(2, 3, device=device, dtype=dtype))}
@@ -1476,6 +1497,6 @@ def test_norms_of_many_positions_that_repeat(seed, apart, t, device):
     factor = Outer(torch.cat([r, -r], 1).repeat(1, t // 2, 1), torch.cat([u, u + apart * shift], 1).repeat(1, t // 2, 1))
     exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1).float()
     with psg.plans.using(norm="gram"):
-        torch.testing.assert_close(factor.norm(), exact, rtol=1e-3, atol=0)
+        assert_norms(factor.norm(), exact, rtol=1e-3)
         traced = make_fx(lambda factor: factor.norm())(factor)(factor)
     assert (traced >= exact * (1 - 1e-3)).all()

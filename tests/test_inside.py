@@ -439,6 +439,20 @@ def test_a_function_that_calls_autograd_now_and_then(normal):
         assert_trees_close(psg.per_sample_grad(fn)(params, x, differentiate), loop_grad(fn)(params, x, differentiate))
 
 
+@pytest.mark.parametrize("gradients", [*(functools.partial(psg.per_sample_grad, method=m) for m in ("capture", "vmap", "loop")), loop_grad])
+def test_backward_passes_of_the_function_stay_in_its_thread(gradients, normal):
+    """In an accelerator's thread autograd counts nodes anew: gradients looked like tensors that fn closes over, and got a history."""
+    threaded = []
+
+    def fn(w, x):
+        threaded.append(torch._C._is_multithreading_enabled())
+        slope = torch.func.grad(lambda x: F.linear(x, w).tanh().sum())(x)
+        return (slope * x).sum()
+
+    assert not gradients(fn)(normal(4, 3), normal(5, 3)).requires_grad
+    assert threaded and not any(threaded) and torch._C._is_multithreading_enabled()
+
+
 # --- values that are computed from parameters again and again ---------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import psg
 from psg import plans
 from psg._capture import _backward
 from psg._torch import _autograd
-from psg.factors import Conv, Dense, Geometry, Outer, Rows, _planned
+from psg.factors import Conv, Dense, Geometry, Outer, Rows, _base, _planned
 from psg.testing import assert_trees_close
 
 
@@ -282,7 +283,8 @@ def test_a_convolution_used_again(size, uses, way, device):
 
     w = torch.randn(16, 16, 3, 3, device=device)
     images = [torch.randn(N, 16, size, size, device=device) for _ in range(uses)]
-    assert way in psg.explain(fn)(w, *images).leaves[0].plan
+    with mock.patch.object(_base, "_TINY", 0):  # small gradients are formed on devices whose values cannot be read
+        assert way in psg.explain(fn)(w, *images).leaves[0].plan
     psg.check(fn)(w, *images)
     factor = psg.factored_grad(fn)(w, *images)
     rows = factor.materialize().flatten(1)

@@ -208,7 +208,8 @@ def test_a_warning_where_only_the_derivative_falls(args):
         norms = psg.per_sample_norm(branch)(p, x)
     with pytest.warns(psg.FallbackWarning, match="vmap could not run it .* method='loop'") as caught:
         norms.sum().backward()
-    assert caught[0].filename == __file__
+    if x.device.type == "cpu":  # an accelerator's backward passes run in a thread of autograd's own, where none of the caller's frames is
+        assert caught[0].filename == __file__
 
 
 def test_a_warning_inside_a_transform(args):

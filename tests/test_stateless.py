@@ -532,7 +532,7 @@ def test_functions_of_torchscript(device):
 
     @torch.jit.script
     def padded(x: torch.Tensor) -> torch.Tensor:
-        return torch.embedding(x.view(-1, 2), torch.arange(2), 1)
+        return torch.embedding(x.view(-1, 2), torch.arange(2, device=x.device), 1)
 
     w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device).round()
     for _ in range(3):

@@ -127,6 +127,8 @@ def test_a_mask_of_the_sample_is_filled(target, mask, value, device):
 @pytest.mark.parametrize("value", [7, 2.5, "number"])
 def test_large_integers_beside_those_that_a_mask_fills(value, method, device):
     """`torch.where` of integers and a float is a float, which rounds them."""
+    if value == "number" and device.type == "cuda":
+        pytest.skip("torch itself refuses to put a float on a GPU into integers")
 
     def fn(p, ids):
         ids = ids.clone()

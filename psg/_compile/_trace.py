@@ -215,8 +215,10 @@ class _ConstantsAsInputs(TorchDispatchMode):
 
     def _literal(self, tensor: Tensor) -> Tensor:
         """The same values as a literal of the graph."""
+        with disable_proxy_modes_tracing():  # an accelerator's tensor is copied to the CPU first
+            values = tensor.tolist()
         with self, torch._C.DisableTorchFunction():
-            literal = torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=tensor.device)
+            literal = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
             return literal if literal.shape == tensor.shape else literal.reshape(tensor.shape)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
@@ -196,8 +197,8 @@ class Repaired(TorchFunctionMode):
         misderived = is_misderived(func)
         if self.is_inside or misderived:
             decompose = find_decomposition(func, differentiated=True)
-            higher = self.differentiated or _functorch.transform_active()
-            if decompose is not None and higher and _autograd.saved_tensor_hooks() == self.hooks:
+            written_out = self.differentiated or _functorch.transform_active() or _kernels.is_imprecise(func, args)
+            if decompose is not None and written_out and _autograd.saved_tensor_hooks() == self.hooks:
                 if (cast := cast_of(func, args, kwargs)) is not None:
                     return cast.run(self, func, args, kwargs)
                 with self:
@@ -228,6 +229,7 @@ class LoopGuard(Repaired, Looking):
         self.outside = call.outside
         self.level = _functorch.current_level()
         self.own = frozenset(map(id, own))
+        self.draws_once = call.randomness == "same" and not self.is_inside  # transforms around psg have a randomness of their own
         self.recorded_ids: set[int] = set()
         self.other_ids: set[int] = set()
 
@@ -237,6 +239,8 @@ class LoopGuard(Repaired, Looking):
         (self.recorded_ids if torch.is_grad_enabled() else self.other_ids).update(map(id, tensors))
         self.outside.look(func, tensors, self.own, self.level)
         args, kwargs = self.outside.replace((args, kwargs))
+        if func is F.dropout and self.draws_once and (output := _kernels.shared_dropout(*args, **kwargs)) is not NotImplemented:
+            return output
         target = target_of(func, args, kwargs)
         if target is None and "requires_grad" not in kwargs and _is_ordinary(func, self.is_inside):
             return func(*args, **kwargs)

@@ -36,8 +36,17 @@ def accumulate(loss: Tensor) -> None:
     )
 
 
+def in_this_thread() -> contextlib.AbstractContextManager[Any]:
+    """A context in which backward passes stay in this thread, also those for an accelerator's tensors.
+
+    In its own threads autograd counts the nodes that it records from zero, so that to `made_before` they are old, and psg's context
+    variables have their defaults. And what a pass runs again there would wait for the locks of modules that this thread holds.
+    """
+    return torch.autograd.set_multithreading_enabled(False)
+
+
 def now() -> int:
-    """autograd's current sequence number, a moment for `made_before`."""
+    """autograd's current sequence number in this thread, a moment for `made_before`."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -47,15 +47,12 @@ class Pass:
                 raise StateError(USED_ELSEWHERE.format(name))
 
     def again(self) -> contextlib.AbstractContextManager[None]:
-        """A context for the backward pass, in which the owners hold their tensors.
-
-        Autograd stays in this thread, also for an accelerator's tensors: what runs again may call owners, whose locks this thread holds.
-        """
-        return self._holding() if self._held else torch.autograd.set_multithreading_enabled(False)
+        """A context for the backward pass, which stays in this thread, and in which the owners hold their tensors."""
+        return self._holding() if self._held else _autograd.in_this_thread()
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack, torch.autograd.set_multithreading_enabled(False):
+        with contextlib.ExitStack() as stack, _autograd.in_this_thread():
             # In one order everywhere, to avoid deadlocks: each context waits for its module's lock.
             for _, (_, held) in sorted(self._held.items()):
                 stack.enter_context(held())

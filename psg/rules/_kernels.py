@@ -1,10 +1,12 @@
 """Workarounds for ops that torch's kernels get wrong, used where fn's own ops run: the loop, its oracle and method="batch".
 
-On a CPU, the backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and
-for inputs with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.
+On a CPU the backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and for
+inputs with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.
 
-On a GPU, cuDNN differentiates recurrent layers once, in training mode alone, and not after a write into their outputs; it refuses weights
-with gaps; and from one state of the generator it drops out other units than the rules do. torch's own kernels have none of these limits.
+On a GPU it gives a bias without a weight no gradient: an empty one, which for one channel reads as zero. Weight norm takes square roots of
+float64 in float32 there. And cuDNN differentiates recurrent layers once, in training mode alone, and not after a write into their outputs;
+it refuses weights with gaps; and from one state of the generator it drops out other units than the rules do. torch's own kernels have none
+of these limits.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from psg._torch import _ambient
+from psg.rules._registry import known_as
 from psg.rules.leaks import UPDATING
 
 
@@ -37,13 +40,37 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return output
 
 
+def is_imprecise(func: Any, args: Any) -> bool:
+    """Whether this is a call of weight norm that must be written out."""
+    return known_as(func) is _WEIGHT_NORM and bool(args) and args[0].dtype == torch.float64 and not args[0].is_cpu
+
+
+def shared_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """`F.dropout` of one sample, with the numbers that vmap draws once for all samples: on a GPU its fused kernel draws others."""
+    if not training or not 0 < p < 1 or inplace:
+        return NotImplemented
+    kept = torch.empty_like(input, memory_format=torch.contiguous_format).bernoulli_(1 - p)
+    return input * kept * (1 / (1 - p))
+
+
 def run_without_gaps(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op, a batch norm with weights and statistics without gaps; under transforms, where the workaround by a hook has no place."""
     if func in BATCH_NORMS:
+        args, kwargs = _with_weight(func, args, kwargs)
         # All arguments but the input. Running statistics may be copies: updates of them were refused before (psg/rules/leaks.py).
         args = (*args[:1], *map(_without_gaps, args[1:]))
         kwargs = {name: value if name == "input" else _without_gaps(value) for name, value in kwargs.items()}
     return func(*args, **kwargs)
+
+
+def _with_weight(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a batch norm, with a weight of ones if there is a bias alone."""
+    place = 4 - UPDATING.get(func, (3,))[0]  # the weight follows the statistics, or they follow the bias
+    weight, bias = (args[i] if i < len(args) else kwargs.get(name) for i, name in ((place, "weight"), (place + 1, "bias")))
+    if weight is not None or bias is None:
+        return args, kwargs
+    ones = torch.ones_like(bias)
+    return ((*args[:place], ones, *args[place + 1 :]), kwargs) if place < len(args) else (args, kwargs | {"weight": ones})
 
 
 def _without_gaps(value: Any) -> Any:
@@ -51,6 +78,7 @@ def _without_gaps(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) and value.is_cpu else value
 
 
+_WEIGHT_NORM = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
 _aten = torch.ops.aten
 BATCH_NORMS = {*UPDATING, _aten._native_batch_norm_legit.no_stats, _aten._native_batch_norm_legit_no_training.default}
 RECURRENT = {

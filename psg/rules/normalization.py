@@ -166,7 +166,14 @@ def instance_norm(
     if running_mean is not None or running_var is not None or input.ndim < 4 or input.shape[3:].numel() == 1:
         return NotImplemented  # of one value a channel, torch refuses it
     # Each channel is a group. The native instance norm is wrong on a CPU for one image with a channels-last cotangent.
-    return group_norm(input, input.shape[2], weight, bias, eps)
+    found: Any = group_norm(input, input.shape[2], weight, bias, eps)
+    if found is NotImplemented:
+        return NotImplemented
+    output, factors = found
+    if output.dtype == input.dtype:
+        return found
+    # CUDA's autocast computes group norm in float32, and returns instance norm in the input's dtype.
+    return output.to(input.dtype), {name: lambda cotangent, of=of: of(cotangent.to(output.dtype)) for name, of in factors.items()}
 
 
 @rule(F.batch_norm)

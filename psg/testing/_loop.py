@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg._errors import InputError
 from psg._ladder._guards import Repaired
-from psg._torch import _ambient, _random
+from psg._torch import _ambient, _autograd, _random
 from psg._trees import NAMESPACE, Tree, broadcast, flatten, tensors_in, unflatten
 from psg._watch import _pass
 from psg._watch._copies import contiguous_copy_of, copy_of
@@ -51,7 +51,13 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         with torch.inference_mode(False), torch.enable_grad():
             arguments = batch.sample(i)
             targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in batch.positions]
-            with _ambient.uncompiled(), _ambient.unmoved(), _pass.opened(called), Repaired(differentiated) as repaired:
+            with (
+                _ambient.uncompiled(),
+                _ambient.unmoved(),
+                _autograd.in_this_thread(),
+                _pass.opened(called),
+                Repaired(differentiated) as repaired,
+            ):
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
             if repaired.is_misderived:
                 _random.set_state(state)
