@@ -38,6 +38,8 @@ TORCH_REMARKS = [
     "`torch.jit.script_method` is deprecated",  # torch's inductor still uses it
     "`torch.jit.script` is deprecated",  # torch.func.jvp scripts its decompositions
     "TensorFloat32 tensor cores for float32 matrix multiplication available",  # a remark of torch's inductor on speed
+    "\\s*Online softmax is disabled on the fly",  # another one
+    "`torch._prims_common.check` is deprecated",  # torch's own lowerings still use it
     "Attempting to run cuBLAS, but there was no current CUDA context",  # in a thread of autograd's own; torch makes one
     "Attempted to insert a get_attr Node",  # torch.func.linearize folds constants in the graph that it traces
 ]

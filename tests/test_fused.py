@@ -21,7 +21,7 @@ def _on_a_gpu(device):
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
 def dtype(request, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     return request.param
 
 
@@ -49,7 +49,7 @@ def test_norms_of_convolutions(data, dtype, device):
 
 def test_tf32_does_not_make_norms_smaller(device, monkeypatch):
     # Tensor cores cut numbers off, which takes a thousandth of every product; psg rounds them first.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     input, cotangent = torch.randn(8, 1, 16, 28, 28, device=device).float(), torch.randn(8, 1, 64, 28, 28, device=device).float()
     factor = Conv(cotangent, input, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1))
     with psg.plans.using(norm="chunks"):

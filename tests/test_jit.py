@@ -407,7 +407,9 @@ def test_the_first_op_may_use_one_of_several_tensors_that_fn_closes_over(device)
     assert [entry.error for entry in fast.cache_info()] == [None]
 
 
-@pytest.mark.parametrize("change", [lambda module: module.bfloat16(), lambda module: module.weight.set_(torch.arange(16.0)[::2])])
+@pytest.mark.parametrize(
+    "change", [lambda module: module.bfloat16(), lambda module: module.weight.set_(torch.arange(16.0).to(module.weight)[::2])]
+)
 def test_what_fn_closes_over_may_change_its_layout(change, device):
     """Compiled code would read the new memory in the old layout."""
     frozen = torch.nn.LayerNorm(8, device=device).requires_grad_(False)

@@ -294,7 +294,7 @@ MARGINS = {
     "multilabel_margin_loss": lambda w, x: F.multilabel_margin_loss(w * x, x.argsort(-1)),
     "gaussian_nll_loss": lambda w, x: F.gaussian_nll_loss(w * x, x, x.square() * w.square()),
     "gaussian_nll_loss of rows": lambda w, x: F.gaussian_nll_loss(w * x, x, x.square().sum(-1) * w.square().sum()),
-    "ctc_loss": lambda w, x: F.ctc_loss((w * x).log_softmax(-1), x[0, :2].argsort(-1) + 1, torch.tensor(len(x)), torch.tensor(2)),
+    "ctc_loss": lambda w, x: F.ctc_loss((w * x).log_softmax(-1), x[0, :2].argsort(-1) + 1, *torch.tensor([len(x), 2], device=x.device)),
 }
 
 

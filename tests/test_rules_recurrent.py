@@ -378,6 +378,8 @@ def dropping(kind, device):
 @each_layer
 def test_one_dropout_for_all_samples_is_that_of_the_loop(kind, device):
     # The same state of the generator gives torch's own layer and the rule the same masks.
+    if device.type != "cpu":
+        pytest.skip("the fused kernel of the layer's dropout draws other numbers")
     fn, params = dropping(kind, device)
     x = normal(3, 2, 5, 3).to(device)
 

@@ -18,6 +18,7 @@ from psg._call import Call
 from psg._errors import StateError, code_of, warn_once
 from psg._torch import _ambient, _random
 from psg._watch import _copies
+from psg.rules import _kernels
 
 
 def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _random.State) -> None:
@@ -137,7 +138,7 @@ class _Undropped(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:])
         elif func is F.scaled_dot_product_attention:
             kwargs = kwargs | {"dropout_p": 0.0}
-        return func(*args, **kwargs)
+        return _kernels.run(func, args, kwargs)
 
 
 _NOISE = {torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal, Tensor.normal_, Tensor.uniform_}

@@ -502,7 +502,10 @@ def _runs_eagerly(tensors: Sequence[Tensor]) -> bool:
 
 def _surroundings() -> Hashable:
     """The settings that a trace depends on, beside the arguments."""
-    numerics = torch.get_default_dtype(), _ambient.default_device(), torch.get_float32_matmul_precision(), torch.get_num_threads()
+    # torch.get_float32_matmul_precision raises where some backend has a precision of its own.
+    on_cpu = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
+    precisions = torch.backends.cuda.matmul.fp32_precision, on_cpu
+    numerics = torch.get_default_dtype(), _ambient.default_device(), precisions, torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     halves = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")  # fn may switch autocast on
     return _ambient.autocast(), halves, are_disabled(), plans.settings_key(), numerics, strict
