@@ -90,7 +90,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"unknown method {name!r}: choose from {', '.join([*GROUPS, *METHODS])}")
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
+    if args.dtype == "float32":
+        torch.backends.cudnn.allow_tf32 = args.tf32  # torch's default would run convolutions alone in TF32
     return args
 
 

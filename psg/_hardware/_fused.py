@@ -150,8 +150,9 @@ def _mended(product: Tensor, left: Tensor, right: Tensor, finite: Tensor) -> Ten
     return product
 
 
-# Custom ops, opaque to tracers.
-_conv_op = torch.library.custom_op("psg::conv_squared_norm", _conv_squared_norm, mutates_args=())
+# Custom ops, opaque to tracers. The kernels go by strides: no compiler need lay out anything anew for them.
+_layout = [torch.Tag.flexible_layout]
+_conv_op = torch.library.custom_op("psg::conv_squared_norm", _conv_squared_norm, mutates_args=(), tags=_layout)
 _conv_op.register_fake(lambda cotangent, *_: cotangent.new_empty(len(cotangent), dtype=torch.float32))
-_mended_op = torch.library.custom_op("psg::without_spoiled", _mended, mutates_args=())
+_mended_op = torch.library.custom_op("psg::without_spoiled", _mended, mutates_args=(), tags=_layout)
 _mended_op.register_fake(lambda product, left, right, finite: torch.empty_like(product))
