@@ -987,6 +987,41 @@ def test_under_autocast(backend, device):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
+def test_rounding_beside_samples_that_are_not_finite(wrong, device):
+    """Norms of inf and NaN are no differences."""
+
+    def reordered(graph, inputs):
+        factor = 2 if wrong else 1.002
+        return lambda *args: tuple(output * factor if output.is_floating_point() else output for output in graph(*args))
+
+    p, x = linear_args(device)
+    p, x = {name: leaf.float() for name, leaf in p.items()}, x.float()
+    x[0], x[2, 0] = torch.inf, torch.nan
+    fn = psg.clipped_grad(lambda p, x: linear_loss({name: leaf.bfloat16() for name, leaf in p.items()}, x.bfloat16()).float(), 0.1)
+    fast = psg.jit(fn, backend=reordered)
+    with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong") if wrong else contextlib.nullcontext():
+        assert fast(p, x).nonfinite == 2
+
+
+def test_sums_in_another_order_are_no_random_numbers(device):
+    """As atomic additions on a GPU make them, of which every call has other rounding errors."""
+    calls = []
+
+    def loss(w, x):
+        if not torch.compiler.is_compiling():
+            calls.append(x)
+        return ((w * x).float() * (1 + 3e-4 * (len(calls) % 2))).sum()
+
+    w, x = torch.rand(5, device=device), torch.rand(N, 5, device=device)
+    fast = psg.jit(psg.per_sample_value_and_grad(loss), backend="eager")
+    with pytest.warns(psg.FallbackWarning, match="it returns other values in every call"):
+        fast(w, x)  # far beyond rounding in float64 and float32
+    fast = psg.jit(psg.per_sample_value_and_grad(lambda w, x: loss(w.bfloat16(), x.bfloat16())), backend="eager")
+    fast(w, x)
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_in_float64_that_computes_in_float32_inside(wrong, device):
     """As layers that normalise in float32 do: its rounding is not taken for an error of the compiler, but an error is."""
 

@@ -81,7 +81,7 @@ def _conv_squared_norm(
         if tile[0] <= 64:
             tile[1] = min(tile[1], 64)
         tiles = -(-outs // tile[0]) * -(-entries // tile[1])
-        norms = torch.empty(n, tiles, device=cotangent.device)
+        norms = torch.empty(n, tiles, dtype=torch.float32, device=cotangent.device)
         _kernels().conv_norms[(n * tiles,)](
             flat, padded, norms, tiles, positions, outs, ins, width, pace, line, channel,
             *stride, kernel[1], *dilation, entries, *flat.stride(), x_n,
