@@ -36,7 +36,7 @@ def test_norms_of_convolutions(data, dtype, device):
     assume(min(out) > 0)
     n, i, o = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 3], [1, 3, 16, 70], [1, 5, 64, 130]))
     input, cotangent = torch.randn(n, 1, i, *size, device=device), torch.randn(n, 1, o, *out, device=device)
-    if dims == 2 and data.draw(st.booleans()):
+    if dims == 2 and dtype != torch.float32 and data.draw(st.booleans()):
         input, cotangent = (x.squeeze(1).contiguous(memory_format=torch.channels_last).unsqueeze(1) for x in (input, cotangent))
     factor = Conv(cotangent.to(dtype), input.to(dtype), geometry)
     with psg.plans.using(norm="chunks"):

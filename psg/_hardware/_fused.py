@@ -17,6 +17,8 @@ from psg._torch import _functorch
 
 def takes_conv(tensor: Tensor) -> bool:
     """Whether `conv_squared_norm` can take this tensor, and is faster: exact products of float32 are faster by cuBLAS (measured)."""
+    if tensor.dtype == torch.float32 and (_functorch.is_traced() or not tensor.is_contiguous()):
+        return False  # to round channels-last images, as compilers make them, takes longer than the kernel saves (measured)
     return multiplies_by_tensor_cores(tensor) and _can_launch(tensor)
 
 

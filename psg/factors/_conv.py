@@ -227,7 +227,8 @@ class Conv(Planned):
         images, dims = self.cotangent.shape[1], len(self.geometry.kernel)
         if self.geometry.groups > 1 or images > 1 or dims > 2 or self.is_differentiated:
             return False
-        return _fused.takes_conv(self.cotangent) and self._pixels() * self.input.shape[2] < 1 << 30
+        takes = _fused.takes_conv(self.cotangent) and _fused.takes_conv(self.input)
+        return takes and self._pixels() * self.input.shape[2] < 1 << 30  # the kernel counts in 32 bits
 
     def _chunked_norm(self) -> Tensor:
         if not self._is_fused:
