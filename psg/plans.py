@@ -4,9 +4,9 @@ Three questions have several answers:
 
     norm:        For layers that use their weight at several positions of a sample, and for parameters that are used several times. "keep":
                  materialise the gradients once, for the norm and the sum. "gram": the norm from inner products between positions (the
-                 ghost norm), or between uses. "chunks": the norm from gradients materialised a few samples at a time, and dropped. After
-                 the last two the sum is one weighted matrix product. Where no sum follows, or too many bytes would have to be kept,
-                 "keep" means "chunks".
+                 ghost norm), or between uses. "chunks": the norm from gradients materialised a few samples at a time, and dropped, or by a
+                 kernel that never writes them (convolutions on CUDA devices). After the last two the sum is one weighted matrix product.
+                 Where no sum follows, or too many bytes would have to be kept, "keep" means "chunks".
     gram:        For convolutions: from the inner products of all "pixels", or of all "patches".
     materialize: For convolutions: by one grouped "convolution", by the native weight gradient of each of the "samples", by products of
                  "patches" or, if depthwise, by a "correlation": a convolution with the cotangents as kernels.
