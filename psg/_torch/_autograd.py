@@ -36,13 +36,21 @@ def accumulate(loss: Tensor) -> None:
     )
 
 
-def in_this_thread() -> contextlib.AbstractContextManager[Any]:
+class in_this_thread:
     """A context in which backward passes stay in this thread, also those for an accelerator's tensors.
 
     In its own threads autograd counts the nodes that it records from zero, so that to `made_before` they are old, and psg's context
     variables have their defaults. And what a pass runs again there would wait for the locks of modules that this thread holds.
     """
-    return torch.autograd.set_multithreading_enabled(False)
+
+    def __enter__(self) -> None:
+        self._before = torch._C._is_multithreading_enabled()
+        with torch._C.DisableTorchFunction():  # function modes take the call for an op of fn's: fifteen microseconds each
+            torch._C._set_multithreading_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_multithreading_enabled(self._before)
 
 
 def now() -> int:
