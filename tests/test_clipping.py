@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
+from psg._hardware import _fused, _machine
+from psg._torch import _functorch
 from psg.clipping import PerGroup, PerLeaf
-from psg.factors import Outer
+from psg.factors import Outer, _base
 from psg.testing import (
     assert_trees_close,
     loop_grad,
@@ -800,3 +802,36 @@ def test_an_added_sample_leaves_the_others_terms_in_float16(small, positions, de
 def test_a_clip_norm_that_would_never_move(clip_norm):
     with pytest.raises(psg.InputError, match="expected a finite number greater than 0"):
         psg.clipping.adapt(clip_norm, torch.ones(3), 3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("policy", ["clip", "automatic"])
+def test_samples_that_are_left_out_after_the_products(masked, policy, monkeypatch):
+    """As on a GPU: a product of all samples is corrected where some are not finite, and nothing is zeroed before."""
+    mended = []
+
+    def mend(product, left, right, finite):
+        mended.append(finite)
+        product.copy_(torch.einsum("nta,ntb->ab", *(torch.where(finite[:, None, None], side, 0) for side in (left, right))))
+
+    def tied(p, x):  # one weight twice, another once
+        return torch.tanh(torch.tanh(x @ p["w"]) @ p["w"] @ p["v"]).sum()
+
+    p = {"w": torch.randn(40, 40), "v": torch.randn(40, 30)}
+    x = torch.randn(6, 5, 40)
+    mask = torch.tensor([True, False, True, False, True, True]) if masked else None
+    own = {} if mask is None else {"mask": mask}
+    x[2, 1, 3], x[3] = torch.nan, torch.inf
+    fn = psg.clipped_grad(tied, clip_norm=0.3, policy=policy)
+    expected = fn(p, x, **own)
+    monkeypatch.setattr(_machine, "op_call", lambda device: 0)
+    monkeypatch.setattr(_base, "_TINY", 0)
+    monkeypatch.setattr(_functorch, "can_read_now", lambda tensor: False)
+    monkeypatch.setattr(_fused, "takes_product", lambda tensor: True)
+    monkeypatch.setattr(_fused, "_mend", mend)
+    for wrap in (lambda fn: fn, functools.partial(psg.jit, backend="eager")):
+        mended.clear()
+        out = wrap(psg.clipped_grad(tied, clip_norm=0.3, policy=policy))(p, x, **own)
+        assert mended and all(torch.equal(finite, x.flatten(1).isfinite().all(1)) for finite in mended)
+        assert out.nonfinite == expected.nonfinite == (1 if masked else 2)
+        summed(out.grads, expected.grads, "grads")

@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import psg
+from psg._compile import _jit
 from psg._hardware import _machine
 from psg._torch import _functorch
 from psg._watch import _modules
@@ -1036,6 +1037,18 @@ def test_a_model_in_float64_that_computes_in_float32_inside(wrong, device):
     fast = psg.jit(psg.per_sample_norm(fn), backend=reordered)
     with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong") if wrong else contextlib.nullcontext():
         fast(w, x)
+
+
+@pytest.mark.parametrize("device_of_seed, found", [("cpu", True), ("meta", False)])
+def test_numbers_on_the_cpu_in_a_graph_of_an_accelerator(device_of_seed, found):
+    """Such as the seed of attention without dropout: inductor must not take their memory for its own."""
+    graph = torch.fx.Graph()
+    outputs = graph.call_function(torch.ops.aten.var_mean.correction, (graph.placeholder("x"),))
+    for place, where in enumerate(("meta", device_of_seed)):
+        node = graph.call_function(operator.getitem, (outputs, place))
+        node.meta["val"] = torch.empty((), device=where)
+    graph.output(node)
+    assert _jit._has_numbers_on_cpu(torch.fx.GraphModule({}, graph)) == found
 
 
 def test_log(device):

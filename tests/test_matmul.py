@@ -1,4 +1,4 @@
-"""Matrix products on CPUs for which MKL is not tuned: by oneDNN, and in blocks."""
+"""Matrix products where a library needs help: MKL by oneDNN, and in blocks; cuBLAS by rows of whole blocks."""
 
 import sys
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
 from psg._hardware import _matmul
-from psg.factors import Dense
+from psg.factors import Dense, Outer
 from psg.testing import assert_trees_close, layouts, tensors
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -279,3 +279,45 @@ def test_a_weight_that_is_written_into_before_the_backward_pass_is_noticed(untun
     weight.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """As on a GPU whose tensor cores multiply everything, and where every copy pays."""
+    monkeypatch.setattr(_matmul, "multiplies_by_tensor_cores", lambda tensor: True)
+    monkeypatch.setattr(_matmul, "_USES", 1)
+    monkeypatch.setattr(_matmul, "_LARGE_SIDE", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("outs, ins", [(5, 7), (4, 8), (8, 3), (3, 8)])
+def test_factors_with_rows_of_odd_lengths(dtype, outs, ins, tensor_cores):
+    left, right = torch.randn(3, 4, outs).to(dtype), torch.randn(3, 4, ins).to(dtype)
+    block = 16 // dtype.itemsize
+    assert _matmul.whole_rows(left, ins).shape[2] == -(-outs // block) * block
+    factor, exact, weights = Outer(left, right), Outer(left, right).to(torch.float64).materialize(), torch.rand(3)
+    with psg.plans.using(norm="gram"):
+        norms = factor.norm()
+    total = factor.weighted_sum(weights)
+    assert total.shape == (outs, ins) and total.is_contiguous()
+    rtol = 1e-6 if dtype == torch.float64 else 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert_trees_close(norms.double(), exact.flatten(1).norm(dim=1), rtol=rtol)
+    assert_trees_close(total.double(), torch.einsum("n,nab->ab", weights, exact), rtol=rtol, per_sample=False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_of_odd_lengths(bias, tensor_cores):
+    rows, weight = torch.randn(6, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    given = (rows, weight, torch.randn(5, requires_grad=True) if bias else None)
+    output = _matmul._affine_of_whole_rows(*given)
+    assert output.is_contiguous()
+    torch.testing.assert_close(output, F.linear(*given))
+    assert torch.autograd.gradcheck(_matmul._affine_of_whole_rows, given)
+
+
+def test_few_uses_and_small_sides_are_left_alone(monkeypatch):
+    monkeypatch.setattr(_matmul, "multiplies_by_tensor_cores", lambda tensor: True)
+    small, large = torch.randn(4, 5), torch.randn(1 << 18, 5)
+    assert _matmul.whole_rows(small, 1000) is small
+    assert _matmul.whole_rows(large, 255) is large
+    assert _matmul.whole_rows(large, 256).shape == (1 << 18, 6)

@@ -103,7 +103,7 @@ def pair_rows(left: Tensor, right: Tensor) -> Tensor:
 
 def whole_rows(matrix: Tensor, uses: int) -> Tensor:
     """matrix[*, t, a] with zeros at the ends of its rows, if tensor cores then multiply it faster; each entry is used so many times."""
-    if not matrix.is_cuda or uses < _USES or matrix.numel() < _LARGE_SIDE:
+    if uses < _USES or matrix.numel() < _LARGE_SIDE:
         return matrix
     missing = _missing(matrix.shape[-1], matrix)
     return F.pad(matrix, (0, missing)) if missing else matrix
