@@ -96,7 +96,7 @@ class Mixer(nn.Module):
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_model(dtype, jit, masked, device):
     if dtype == torch.float16:
-        pytest.skip("its activations leave the range")
+        pytest.skip("sums in float16 have no kernel of their own")
     model = Mixer().to(torch.float32)
     x, y = torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
     x[5, 0, 3, 3], x[9] = torch.nan, torch.inf
