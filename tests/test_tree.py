@@ -361,7 +361,10 @@ def test_a_projection_depends_on_its_seed_alone(device):
     tree = factored_tree(4, device)
     first = psg.tree.project(tree, 8)
     torch.manual_seed(1)
-    assert_trees_close(psg.tree.project(tree, 8), first)
+    again = psg.tree.project(tree, 8)
+    if device.type == "cpu":
+        assert torch.equal(again, first)
+    assert_trees_close(again, first)  # an accelerator adds up in any order
     assert not torch.allclose(psg.tree.project(tree, 8, seed=1), first)
     assert_trees_close(psg.tree.project(psg.tree.take(tree, [2, 1]), 8), first[[2, 1]])
     # Named parameters come as a dict, a state_dict as an OrderedDict in another order.

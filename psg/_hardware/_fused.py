@@ -28,13 +28,13 @@ def takes_product(tensor: Tensor) -> bool:
 
 
 def _can_launch(tensor: Tensor) -> bool:
-    """Whether a kernel can read this tensor: on a device with Triton and tensor cores, and no transform has to see the op."""
-    return tensor.is_cuda and not _functorch.is_transformed() and not tensor.requires_grad and _has_tensor_cores(tensor.device)
+    """Whether a kernel can read this tensor: its device runs them, and no transform or autograd has to see the op."""
+    return tensor.is_cuda and not _functorch.is_transformed() and not tensor.requires_grad and _runs_kernels(tensor.device)
 
 
 @functools.cache
-def _has_tensor_cores(device: torch.device) -> bool:
-    """Whether Triton is installed, and uses tensor cores of this device for 16 bits and TF32: from compute capability 8.0 on."""
+def _runs_kernels(device: torch.device) -> bool:
+    """Whether Triton is installed, and uses this device's tensor cores for 16 bits and TF32: from compute capability 8.0 on."""
     is_nvidia = torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     return is_nvidia and importlib.util.find_spec("triton") is not None
 
