@@ -142,7 +142,7 @@ class Call:
                 without the samples in dim 0.
         """
         kwargs = _copied(self.kwargs) if copies and self.keyword_tensors else self.kwargs
-        with _ambient.uncompiled(), _ambient.unmoved(), _autograd.in_this_thread():
+        with _ambient.uncompiled(), _ambient.unmoved, _autograd.in_this_thread():
             output = self.fn(*_trees.unflatten(self.spec, leaves), **kwargs)
         aux = None
         if self.has_aux:

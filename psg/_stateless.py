@@ -363,7 +363,7 @@ def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor
         _put(slots, tensors)
         for attributes in marked:
             attributes["_is_param"] = True
-        with _ambient.unmoved():
+        with _ambient.unmoved:
             yield
     finally:
         _put(slots, own)

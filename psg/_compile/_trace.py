@@ -83,7 +83,7 @@ def trace(
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling(), _ambient.unmoved(), _ConstantsAsInputs(tensors, name) as watching, reads:
+        with _ambient.compiling, _ambient.unmoved, _ConstantsAsInputs(tensors, name) as watching, reads:
             reads.outside = watching.outside
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(_trees.tensors_in(result[0]))

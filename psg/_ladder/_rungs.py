@@ -162,7 +162,7 @@ def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.
     Many models read a mask to leave it out if it masks nothing, unless they are compiled: then they take one branch for all samples.
     """
     _random.set_state(state)
-    with _ambient.compiling():
+    with _ambient.compiling:
         return together(call)
 
 

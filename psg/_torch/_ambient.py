@@ -161,17 +161,7 @@ def _force_eager() -> Callable[[], None]:
     return lambda: stance.__exit__(None, None, None)
 
 
-def _say_compiling() -> Callable[[], None]:
-    before = torch.compiler._is_compiling_flag
-
-    def take_back() -> None:
-        torch.compiler._is_compiling_flag = before
-
-    torch.compiler._is_compiling_flag = True
-    return take_back
-
-
-_eager, _compiling = ForAll(_force_eager), ForAll(_say_compiling)
+_eager = ForAll(_force_eager)
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
@@ -179,9 +169,8 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return _eager if may_compile() else contextlib.nullcontext()
 
 
-def compiling() -> contextlib.AbstractContextManager[Any]:
-    """A context in which `torch.compiler.is_compiling()` is true, so that models do not branch on the values of tensors."""
-    return _compiling
+compiling = patch({(torch.compiler, "_is_compiling_flag"): True})
+"""A context in which `torch.compiler.is_compiling()` is true, so that models do not branch on the values of tensors."""
 
 
 def _leave_cudnn() -> Callable[[], None]:
@@ -190,25 +179,16 @@ def _leave_cudnn() -> Callable[[], None]:
     return lambda: torch._C._set_cudnn_enabled(before)
 
 
-_without_cudnn = ForAll(_leave_cudnn)
+without_cudnn = ForAll(_leave_cudnn)
+"""A context in which torch runs kernels of its own instead of cuDNN's."""
 
+unmoved = patch({(torch.nn.RNNBase, "flatten_parameters"): lambda layer: None})
+"""A context in which recurrent layers leave their weights where they are, which other threads notice by no more than their speed.
 
-def without_cudnn() -> contextlib.AbstractContextManager[Any]:
-    """A context in which torch runs kernels of its own instead of cuDNN's."""
-    return _without_cudnn
-
-
-_unmoved = patch({(torch.nn.RNNBase, "flatten_parameters"): lambda layer: None})
-
-
-def unmoved() -> contextlib.AbstractContextManager[Any]:
-    """A context in which recurrent layers leave their weights where they are, which other threads notice by no more than their speed.
-
-    When its weights have changed, a layer on a GPU gathers them in one chunk of memory, as cuDNN likes them best. That fails for tensors
-    that a transform has wrapped, which have no memory, and for computed weights without one entry for each element; and it moves tensors
-    that fn is given away from those with which they share memory, such as the parameters that an optimizer updates.
-    """
-    return _unmoved
+When its weights have changed, a layer on a GPU gathers them in one chunk of memory, as cuDNN likes them best. That fails for tensors that a
+transform has wrapped, which have no memory, and for computed weights without one entry for each element; and it moves tensors that fn is
+given away from those with which they share memory, such as the parameters that an optimizer updates.
+"""
 
 
 class uncached:

@@ -1,7 +1,6 @@
 """Values that hold inside a context: of context variables, and of torch's attributes, where all threads see them."""
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -53,15 +52,18 @@ class ForAll:
 
 
 def patch(values: dict[tuple[Any, str], Any]) -> ForAll:
-    """A context in which attributes have other values, given by owner and name."""
-    own = {(owner, name): inspect.getattr_static(owner, name) for owner, name in values}
-
-    def put(values: dict[tuple[Any, str], Any]) -> None:
-        for (owner, name), value in values.items():
-            setattr(owner, name, value)
+    """A context in which attributes, each held by its owner itself, have other values, given by owner and name."""
 
     def make() -> Callable[[], None]:
-        put(values)
-        return partial(put, own)
+        before = []
+        for (owner, name), value in values.items():
+            before.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, value)
+        return partial(_put_back, before)
 
     return ForAll(make)
+
+
+def _put_back(before: list[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in before:
+        setattr(owner, name, value)

@@ -22,7 +22,7 @@ from psg.rules.leaks import UPDATING
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own."""
     if func in RECURRENT and not _ambient.autocast():  # torch's own kernels do not take the dtypes that autocast makes
-        with _ambient.without_cudnn():
+        with _ambient.without_cudnn:
             return func(*args, **kwargs)
     output = run_without_gaps(func, args, kwargs)
     if func not in BATCH_NORMS:

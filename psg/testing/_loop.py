@@ -53,7 +53,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
             targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in batch.positions]
             with (
                 _ambient.uncompiled(),
-                _ambient.unmoved(),
+                _ambient.unmoved,
                 _autograd.in_this_thread(),
                 _pass.opened(called),
                 Repaired(differentiated) as repaired,
