@@ -160,7 +160,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
         backward = Backward(mode.values, n, call.settles)
         backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:
-        # Those of a pass that fails: a tap's node may hold the mode, by a `Product`, in a cycle that no garbage collector sees.
+        # Those of a pass that fails: a tap's node may hold the mode, by a `LinearOp`, in a cycle that no garbage collector sees.
         mode.taps.clear()
     try:
         pull_back(mode.values, lifted, n)

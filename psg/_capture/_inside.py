@@ -4,7 +4,7 @@ When fn differentiates for its data (a force, a score, the residual of a differe
 there. The derivatives of an op that is linear in its data are again such ops: those of x W^T are dx W^T and C W. So each of them, at any
 depth of nesting, finally runs by its rule, on the physical batch and the one unexpanded parameter, and is tapped there.
 
-To each transform on the way down, a product looks like an `autograd.Function` whose derivatives are such Functions again.
+To each transform on the way down, a `LinearOp` looks like an `autograd.Function` whose derivatives are such Functions again.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from psg.rules import _registry
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearOp:
     """An op that is linear in its data, up to constants such as a bias, with its other arguments.
 
     Attributes:
-        watch: The pass that the product belongs to.
+        watch: The pass that it belongs to.
         op: The op; it has a rule, and a transpose.
         own: The arguments that are lifted values.
         others: All other arguments except the data.
@@ -38,7 +38,7 @@ class Product:
     own: dict[str, Lifted]
     others: dict[str, Any]
     recorded: bool
-    _transposes: "dict[torch.Size, Product | None]" = field(init=False, default_factory=dict)
+    _transposes: "dict[torch.Size, LinearOp | None]" = field(init=False, default_factory=dict)
 
     def __call__(self, data: Tensor) -> Tensor:
         """The op's output for data under any wrappers."""
@@ -63,21 +63,21 @@ class Product:
 
     def _differentiated(self, data: Tensor, shape: torch.Size, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """The op's output with a history, computed by `forward`; one sample of the data has this shape."""
-        return _Linear.apply_here(data, self, shape, forward, _functorch.records_below(self.watch.level))
+        return _Node.apply_here(data, self, shape, forward, _functorch.records_below(self.watch.level))
 
-    def linear(self) -> "Product":
-        """The product without its constants."""
+    def without_constants(self) -> "LinearOp":
+        """The same without what only adds a constant."""
         without = self._transpose.constants
         own = {name: value for name, value in self.own.items() if name not in without}
         return replace(self, own=own, others={name: argument for name, argument in self.others.items() if name not in without})
 
-    def transposed(self, shape: torch.Size) -> "Product | None":
-        """The product that maps the output's cotangent to that of data of this shape; None if the op's transpose declines the call."""
+    def transposed(self, shape: torch.Size) -> "LinearOp | None":
+        """What maps the output's cotangent to that of data of this shape; None if the op's transpose declines the call."""
         if shape not in self._transposes:
             self._transposes[shape] = self._transposed(shape)
         return self._transposes[shape]
 
-    def _transposed(self, shape: torch.Size) -> "Product | None":
+    def _transposed(self, shape: torch.Size) -> "LinearOp | None":
         values = {name: value.value for name, value in self.own.items()}
         found = self._transpose.run(shape, **self.others, **values)
         if found is NotImplemented:
@@ -123,21 +123,21 @@ class Product:
         return output
 
 
-class _Linear(_functorch.OneLevel):
-    """A product as a node of the graph that autograd or a transform differentiates."""
+class _Node(_functorch.OneLevel):
+    """A `LinearOp` as a node of the graph that autograd or a transform differentiates."""
 
     @staticmethod
-    def forward(ctx: Any, data: Tensor, product: Product, shape: torch.Size, forward: Callable[[Tensor], Tensor], records: bool) -> Tensor:
-        ctx.product, ctx.shape, ctx.records = product, shape, records
+    def forward(ctx: Any, data: Tensor, op: LinearOp, shape: torch.Size, forward: Callable[[Tensor], Tensor], records: bool) -> Tensor:
+        ctx.op, ctx.shape, ctx.records = op, shape, records
         return forward(data)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not ctx.records and _functorch.records_below(ctx.product.watch.level):
+        if not ctx.records and _functorch.records_below(ctx.op.watch.level):
             # Whether torch's own op has a derivative for its weight in this case depends on which form of the weight it has saved.
             raise PsgError("a function that torch.func.vjp returned under torch.no_grad() is called outside of torch.no_grad()")
-        return ctx.product.transposed(ctx.shape)(cotangent), None, None, None, None
+        return ctx.op.transposed(ctx.shape)(cotangent), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.product.linear()(tangent)
+        return ctx.op.without_constants()(tangent)

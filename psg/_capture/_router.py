@@ -11,7 +11,7 @@ from torch._functorch.autograd_function import custom_function_call
 from psg import _trees
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
 from psg._capture._carries import derives, is_simple
-from psg._capture._inside import Product
+from psg._capture._inside import LinearOp
 from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
 from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_uniform, reads
@@ -606,9 +606,9 @@ class Router(Watch, Looking):
             return NotImplemented
         if any(map(_functorch.is_wrapped, tensors_of((), others))):
             return NotImplemented  # an argument beside the data differs from sample to sample
-        product = Product(self, func, own, others, self.habits.recorded)
+        linear = LinearOp(self, func, own, others, self.habits.recorded)
         unfit = _ambient.is_autocast(data) or not _functorch.can_descend(self.level)
-        return NotImplemented if unfit or product.transposed(data.shape) is None else product(data)
+        return NotImplemented if unfit or linear.transposed(data.shape) is None else linear(data)
 
     def _run_rule(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule on the physical batch and tap its output; NotImplemented if it does not fit this call."""
