@@ -30,7 +30,7 @@ from psg._compile import _jit
 from psg._hardware import _machine
 from psg._torch import _functorch
 from psg._watch import _modules
-from psg.rules import _fused, _gates
+from psg.rules import _gates, _steps
 from psg.testing import assert_trees_close, loop_grad
 
 
@@ -91,7 +91,7 @@ class Recurrent(nn.Module):
 def test_steps_of_recurrent_layers_become_kernels(device, monkeypatch):
     kernels = []
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **options: kernels.append(graph) or graph)
-    monkeypatch.setattr(_fused, "_compiled", _fused._compiled.__wrapped__)  # without the cache, which tests share
+    monkeypatch.setattr(_steps, "_compiled", _steps._compiled.__wrapped__)  # without the cache, which tests share
     loss, params = psg.stateless(Recurrent().to(device), lambda output, y: (output * y).sum())
     x, y = torch.randn(N, 9, 3, device=device), torch.randn(N, 9, 4, device=device)
     fast = psg.jit(psg.clipped_grad(loss, 1.0), check=False)
@@ -102,7 +102,7 @@ def test_steps_of_recurrent_layers_become_kernels(device, monkeypatch):
 
 def test_shapes_of_recurrent_layers_are_found_without_kernels(monkeypatch):
     """The compiler runs the ops on fake tensors, for which no step may be compiled."""
-    monkeypatch.setattr(_fused, "_compiled", None)
+    monkeypatch.setattr(_steps, "_compiled", None)
     with FakeTensorMode():
         x, state, cotangent = (torch.empty(shape) for shape in ((2, 5, 3), (2, 4), (2, 5, 4)))
         weights = [*(torch.empty(shape) for shape in ((12, 3), (12, 4), (12,), (12,))), None]
@@ -116,7 +116,7 @@ def test_a_kernel_writes_what_the_step_writes(step, count, device):
     # Every other tensor is strided, like one step of a sequence.
     buffers = [torch.randn(5, 3, 8, device=device) if i % 2 else torch.randn(5, 1, 8, device=device) for i in range(count)]
     given, expected = ([buffer.clone()[:, -1] for buffer in buffers] for _ in range(2))
-    kernel = _fused.Fused(step)
+    kernel = _steps.CompiledStep(step)
     for _ in range(2):
         step(*expected)
         kernel(*given)

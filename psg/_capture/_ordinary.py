@@ -78,7 +78,7 @@ def _is_plain_slice(item: Any) -> bool:
 
 @functools.cache
 def reads(func: Any) -> bool:
-    """Whether a call of a function that no table but those of rules, decompositions and leaks concerns only reads its arguments."""
+    """Whether a function does no more than read its arguments; what rules, decompositions and leaks make of it is not asked here."""
     return _is_plain(func) and not may_write(func) and not may_copy(func)
 
 

@@ -374,7 +374,10 @@ class Factor(ABC):
 
     @property
     def is_best_materialized(self) -> bool:
-        """Whether materialising is cheapest if a carry and a norm each combine every position with a tensor of the parameter's shape."""
+        """Whether the gradient of a computed weight is best materialised before `psg.factors._maps` maps it to one of a parameter.
+
+        Otherwise the map, and then the norm, each combine every position with a tensor of the parameter's shape.
+        """
         return any(held.is_best_materialized for held in self._held() if isinstance(held, Factor))
 
     @property

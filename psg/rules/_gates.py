@@ -25,7 +25,7 @@ from torch import Tensor
 
 from psg._hardware import _matmul
 from psg._torch import _functorch
-from psg.rules._fused import Fused
+from psg.rules._steps import CompiledStep
 
 _sigmoid_slope = torch.ops.aten.sigmoid_backward  # (c, y) -> c y (1 - y)
 _relu_slope = torch.ops.aten.threshold_backward  # (c, y, 0) -> c [y > 0]
@@ -171,7 +171,7 @@ class Recurrence(ABC):
 
     def kernel(self, fn: Callable[..., None]) -> Callable[..., None]:
         """The given function of one step's tensors; compiled if `fuse`."""
-        return Fused(fn) if self.fuse else fn
+        return CompiledStep(fn) if self.fuse else fn
 
     def unroll(self, cotangent: Tensor | None, c_h: Tensor, step: Callable[[int], None]) -> None:
         """Go backwards through time: add each output's cotangent to `c_h`, which `step` then turns into that of the previous state."""

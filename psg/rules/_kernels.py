@@ -1,4 +1,4 @@
-"""Workarounds for ops that torch's kernels get wrong, used where fn's own ops run: the loop, its oracle and method="batch".
+"""Workarounds for ops that torch's kernels get wrong, used where fn's own ops run: `vmap(grad)`, the loop, its oracle and method="batch".
 
 On a CPU the backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and for
 inputs with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.

@@ -1,4 +1,4 @@
-"""Compiles an elementwise step into one kernel, for loops that are a single op in a compiled graph."""
+"""Elementwise steps of a loop, each compiled into one kernel: for loops that are a single op in a compiled graph."""
 
 import functools
 import threading
@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 _compiling = threading.RLock()
 
 
-class Fused:
+class CompiledStep:
     """A function that writes into some of its arguments, compiled at the first call. All calls must have the same shapes and strides.
 
     Args:
