@@ -1,6 +1,7 @@
 """Runs a call chunk by chunk: how many samples a chunk takes, and how the chunks' results are joined."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -75,28 +76,27 @@ class Sizes:
 
 
 class RowCollector:
-    """Joins chunks of tensors with the samples in dim 0: writes each into its place at once, unless they have a history."""
+    """Joins chunks of tensors with the samples in dim 0: writes each into its place at once, unless they may have a history."""
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.parts: list[list[Tensor]] = []
         self.whole: list[Tensor] = []
 
+    @cached_property
+    def may_have_history(self) -> bool:
+        """Whether the mode in which the chunks are computed lets them have a history."""
+        return torch.is_grad_enabled() or _functorch.is_watched()
+
     def add(self, start: int, rows: list[Tensor]) -> None:
-        if not rows or len(rows[0]) == self.n:
-            self.parts.append(rows)  # the only chunk
-            return
-        history = any(map(_has_history, rows))
-        if self.whole and history:  # earlier chunks had no history
-            self.parts, self.whole = [[whole[:start] for whole in self.whole]], []
-        if not self.parts and not history:
-            if start == 0:
-                self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
-            self.whole = [whole.to(torch.promote_types(whole.dtype, row.dtype)) for whole, row in zip(self.whole, rows, strict=True)]
-            for whole, row in zip(self.whole, rows, strict=True):
-                whole[start : start + len(row)] = row
-        else:
+        if not rows or len(rows[0]) == self.n or self.may_have_history:  # the only chunk is taken as it is
             self.parts.append(rows)
+            return
+        if start == 0:
+            self.whole = [row.new_empty(self.n, *row.shape[1:]) for row in rows]
+        self.whole = [whole.to(torch.promote_types(whole.dtype, row.dtype)) for whole, row in zip(self.whole, rows, strict=True)]
+        for whole, row in zip(self.whole, rows, strict=True):
+            whole[start : start + len(row)] = row
 
     def result(self) -> list[Tensor]:
         if len(self.parts) == 1:
@@ -129,7 +129,7 @@ class ClippedCollector:
         sums = [*part.sums, part.nonfinite]
         if not self.sums:
             self.sums = sums
-        elif any(map(_has_history, [*self.sums, *sums])):
+        elif self.rows.may_have_history:
             self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)]
         else:
             torch._foreach_add_(self.sums, sums)  # pyright: ignore[reportPrivateImportUsage]
@@ -139,7 +139,3 @@ class ClippedCollector:
         *sums, nonfinite = self.sums
         half = len(groups) // 2
         return ClippedSums(sums, norms, groups[:half], groups[half:], nonfinite)
-
-
-def _has_history(tensor: Tensor) -> bool:
-    return tensor.requires_grad or _functorch.is_wrapped(tensor) or _functorch.is_traced()

@@ -219,9 +219,8 @@ def is_vmapped(tensor: Tensor) -> bool:
     return any(map(_C.is_batchedtensor, layers(tensor)))
 
 
-def value_of(tensor: Tensor) -> Tensor:
-    """The tensor under one wrapper."""
-    return _C.get_unwrapped(tensor)
+value_of = _C.get_unwrapped
+"""The tensor under one wrapper."""
 
 
 def layers(tensor: Tensor) -> Iterator[Tensor]:
@@ -293,7 +292,7 @@ def physical(tensor: Tensor, level: int, n: int) -> Tensor:
     """The value with the samples in dim 0; a tensor without a batch dimension is expanded to n samples, without a copy."""
     if not is_batched(tensor, level):
         return tensor.unsqueeze(0).expand(n, *tensor.shape)
-    value, dim = _C.get_unwrapped(tensor), _C.maybe_get_bdim(tensor)
+    value, dim = value_of(tensor), _C.maybe_get_bdim(tensor)
     return value if dim == 0 else value.movedim(dim, 0)
 
 
