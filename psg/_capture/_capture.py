@@ -154,7 +154,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
     try:
         with torch.enable_grad():
             outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
-        lifts = mode.prefers_lifting() or None if habits.lifts is None else habits.lifts
+        lifts = (mode.prefers_lifting() or None) if habits.lifts is None else habits.lifts
         if (mode.differentiates, lifts) != (habits.recorded, habits.lifts):
             habits = habits._replace(recorded=mode.differentiates, lifts=lifts)
         backward = Backward(mode.values, n, call.settles)

@@ -25,7 +25,7 @@ class Lifted:
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         made_by: For a derived value, the step that has computed it, and the lifted values among the step's arguments.
         handle: The wrapper that the function holds; kept alive, since values are found by its id().
-        shared: Whether it was computed also from data, which all samples share.
+        shared: Whether it was computed from parameters and from data, the same for all samples.
         name: Its name in messages.
         terms: The factors found so far, whose sum is its gradient.
         uses: The ops that used it, each with its path (rule, lifted or derived); a derived value has its first parent's list.

@@ -51,8 +51,8 @@ def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) ->
     return func not in REWRITTEN and find_rule(func) is None and "requires_grad" not in kwargs
 
 
-def is_uniform(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], others: Sequence[Any]) -> bool:
-    """Whether, but for its rule, a call only reads its arguments, and draws no random numbers.
+def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], others: Sequence[Any]) -> bool:
+    """Whether a call only reads its arguments and draws no random numbers. Its rule, if there is one, is not asked here.
 
     Args:
         func: The function.

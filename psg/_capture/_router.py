@@ -14,7 +14,7 @@ from psg._capture._carries import derives, is_simple
 from psg._capture._inside import LinearOp
 from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
-from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_uniform, reads
+from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_pure, reads
 from psg._errors import PsgError, Unsupported
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
@@ -167,7 +167,7 @@ class Router(Watch, Looking):
             output = self._run_rule(func, rule, args, kwargs)
             if output is not NotImplemented:
                 return output
-        if is_uniform(func, args, kwargs, tensors, others) and self.by_handle.keys().isdisjoint(map(id, tensors)):
+        if is_pure(func, args, kwargs, tensors, others) and self.by_handle.keys().isdisjoint(map(id, tensors)):
             output = self._call(func, args, kwargs)
             return self.aliases.note(func, args, kwargs, tensors, output) if may_copy(func) else output
         return NotImplemented

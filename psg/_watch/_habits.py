@@ -14,7 +14,8 @@ class Habits(NamedTuple):
     Attributes:
         copied: Inputs are copied, so that the function may write into them.
         derives: Ops on parameters alone are computed once.
-        lifts: But simple ones on few numbers are computed for every sample, since these meet nothing large. False if that has failed.
+        lifts: Whether simple ones of them, on few numbers that meet nothing large, are computed for every sample instead, which is faster
+            there. None until a pass has found some; False once a pass that did so has failed.
         fills: How many sets of `FACTORIES` make a tensor for every sample, so that the function may write into it; such a tensor has no
             Python value.
         ruled: Known ops run by their rules.

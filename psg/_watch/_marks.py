@@ -16,6 +16,10 @@ from psg._torch import _functorch
 class Marks:
     """Marks the tensors that one pass under vmap makes, to tell them from those of an earlier pass, which had the same level.
 
+    For every op that fn calls, the pass asks for the mark of the arguments (`owns`). If there is one, the output depends on the samples or
+    the parameters, and gets it too (`claim`). Otherwise the output is remembered (`note`), since it may be filled from them later, through
+    a view. Constants computed from parameters, which vmap does not wrap, are marked by `mark`.
+
     Args:
         levels: The levels of the pass' own transforms.
 
