@@ -171,7 +171,7 @@ def paths(tree: Any, root: str, is_leaf: Callable[[Any], bool] | None = None) ->
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)]
 
 
-def apart(spec: optree.PyTreeSpec, other: optree.PyTreeSpec, names: tuple[str, str]) -> str:
+def differences(spec: optree.PyTreeSpec, other: optree.PyTreeSpec, names: tuple[str, str]) -> str:
     """How two structures, called `names`, differ: in leaves that only one has or, where there are none, as a list and a tuple do."""
     places = [[accessor.codify("tree") for accessor in own.accessors()] for own in (spec, other)]
     lacks = []
@@ -237,7 +237,7 @@ def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
     return [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def alike(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
+def by_dtype_and_device(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
     """The positions of the tensors, grouped by dtype and device."""
     groups: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):

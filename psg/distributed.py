@@ -71,7 +71,7 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
             )
     parts = [as_real(leaf.detach()) if _trees.is_inexact(leaf) else leaf.long() for leaf in leaves]
     results: dict[int, Tensor] = {}
-    for alike in _trees.alike(parts):
+    for alike in _trees.by_dtype_and_device(parts):
         flat = torch.cat([widen(parts[i]).reshape(-1) for i in alike])
         dist.all_reduce(flat, group=group)
         for i, total in zip(alike, flat.split([parts[i].numel() for i in alike]), strict=True):

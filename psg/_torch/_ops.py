@@ -60,9 +60,9 @@ CONVERSIONS = {
 ARRAYS = {Tensor.numpy, Tensor.__array__}
 """Calls that give NumPy arrays."""
 
-# These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (READS), of
+# These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (_READS), of
 # where to split (_SPLITS), of the tensors in a list (_FROM_LISTS, _INDEXING), or of how many sequences each step of a pack has (_PACKED).
-READS = {Tensor.tolist, *ARRAYS, Tensor.__dlpack__}
+_READS = {Tensor.tolist, *ARRAYS, Tensor.__dlpack__}
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new, torch.sparse_coo_tensor}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
@@ -72,7 +72,7 @@ _PACKED = {torch._VF._pad_packed_sequence, torch.lstm, torch.gru, torch.rnn_tanh
 def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors whose values this call reads from memory without an op."""
     items: Iterable[Any] = ()
-    if func in READS:
+    if func in _READS:
         items = args[:1]
     elif func in _SPLITS:
         items = (*args[1:], *(value for name, value in kwargs.items() if name != "input"))

@@ -436,7 +436,10 @@ def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:
 
 
 def registered() -> Mapping[Any, Rule]:
-    """All rules: op -> rule. A read-only view.
+    """All rules.
+
+    Returns:
+        A read-only view: op -> rule.
 
     Example:
         >>> import torch, psg

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from psg._trees import Tree, apart, flatten, is_inexact, paths
+from psg._trees import Tree, differences, flatten, is_inexact, paths
 
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -80,7 +80,7 @@ def assert_trees_close(
     wants, structure = flatten(expected)
     gots, found = flatten(actual)
     if structure != found:
-        raise Mismatch(f"{name}: the trees differ in structure: {apart(found, structure, ('tree', 'expected one'))}", name)
+        raise Mismatch(f"{name}: the trees differ in structure: {differences(found, structure, ('tree', 'expected one'))}", name)
     labels = paths(expected, name)
     compared = []
     for label, got, want in zip(labels, gots, wants, strict=True):

@@ -33,9 +33,11 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
     Returns:
         A function of `(*args, **shared)` that returns `(values [n], grads)`, or `((values, aux), grads)` with
         `has_aux`; every leaf of `grads` is [n, *shape] in the dtype of its parameter. For n = 0 `fn` is not
-        called: gradients are [0, *shape], and `aux`, whose structure is unknown, is None. A call raises
-        `psg.InputError` if no argument is batched, if batch sizes disagree, if `argnums` names no argument or one
-        twice, or if `fn` does not return a scalar tensor.
+        called: gradients are [0, *shape], and `aux`, whose structure is unknown, is None.
+
+    Raises:
+        InputError: at a call: no argument is batched, batch sizes disagree, `argnums` names no argument or one twice,
+            or `fn` does not return a scalar tensor.
 
     Example:
         >>> square = lambda w, x: (w * x).sum() ** 2
@@ -96,6 +98,9 @@ def loop_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any 
 
     Returns:
         A function of `(*args, **shared)` that returns `grads`, or `(grads, aux)` with `has_aux`.
+
+    Raises:
+        InputError: at a call, as in `loop_value_and_grad`.
 
     Example:
         >>> loop_grad(lambda w, x: w * x)(torch.tensor(2.0), torch.tensor([1.0, 3.0]))

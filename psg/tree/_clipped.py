@@ -150,7 +150,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
     scale = std if isinstance(std, Tensor) else float(std)
     parts = [as_real(leaf) for leaf in leaves]
     noisy: dict[int, Tensor] = {}
-    for alike in _trees.alike(parts):
+    for alike in _trees.by_dtype_and_device(parts):
         first, shapes = parts[alike[0]], [parts[i].shape for i in alike]
         count = sum(map(torch.Size.numel, shapes))
         drawn = torch.randn(count, dtype=wide(first.dtype), device=first.device, generator=generator) * scale

@@ -53,7 +53,7 @@ def beside(tree: Any, other: Any, name: str, what: str) -> tuple[list[Factor], l
     factors, spec = factors_of(tree, name)
     leaves, own = _trees.flatten(other)
     if spec != own:
-        difference = _trees.apart(own, spec, (what, "tree of gradients"))
+        difference = _trees.differences(own, spec, (what, "tree of gradients"))
         raise InputError(f"psg.tree.{name}: the {what} and the gradients differ in structure: {difference}.")
     for i, (factor, leaf) in enumerate(zip(factors, leaves, strict=True)):
         if not isinstance(leaf, Tensor) or factor.shape != leaf.shape:

@@ -211,7 +211,7 @@ def _pairs(tree: Any, other: Any, name: str) -> list[tuple[Factor, Factor]]:
     factors, spec = factors_of(tree, name)
     others, other_spec = (factors, spec) if other is tree else factors_of(other, name)
     if spec != other_spec:
-        difference = _trees.apart(spec, other_spec, ("first", "second"))
+        difference = _trees.differences(spec, other_spec, ("first", "second"))
         raise InputError(f"psg.tree.{name}: the trees differ in structure: {difference}.")
     for i, (x, y) in enumerate(zip(factors, others, strict=True)):
         if x.shape != y.shape:

@@ -54,6 +54,9 @@ def flatten(tree: Any) -> Tensor:
     Returns:
         [n, P], in the leaves' common dtype. Factored leaves are materialised one after the other.
 
+    Raises:
+        InputError: `tree` is no tree of per-sample gradients: see `help(psg.tree)`.
+
     Example:
         >>> import torch
         >>> flatten({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
@@ -182,7 +185,7 @@ def concat(trees: Iterable[Any]) -> Any:
         raise InputError("psg.tree.concat: expected at least one tree.")
     columns, specs = zip(*(factors_of(tree, "concat", computes=False) for tree in trees), strict=True)
     if (other := next((spec for spec in specs if spec != specs[0]), None)) is not None:
-        raise InputError(f"psg.tree.concat: the trees differ in structure: {_trees.apart(specs[0], other, ('first', 'other'))}.")
+        raise InputError(f"psg.tree.concat: the trees differ in structure: {_trees.differences(specs[0], other, ('first', 'other'))}.")
     for i, column in enumerate(zip(*columns, strict=True)):
         if len({factor.shape for factor in column}) > 1:
             shapes = ", ".join(str(tuple(factor.shape)) for factor in column)
