@@ -130,7 +130,7 @@ def _loop_clip(workload: Workload, clip_norm: float) -> Call:
     return call
 
 
-def _functional(workload: Workload):
+def functional(workload: Workload):
     """(loss of one sample, detached parameters), as the torch.func tutorial writes it."""
     model, criterion, _ = workload
     params = {name: param.detach() for name, param in trainable(model).items()}
@@ -147,20 +147,20 @@ def _over_samples(workload: Workload, fn):
 
 
 def _vmap_grad(workload: Workload, wrap=lambda fn: fn) -> Call:
-    loss, params = _functional(workload)
+    loss, params = functional(workload)
     fn = wrap(_over_samples(workload, grad(loss)))
     return lambda: fn(params, *workload.batch)
 
 
 def _vmap_norm(workload: Workload, wrap=lambda fn: fn) -> Call:
-    loss, params = _functional(workload)
+    loss, params = functional(workload)
     fn = wrap(_over_samples(workload, lambda *args: global_norm(grad(loss)(*args).values())))
     return lambda: fn(params, *workload.batch)
 
 
 def _vmap_clip(workload: Workload, clip_norm: float, wrap=lambda fn: fn) -> Call:
     """Clips inside the mapped function, then sums over the samples, as JAX libraries do."""
-    loss, params = _functional(workload)
+    loss, params = functional(workload)
 
     def clipped(params, *sample):
         grads = grad(loss)(params, *sample)
@@ -194,11 +194,19 @@ METHODS |= {
 }
 
 
-def _psg(transform: str, backend: str | None = None) -> Callable[[Workload, float], Call]:
+def _stateless(workload: Workload):
+    import psg
+
+    return psg.stateless(workload.model, workload.criterion)
+
+
+def psg_by(transform: str, backend: str | None = None, pure: Callable[[Workload], Any] = _stateless) -> Callable[[Workload, float], Call]:
+    """psg's transform of this name, compiled if there is a backend, of the function of one sample that `pure` makes."""
+
     def prepare(workload: Workload, clip_norm: float) -> Call:
         import psg
 
-        loss, params = psg.stateless(workload.model, workload.criterion)
+        loss, params = pure(workload)
         options = {"clip_norm": clip_norm} if transform == "clipped_grad" else {}
         fn = getattr(psg, transform)(loss, **options)
         if backend is not None:
@@ -210,7 +218,8 @@ def _psg(transform: str, backend: str | None = None) -> Callable[[Workload, floa
     return prepare
 
 
-for _kind, _transform in (("grad", "per_sample_grad"), ("norm", "per_sample_norm"), ("clip", "clipped_grad")):
-    method(f"psg_{_kind}", _kind, needs="psg")(_psg(_transform))
-    method(f"psg_{_kind}_jit", _kind, needs="psg")(_psg(_transform, "inductor"))
-    method(f"psg_{_kind}_traced", _kind, needs="psg")(_psg(_transform, "eager"))
+TRANSFORMS = {"grad": "per_sample_grad", "norm": "per_sample_norm", "clip": "clipped_grad"}
+for _kind, _transform in TRANSFORMS.items():
+    method(f"psg_{_kind}", _kind, needs="psg")(psg_by(_transform))
+    method(f"psg_{_kind}_jit", _kind, needs="psg")(psg_by(_transform, "inductor"))
+    method(f"psg_{_kind}_traced", _kind, needs="psg")(psg_by(_transform, "eager"))

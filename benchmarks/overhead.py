@@ -16,12 +16,18 @@ import statistics
 from pathlib import Path
 
 import peers  # noqa: F401  (registers the other libraries' methods)
-from methods import METHODS
+from methods import METHODS, TRANSFORMS, functional, method, psg_by
 from reference import Reference
 from run import check, interleave, set_up, write
 from workloads import build
 
-DEFAULT = "plain,loop,vmap_grad,vmap_norm,vmap_clip,psg_grad,psg_norm,psg_clip,opacus_hooks,opacus_ghost_clip,backpack_grad"
+DEFAULT = (
+    "plain,loop,vmap_grad,vmap_norm,vmap_clip,psg_grad,psg_norm,psg_clip,psg_grad_functional,psg_norm_functional,psg_clip_functional,"
+    "opacus_hooks,opacus_ghost_clip,backpack_grad"
+)
+for _kind, _transform in TRANSFORMS.items():
+    # Of the very function that `vmap` gets. That of `psg.stateless`, which the other methods take, also looks for changes of the module.
+    method(f"psg_{_kind}_functional", _kind, needs="psg")(psg_by(_transform, pure=functional))
 
 
 def main() -> None:
