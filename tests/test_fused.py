@@ -76,6 +76,17 @@ def test_sums_without_samples_that_are_not_finite(data, device):
     assert_trees_close(found, factor.zero(keep).weighted_sum(weights), rtol=1e-5, per_sample=False)
 
 
+def test_sums_of_samples_with_more_entries_than_32_bits_count(device):
+    # As the logits of one long text are. The places of the last positions were negative, and reading there ended the process.
+    memory = torch.empty((1 << 31) + 8, dtype=torch.bfloat16, device=device)  # 4 GiB
+    left = memory.as_strided((2, 3, 4), (4, 1 << 30, 1))
+    left.copy_(torch.randn(2, 3, 4, device=device))
+    right = torch.randn(2, 3, 5, device=device).to(torch.bfloat16)
+    left[1], finite = torch.nan, torch.tensor([True, False], device=device)
+    found = _fused.without_spoiled(torch.full((4, 5), torch.nan, dtype=torch.float32, device=device), left, right, finite)
+    assert_trees_close(found, (left[0].double().T @ right[0].double()).float(), rtol=1e-5, per_sample=False)
+
+
 class Mixer(nn.Module):
     """Convolutions, attention and linear layers of all sizes."""
 

@@ -65,7 +65,8 @@ def mend(
 ):  # fmt: skip
     """product[o, i] = sum over the samples with finite[n] of left[n, t, o] right[n, t, i]; nothing at all if all samples are finite.
 
-    Left, right and product by their strides. One program looks at all of `finite`, and computes one tile.
+    Left, right and product by their strides, which reach beyond 32 bits: the logits of one long text are 2^31 numbers. One program looks at
+    all of `finite`, and computes one tile.
     """
     spoiled = 0
     for first in range(0, samples, SAMPLES):
@@ -73,15 +74,15 @@ def mend(
         spoiled += tl.sum(tl.where(tl.load(finite + n, mask=n < samples, other=1) == 0, 1, 0))
     if spoiled > 0:
         across = tl.cdiv(ins, INS)
-        o = tl.program_id(0) // across * OUTS + tl.arange(0, OUTS)
-        i = tl.program_id(0) % across * INS + tl.arange(0, INS)
+        o = (tl.program_id(0) // across * OUTS + tl.arange(0, OUTS)).to(tl.int64)
+        i = (tl.program_id(0) % across * INS + tl.arange(0, INS)).to(tl.int64)
         total = tl.zeros((OUTS, INS), dtype=tl.float32)
         for first in range(0, samples * positions, ROWS):
             row = first + tl.arange(0, ROWS)
-            n, t = (row // positions).to(tl.int64), row % positions
+            n, t = (row // positions).to(tl.int64), (row % positions).to(tl.int64)
             counts = (row < samples * positions) & (tl.load(finite + n, mask=n < samples, other=0) != 0)
             a = tl.load(left + (n * l_n + t * l_t)[None, :] + o[:, None] * l_o, mask=counts[None, :] & (o[:, None] < outs), other=0.0)
             b = tl.load(right + (n * r_n + t * r_t)[:, None] + i[None, :] * r_i, mask=counts[:, None] & (i[None, :] < ins), other=0.0)
             total = tl.dot(a, b, total, input_precision="ieee")
-        place = product + o.to(tl.int64)[:, None] * p_o + i[None, :] * p_i
+        place = product + o[:, None] * p_o + i[None, :] * p_i
         tl.store(place, total, mask=(o[:, None] < outs) & (i[None, :] < ins))

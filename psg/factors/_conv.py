@@ -228,7 +228,8 @@ class Conv(Planned):
         if self.geometry.groups > 1 or images > 1 or dims > 2 or self.is_differentiated:
             return False
         takes = _fused.takes_conv(self.cotangent) and _fused.takes_conv(self.input)
-        return takes and self._pixels() * self.input.shape[2] < 1 << 30  # the kernel counts in 32 bits
+        entries = max(self._pixels() * self.input.shape[2], self.positions * self.shape[0])
+        return takes and entries < 1 << 30  # the kernel counts those of a sample in 32 bits
 
     def _chunked_norm(self) -> Tensor:
         if not self._is_fused:
