@@ -614,6 +614,14 @@ def test_parameters_stay_in_the_memory_of_the_module(kind, device, like_a_gpu):
         assert {name: p.data_ptr() for name, p in module.named_parameters()} == {name: p.data_ptr() for name, p in params.items()}
 
 
+def test_a_replacement_of_flatten_parameters_outlives_a_call(device, monkeypatch):
+    """psg put back the method that it had found when it was imported."""
+    own = lambda layer: None  # noqa: E731
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", own)
+    psg.per_sample_grad(lambda p, x: (p * x).sum())(torch.ones(3, device=device), torch.ones(2, 3, device=device))
+    assert nn.RNNBase.flatten_parameters is own
+
+
 @each_layer
 def test_the_loop_runs_without_cudnn(kind, device):
     """cuDNN differentiates once, in training mode, and has a dropout of its own."""
