@@ -1149,6 +1149,21 @@ def jacobian(p, x):
     return torch.autograd.functional.jacobian(lambda x: network(p, x[None]).sin(), x, create_graph=True).square().sum()
 
 
+def rows_of_a_jacobian(p, x):
+    x = x.clone().requires_grad_()
+    hidden, other = torch.tanh(p["w"] @ x), (2 * x).requires_grad_()
+    cotangents = torch.eye(4, device=x.device), torch.stack([hidden * hidden] * 4)  # the same for all samples, and of each sample's own
+    rows, nothing = torch.autograd.grad(
+        (hidden, hidden.sin()), (x, other), cotangents, create_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    assert nothing is None
+    return (p["b"] @ rows).square().sum()
+
+
+def vectorized_jacobian(p, x):
+    return torch.autograd.functional.jacobian(lambda x: p["w"] @ x.sin(), x, create_graph=True, vectorize=True).square().sum()
+
+
 def recurrent(p, x):
     x = x[None, None].clone().requires_grad_()
     output, _ = torch.rnn_tanh(x, x.new_zeros(1, 1, 4), [p["w"], torch.diag(p["b"])], False, 1, 0.0, False, False, True)
@@ -1156,7 +1171,10 @@ def recurrent(p, x):
     return slope.square().sum() + p["v"].sum()
 
 
-DIFFERENTIATE = [force, laplacian, assigned, not_differentiated_again, of_what_fn_makes, unused_inputs, inner_step, jacobian, recurrent]
+DIFFERENTIATE = [
+    force, laplacian, assigned, not_differentiated_again, of_what_fn_makes, unused_inputs, inner_step, jacobian, rows_of_a_jacobian,
+    vectorized_jacobian, recurrent,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [1, 4])

@@ -309,7 +309,12 @@ class Router(Watch, Looking):
             raise Retry("fn calls torch.autograd.grad for parameters", ruled=False, derives=False)
         self.differentiates = True
         outputs, inputs = ([item] if isinstance(item, Tensor) else list(item) for item in (outputs, inputs))
-        if is_grads_batched or not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
+        options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize_grads}
+        if is_grads_batched:
+            rows = [own.unbind() for own in ([grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs)]
+            each = [self._differentiate(outputs, inputs, row, **options) for row in zip(*rows, strict=True)]
+            return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))
+        if not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
             # fn made a tensor to differentiate for, which all samples share; the next pass makes one for each sample.
             raise RuntimeError("torch.autograd.grad of or for a tensor that is the same for all samples")
         given = [grad_outputs] if isinstance(grad_outputs, Tensor) else [None] * len(outputs) if grad_outputs is None else grad_outputs
@@ -319,7 +324,6 @@ class Router(Watch, Looking):
         with _functorch.below():
             sides = [[_functorch.physical(tensor, self.level, self.n) for tensor in group] for group in (outputs, cotangents)]
             targets = [_functorch.value_of(tensor) for tensor in inputs]
-            options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize_grads}
             found = torch.autograd.grad(sides[0], targets, sides[1], retain_graph=True, **options)
         return tuple(None if own is None else _functorch.wrap_like(own, tensor) for own, tensor in zip(found, inputs, strict=True))
 
