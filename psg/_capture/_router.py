@@ -313,6 +313,8 @@ class Router(Watch, Looking):
         if is_grads_batched:
             rows = [own.unbind() for own in ([grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs)]
             each = [self._differentiate(outputs, inputs, row, **options) for row in zip(*rows, strict=True)]
+            if not each:
+                raise Unsupported("fn calls torch.autograd.grad with is_grads_batched=True and no row of grad_outputs")
             return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))
         if not all(_functorch.is_batched(tensor, self.level) for tensor in (*outputs, *inputs)):
             # fn made a tensor to differentiate for, which all samples share; the next pass makes one for each sample.
