@@ -98,9 +98,10 @@ def stateless(
     with lock:
         kept_elsewhere = _keeps_parameters_elsewhere(module)
         own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        hooked = [name for name, parameter in own.items() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
         params = {name: parameter.detach() for name, parameter in own.items()}
-        memory = {name: parameter.data_ptr() for name, parameter in params.items()}
+        with torch._C.DisableTorchFunction():  # a pass under a function mode would look at each question
+            hooked = [name for name, parameter in own.items() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
+            memory = {name: _address_of(parameter) for name, parameter in params.items()}
     if not params:
         raise InputError(f"stateless({type(module).__name__}): no parameter requires grad; call requires_grad_() on some.")
     if hooked:
@@ -304,12 +305,14 @@ def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dic
         try:
             moved = [name for name in held if own[name].data_ptr() != memory[name]]
         except RuntimeError as error:  # a wrapper of a transform has no memory
-            wrapped = next(name for name in held if _functorch.is_wrapped(own[name]))
-            raise StateError(
-                f"stateless: the module's parameter {wrapped!r} is a tensor that a torch.func transform has left there, as "
-                "torch.func.functional_call does in modules that have several names. Assign the module's own parameter to it again."
-            ) from error
-        stale = [name for name in moved if _functorch.memory_of(params[name]) == memory[name]]
+            left = [name for name in held if _functorch.alive(own[name]) is not own[name]]
+            if left:
+                raise StateError(
+                    f"stateless: the module's parameter {left[0]!r} is a tensor that a torch.func transform has left there, as "
+                    "torch.func.functional_call does in modules that have several names. Assign the module's own parameter to it again."
+                ) from error
+            moved = [name for name in held if _address_of(own[name]) != memory[name]]
+        stale = [name for name in moved if _address_of(params[name]) == memory[name]]
     if stale:
         warn_once(
             (ref(module), "stale"),
@@ -317,6 +320,11 @@ def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dic
             "params is now another tensor, which an optimizer of the module does not update. Call stateless again.",
             UserWarning,
         )
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Where the values begin, under all wrappers of transforms."""
+    return _functorch.bare(tensor).data_ptr()
 
 
 @contextlib.contextmanager

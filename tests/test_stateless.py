@@ -1255,6 +1255,16 @@ def test_parameters_that_the_module_has_left_behind(change):
         norms(params, x)
 
 
+def test_a_part_of_a_buffer_of_all_parameters_that_the_module_has_left_behind(device):
+    module, x = nn.Linear(3, 2).to(device), torch.randn(4, 3, device=device)
+    together = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    module.weight.data, module.bias.data = together[:6].view(2, 3), together[6:]
+    loss, params = psg.stateless(module, lambda output: output.sum())
+    module.bias.data = module.bias.data.clone()
+    with pytest.warns(UserWarning, match=r"'bias' has been moved, cast or assigned anew"):
+        psg.per_sample_norm(loss)(params, x)
+
+
 @pytest.mark.parametrize("register", [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
 def test_hooks_of_parameters_are_not_called(register):
     module = nn.Linear(3, 2)
@@ -1406,6 +1416,61 @@ def test_a_wrapper_that_a_transform_has_left_in_a_module(device):
         psg.per_sample_grad(loss)(params, torch.randn(3, 2, device=device))
     module._parameters["weight"] = own
     psg.per_sample_grad(loss)(params, torch.randn(3, 2, device=device))
+
+
+def test_stateless_in_a_function_that_a_transform_differentiates(device):
+    module, x = nn.Linear(3, 2).to(device), torch.randn(4, 3, device=device)
+
+    def norms(scale):
+        loss, params = psg.stateless(module, lambda output: (scale * output).square().sum())
+        return psg.per_sample_norm(loss)(params, x).sum()
+
+    one = torch.ones((), device=device)
+    slope = 2 * norms(one)  # the norms are proportional to the square of the scale
+    torch.testing.assert_close(torch.func.grad(norms)(one), slope)
+    torch.testing.assert_close(torch.func.jvp(norms, (one,), (one,))[1], slope)
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_a_stateless_loss_in_a_function_of_several_samples(method, device):
+    loss, params = psg.stateless(nn.Linear(3, 2).to(device), lambda output: output.square().sum())
+
+    def norms(p, xs):
+        return psg.per_sample_norm(loss)(p, xs).sum()
+
+    def plain(p, xs):
+        outputs = xs @ p["weight"].T + p["bias"]
+        return 2 * (outputs.square().sum(1) * (xs.square().sum(1) + 1)).sqrt().sum()
+
+    x = torch.randn(3, 4, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(norms, method=method)(params, x), loop_grad(plain)(params, x))
+
+
+class _OwnNorm(nn.Module):
+    """Adds the norm of its layer's gradient to the layer's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        loss, _ = psg.stateless(self.layer, lambda output: output.square().sum())
+        return self.layer(x) + psg.per_sample_norm(loss)(dict(self.layer.named_parameters()), x)[:, None]
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_stateless_of_a_submodule_in_the_forward_pass(n, method, device):
+    module, x = _OwnNorm().to(device), torch.randn(n, 3, device=device)
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+
+    def plain(p, x):
+        output = p["layer.weight"] @ x + p["layer.bias"]
+        return (output + 2 * (output.square().sum() * (x.square().sum() + 1)).sqrt()).square().sum()
+
+    found = psg.per_sample_grad(loss, method=method)(params, x)
+    assert_trees_close(found, loop_value_and_grad(plain)(params, x)[1])
+    assert not any(gradient.requires_grad for gradient in found.values())
 
 
 class _WithLoss(nn.Module):

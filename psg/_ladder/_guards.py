@@ -294,4 +294,6 @@ class RerunGuard(Repaired):
         """Whether the forward pass has not used this tensor, which has the shape of a parameter."""
         if id(leaf) in self.forward.recorded_ids or id(leaf) in self.forward.other_ids:
             return False
+        if _functorch.is_wrapped(leaf):  # a call of psg that fn makes has put it into the module
+            return False
         return any(leaf.shape == self.call.leaves[position].shape for position in self.call.params)
