@@ -51,9 +51,10 @@ torch.jit.script closes over, psg sees nothing.
 Side effects. fn runs once for all samples, in one thread, and again wherever a pass cannot go on: samples that branch apart run in groups,
 other functions by the next method. Side effects (counters, writes into tensors that fn closes over) happen once in every pass, not once for
 each sample; in the loop, a sample sees those of the samples before it. `stateless` takes back what a pass that is given up has left in the
-module's attributes. A tensor that fn keeps in an attribute is of no use after the call, and a module that holds one cannot be copied:
-return it as aux. `Tensor.set_`, which psg cannot see, does nothing to a sample, as under vmap. Parameters used in threads that fn starts
-are an error, except with method="loop".
+module's attributes. With `functional_call` alone the next pass starts from it: a module that changes its weights and undoes that at the end
+of its forward pass (adapters that are merged, say) may then compute something else, without a warning. A tensor that fn keeps in an
+attribute is of no use after the call, and a module that holds one cannot be copied: return it as aux. `Tensor.set_`, which psg cannot see,
+does nothing to a sample, as under vmap. Parameters used in threads that fn starts are an error, except with method="loop".
 
 torch.compile does not trace psg's functions: it breaks the graph around them. Compiled functions inside fn run uncompiled.
 """
