@@ -274,7 +274,8 @@ def _call(
     _pass.remember(module, params, partial(_locked, lock, held), given)
     # One that was assigned anew is another tensor; one that was written into has a new version.
     after = _versions(kept)
-    changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or after[name] != versions[name]]
+    expected = {name: version + writes.rewrites[name] for name, version in versions.items()} if writes.rewrites else versions
+    changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or after[name] != expected[name]]
     if changed:
         raise StateError(changing(children, changed[0]))
     replaced = [name for name, tensor in params.items() if now.get(name) is not tensor]

@@ -1235,6 +1235,36 @@ def test_a_criterion_of_the_output_alone(criterion, device):
     psg.check(lambda p, x: loss(p, x).sum())(params, torch.randn(4, 3, device=device))
 
 
+class _Chosen(nn.Module):
+    """Writes one of two scales into its buffer, by the length of the sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        self.scale.copy_(torch.where(torch.tensor(x.shape[1] > 3, device=x.device), 2.0, torch.ones_like(self.scale)))
+        return self.layer(x[..., None]) * self.scale
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_a_buffer_is_written_with_the_values_that_it_has(n, method, device):
+    module = _Chosen().to(device)
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    x = torch.randn(n, 3, device=device)
+
+    def plain(p, x):
+        return (x[:, None] * p["layer.weight"][:, 0] + p["layer.bias"]).square().sum()
+
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), loop_grad(plain)(params, x))
+    longer = torch.randn(n or 1, 4, device=device)
+    with pytest.raises(psg.StateError, match="changes its buffer 'scale'"):
+        psg.per_sample_grad(loss, method=method)(params, longer)
+    assert (module.scale == 1).all()
+
+
 def test_a_criterion_without_a_signature(device):
     loss, params = psg.stateless(nn.Linear(3, 2).to(device), torch.dist)
     psg.check(loss)(params, torch.randn(4, 3, device=device), torch.randn(4, 2, device=device))

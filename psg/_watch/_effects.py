@@ -1,7 +1,7 @@
 """What the forward pass of a module does beside computing: writes into its tensors, and changes of its attributes."""
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,6 +23,7 @@ class Writes:
 
     Attributes:
         param: The name of one of these into which it has written, if any.
+        rewrites: How often it has written into a tensor, by name, the values that were there.
     """
 
     def __init__(self, children: dict[str, nn.Module], kept: dict[str, Tensor], params: dict[str, Tensor]) -> None:
@@ -31,17 +32,21 @@ class Writes:
         self._params = params
         self._names: dict[int, str] = {}
         self.param = ""
+        self.rewrites: Counter[str] = Counter()
 
-    def refuse(self, target: Any) -> None:
+    def refuse(self, func: Any, args: Any, target: Any) -> None:
         """Raise if an op is about to write into a tensor that is kept: a write through `.data` leaves the version counter unchanged."""
         if not self._names:
             held = {**self._params, **self._kept}
             self._names = {_functorch.memory_of(tensor): name for name, tensor in held.items() if tensor.numel()}
         for tensor in _writes.written(target):
             name = self._names.get(_functorch.memory_of(tensor))
-            if name in self._kept:
+            if name not in self._kept:
+                self.param = name or self.param
+            elif _writes.rewrites(func, args):
+                self.rewrites[name] += 1
+            else:
                 raise StateError(changing(self._children, name))
-            self.param = name or self.param
 
 
 class Attributes:

@@ -19,13 +19,13 @@ from psg._torch._ops import SET_DATA
 from psg._torch._patches import assigned
 from psg._watch._habits import Retry
 
-Refuse = Callable[[Any], None]
+Refuse = Callable[[Any, Any, Any], None]
 
 _refusing: ContextVar[Refuse | None] = ContextVar("psg_refusing", default=None)
 
 
 def refusing(refuse: Refuse) -> AbstractContextManager[Refuse]:
-    """A context in which `refuse` is called with every target that fn is about to write into."""
+    """A context in which `refuse` is called with every op that is about to write, its arguments and the target that it writes into."""
     return assigned(_refusing, refuse)
 
 
@@ -44,6 +44,17 @@ def written(target: Any) -> list[Tensor]:
 def changes_nothing(func: Any, args: Any) -> bool:
     """Whether this is `tensor.data = value` with the tensor's own data, as `tensor.data.to(device)` returns it where nothing is to do."""
     return func == SET_DATA and isinstance(args[1], Tensor) and _functorch.are_one_view(*args)
+
+
+def rewrites(func: Any, args: Any) -> bool:
+    """Whether this is `tensor.copy_(other)` with the values that the tensor has already, as far as Python can read them."""
+    if func is not Tensor.copy_ or len(args) < 2:
+        return False
+    target, source = args[:2]
+    if not isinstance(source, Tensor) or not (_functorch.can_read(target) and _functorch.can_read(source)):
+        return False
+    with torch._C.DisableTorchFunction():
+        return target.shape == source.shape and target.dtype == source.dtype and target.device == source.device and target.equal(source)
 
 
 class Aliases:

@@ -111,7 +111,7 @@ def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
         StateError: The call does so.
     """
     if target is not None and (refuse := _writes.refusal()) is not None:
-        refuse(target)
+        refuse(func, args, target)
     if func not in UPDATING:
         return
 
