@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _trees
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._torch import _ambient, _autograd, _functorch
-from psg._torch._ops import tensors_of
+from psg._torch._ops import target_of, tensors_of
 from psg._watch import _pass, _writes
 from psg._watch._effects import Attributes, Writes, changing, kind_of, restore_if_given_up
 from psg._watch._modules import CALLED, LOCKS
@@ -261,8 +261,10 @@ def _call(
     given = {id(parameter): name for name, parameter in own.items() if name in params}
     writes, attributes = Writes(children, kept, params), Attributes(children)
     restore_if_given_up((id(module), id(criterion)), partial(_restore, lock, attributes))
+    # psg's passes see every write. A call by others must see those into buffers, to tell whether they change one.
+    seen = contextlib.nullcontext() if not buffers or is_looked_at() else _WriteWatch(writes.refuse)
     try:
-        with held(), _writes.refusing(writes.refuse):
+        with held(), _writes.refusing(writes.refuse), seen:
             with owning(given), _guarding(given) if kept_elsewhere else contextlib.nullcontext():
                 output = run(given)
             now = params | kept if scripted else _held(slots)
@@ -495,6 +497,20 @@ class _OwnParameterGuard(TorchFunctionMode):
             if (bare := _functorch.innermost(tensor, self._level)).requires_grad:
                 refuse_own(func, bare, args[0] if args else None, self._names, self._message)
         return func(*args, **(kwargs or {}))
+
+
+class _WriteWatch(TorchFunctionMode):
+    """Shows all writes to `refuse`, as psg's passes do."""
+
+    def __init__(self, refuse: _writes.Refuse) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (target := target_of(func, args, kwargs)) is not None:
+            self._refuse(func, args, target)
+        return func(*args, **kwargs)
 
 
 def _refuse_batch_norms(children: dict[str, nn.Module]) -> None:

@@ -1259,10 +1259,20 @@ def test_a_buffer_is_written_with_the_values_that_it_has(n, method, device):
         return (x[:, None] * p["layer.weight"][:, 0] + p["layer.bias"]).square().sum()
 
     assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), loop_grad(plain)(params, x))
+    assert_trees_close([loss(params, sample) for sample in x], [plain(params, sample) for sample in x])
     longer = torch.randn(n or 1, 4, device=device)
-    with pytest.raises(psg.StateError, match="changes its buffer 'scale'"):
-        psg.per_sample_grad(loss, method=method)(params, longer)
+    for call in (psg.per_sample_grad(loss, method=method), lambda params, batch: loss(params, batch[0])):
+        with pytest.raises(psg.StateError, match="changes its buffer 'scale'"):
+            call(params, longer)
     assert (module.scale == 1).all()
+
+
+def test_a_batch_that_writes_into_a_buffer_the_values_that_it_has(device):
+    module, x = _Chosen().to(device), torch.randn(3, 3, device=device)
+    losses, params = psg.stateless(module, lambda output: output.square().sum((1, 2)), batch_dim=None)
+    psg.check(losses, method="batch")(params, x)
+    with pytest.raises(psg.StateError, match="changes its buffer 'scale'"):
+        psg.per_sample_grad(losses, method="batch")(params, torch.randn(3, 4, device=device))
 
 
 def test_a_criterion_without_a_signature(device):
