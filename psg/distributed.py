@@ -69,10 +69,11 @@ def all_reduce(tree: Any, *, group: dist.ProcessGroup | None = None) -> Any:
                 f"psg.distributed.all_reduce: {place} is a sparse sum, whose rows differ from process to process: "
                 "pass its to_dense(), or all_gather the factors and call psg.tree.sparse_weighted_sum on all samples."
             )
-    parts = [as_real(leaf.detach()) if _trees.is_inexact(leaf) else leaf.long() for leaf in leaves]
+    # Widened first: an empty batch's losses may have another dtype than those of other processes, which must not wait for ever.
+    parts = [widen(as_real(leaf.detach())) if _trees.is_inexact(leaf) else leaf.long() for leaf in leaves]
     results: dict[int, Tensor] = {}
     for alike in _trees.by_dtype_and_device(parts):
-        flat = torch.cat([widen(parts[i]).reshape(-1) for i in alike])
+        flat = torch.cat([parts[i].reshape(-1) for i in alike])
         dist.all_reduce(flat, group=group)
         for i, total in zip(alike, flat.split([parts[i].numel() for i in alike]), strict=True):
             total = total.reshape(parts[i].shape)

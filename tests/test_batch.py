@@ -1,6 +1,7 @@
 """Functions of a whole batch (method="batch"), each against the loop over batches of one."""
 
 import dataclasses
+import itertools
 import operator
 from functools import partial
 
@@ -790,6 +791,54 @@ def test_a_graph_that_is_not_finite_among_joined_graphs(reduced, device):
     with pytest.raises(psg.InputError, match=r"not finite: losses\[1\]\. .* fn cannot run without the others: \w+Error: ") as raised:
         psg.per_sample_norm(fn, **options)(w, x, graph, 2, y)
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+def _pooled(p, x, starts, y):
+    """Losses of packed sequences, as many as there are labels: with a part of the labels it runs, on the wrong sequences."""
+    pooled = torch.stack([(x[starts[i] : starts[i + 1]] @ p["w"]).tanh().mean(0) for i in range(len(y))])
+    return F.cross_entropy(pooled @ p["v"], y, reduction="none")
+
+
+def _scaled(p, x, scale, y):
+    return F.cross_entropy((scale * x @ p["w"]).tanh() @ p["v"], y, reduction="none")
+
+
+def test_samples_that_run_alone_must_not_meet_the_data_of_others(device):
+    p = {"w": torch.randn(4, 5, device=device), "v": torch.randn(5, 3, device=device)}
+    live = {name: leaf.clone().requires_grad_() for name, leaf in p.items()}
+    x, starts, y = torch.randn(9, 4, device=device), torch.tensor([0, 2, 5, 9], device=device), torch.tensor([0, 2, 1], device=device)
+    broken = x.clone()
+    broken[3, 0] = torch.nan
+    norms = psg.per_sample_norm(_pooled, method="batch", in_dims=(None, None, None, 0))
+    alone = [norms(p, x[a:b], torch.tensor([0, b - a]), y[i : i + 1]) for i, (a, b) in enumerate(itertools.pairwise(starts.tolist()))]
+    assert_trees_close(norms(p, x, starts, y), torch.cat(alone))
+    calls = [
+        lambda: norms(p, broken, starts, y),
+        lambda: norms(live, x, starts, y).sum().backward(),
+        lambda: torch.func.grad(lambda p: norms(p, x, starts, y).sum())(p),
+        lambda: torch.func.vmap(lambda v: norms({**p, "v": v}, x, starts, y))(torch.stack([p["v"]] * 2)),
+    ]
+    for call in calls:
+        with pytest.raises(psg.InputError, match="had to run without the others, .* their losses are not those of the whole batch"):
+            call()
+
+
+def test_samples_that_run_alone_may_share_a_constant(device):
+    p = {"w": torch.randn(4, 5, device=device), "v": torch.randn(5, 3, device=device)}
+    x, scale, y = torch.randn(3, 4, device=device), torch.randn(4, device=device), torch.tensor([0, 2, 1], device=device)
+    norms = psg.per_sample_norm(_scaled, method="batch", in_dims=(None, 0, None, 0))
+    expected = norms(p, x, scale, y)
+    slope = torch.func.grad(lambda p: norms(p, x, scale, y).sum())(p)
+    by_vmap = psg.per_sample_norm(_scaled_one, in_dims=(None, 0, None, 0))
+    assert_trees_close(slope, torch.func.grad(lambda p: by_vmap(p, x, scale, y).sum())(p))
+    x[1, 0] = torch.nan
+    broken = norms(p, x, scale, y)
+    assert broken[1].isnan()
+    assert_trees_close(broken[[0, 2]], expected[[0, 2]])
+
+
+def _scaled_one(p, x, scale, y):
+    return _scaled(p, x[None], scale, y[None])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -78,6 +78,9 @@ def work(rank, path):
         "segments": psg.distributed.all_gather(psg.tree.segment_sum(factored, torch.arange(SIZES[rank]) // 2, (SIZES[rank] + 1) // 2)),
         "scaled": psg.distributed.all_gather(Scaled(factored["head.weight"], diagonal().expand(SIZES[rank], 3, 4))),
         "scaled apart": psg.distributed.all_gather(Scaled(factored["head.weight"], (diagonal() + rank).expand(SIZES[rank], 3, 4))),
+        "losses": psg.distributed.all_reduce(
+            {"grads": torch.ones(2, dtype=torch.bfloat16), "loss": torch.ones((), dtype=torch.float32 if SIZES[rank] else torch.bfloat16)}
+        ),
         "bytes": psg.distributed.all_reduce(torch.tensor([200], dtype=torch.uint8)),
         "nothing": psg.distributed.all_gather({"a": torch.zeros(0, 3)}),
         "noisy": psg.tree.add_noise(grads, 1.0, generator=torch.Generator().manual_seed(1)),
@@ -120,6 +123,11 @@ def test_factors(found):
     for own in found:
         assert own["kinds"] == {"table.weight": Rows, "conv.weight": Conv, "conv.bias": Dense, "head.weight": Outer, "head.bias": Dense}
         psg.testing.assert_trees_close(own["gram"], psg.tree.gram(factored))
+
+
+def test_losses_of_an_empty_batch_have_another_dtype(found):
+    for own in found:
+        assert own["losses"]["grads"].tolist() == [3, 3] and own["losses"]["loss"] == 3
 
 
 def test_factors_of_other_shapes(found):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg._call import Call
-from psg._errors import StateError, code_of, warn_once
-from psg._torch import _ambient, _random
+from psg._errors import InputError, PsgError, StateError, code_of, warn_once
+from psg._torch import _ambient, _functorch, _random
 from psg._watch import _copies
 from psg.rules import _kernels
 
@@ -75,6 +75,36 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
         "They meet in a statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient "
         "tells what one sample does. Let losses[i] depend on sample i alone."
         + (" (Or fn draws random numbers for its samples in an order that depends on the others: use another method.)" if draws else "")
+    )
+
+
+def refuse_parting(call: Call, values: Tensor) -> None:
+    """Refuse the losses [n] of samples that ran without the others if they are not those of the whole batch.
+
+    Then arguments that all samples share hold their data, such as nodes of joined graphs, and the labels have met those of others.
+
+    Raises:
+        InputError: They are not.
+        PsgError: They cannot be read, in a trace.
+    """
+    leaves = [leaf for i, (leaf, dim) in enumerate(zip(call.leaves, call.dims, strict=True)) if dim is None and i not in call.params]
+    if call.n < 2 or not call.keyword_tensors and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return
+    if _functorch.is_traced():
+        raise PsgError('method="batch" compares the losses of samples that ran without the others, so it cannot be traced')
+    now = _random.get_state(call.tensors)
+    try:
+        whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(call, noise=True), values))
+    finally:
+        _random.set_state(now)
+    every = torch.arange(whole.numel(), device=whole.device)
+    if whole.shape == apart.shape and bool(_agreeing(apart.flatten(), whole.flatten(), every, call).all()):
+        return
+    raise InputError(
+        f'{call.name}, method="batch": some samples had to run without the others, because a sample is not finite, a derivative of the '
+        "gradients is wanted or a transform is around psg; and their losses are not those of the whole batch. So arguments without a "
+        "dimension of samples hold data of samples (nodes of joined graphs, packed sequences), or fn draws random numbers. Give all that "
+        "belongs to a sample a dimension of samples, or leave out what is not finite and pass detached parameters, outside of transforms."
     )
 
 

@@ -7,6 +7,7 @@ and is raised as it is.
 import torch
 from torch import nn
 
+from psg._batch import _exchange
 from psg._call import Call, sharing
 from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, first_line, unwrapped, user_line, warn_once
 from psg._ladder._rungs import RUNGS, Result
@@ -67,6 +68,8 @@ def run(call: Call, method: str) -> Result:
                 reasons.append((rung, _reason(error)))
         forget()
         _random.set_state(state)
+    if own is not call:
+        _exchange.refuse_parting(call, result.values)
     if reasons and method == "auto":
         _warn_of_descent(call, rung, reasons)
     return result._replace(reasons=tuple(reasons)) if reasons else result

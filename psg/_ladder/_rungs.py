@@ -377,7 +377,7 @@ def _run_batch(call: Call, whole: bool = True) -> Result:
     except NotFinite as error:
         groups, found = error.groups, str(error)
     try:
-        return _run_apart(partial(_run_batch, whole=False), call, groups, None)
+        result = _run_apart(partial(_run_batch, whole=False), call, groups, None)
     except (StateError, Stale, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -388,6 +388,9 @@ def _run_batch(call: Call, whole: bool = True) -> Result:
             f"samples alone, but fn cannot run without the others: {type(error).__name__}: {first_line(error).rstrip('.')}. Leave out what "
             "is not finite, or give all that belongs to the samples a dimension of samples."
         ) from error
+    if whole:
+        _exchange.refuse_parting(call, result.values)
+    return result
 
 
 def _batch_together(call: Call) -> Result:
