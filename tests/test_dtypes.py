@@ -98,6 +98,17 @@ def test_gradients_that_torch_gives_as_conjugates(device):
     assert_trees_close(out.grads, reference_clipped_sum(expected, 1.0), per_sample=False)
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop", "batch"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_sums_of_an_unused_complex_parameter_are_complex(dtype, method, n, device):
+    params = {"used": torch.randn(3, device=device, dtype=dtype), "unused": torch.randn(2, device=device, dtype=dtype)}
+    fn = lambda p, x: (p["used"] * x).abs().sum(-1)  # noqa: E731
+    grads = psg.clipped_grad(fn, 1.0, method=method)(params, torch.randn(n, 3, device=device, dtype=dtype.to_real())).grads
+    assert {name: grad.dtype for name, grad in grads.items()} == dict.fromkeys(params, dtype)
+    assert psg.tree.add_noise(grads, 1.0)["unused"].imag.all()
+
+
 # --- numbers that are not finite stay where they are ----------------------------------------------------------
 
 

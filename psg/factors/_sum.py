@@ -93,10 +93,10 @@ class Sum(Additive):
         return self._reduce(lambda term: term.squared_terms(), self._zeros(self.n))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self._reduce(lambda term: term.weighted_sum(weights), self._zeros(*self.shape))
+        return self._reduce(lambda term: term.weighted_sum(weights), self._zero_sum())
 
     def weighted_sum_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> Tensor:
-        return self._reduce(lambda term: term.weighted_sum_of(weights, keep, finite), self._zeros(*self.shape))
+        return self._reduce(lambda term: term.weighted_sum_of(weights, keep, finite), self._zero_sum())
 
     def project(self, sketch: Sketch) -> Tensor:
         return self._reduce(lambda term: term.project(sketch), self._zeros(self.n, sketch.dim))
@@ -150,6 +150,9 @@ class Sum(Additive):
 
     def _zeros(self, *shape: int) -> Tensor:
         return self.like.new_zeros(shape, dtype=wide(self.dtype).to_real())
+
+    def _zero_sum(self) -> Tensor:
+        return self.like.new_zeros(self.shape, dtype=wide(self.dtype))
 
     def _reduce(self, function: Callable[[Factor], Tensor], zero: Tensor) -> Tensor:
         return reduce(torch.add, (function(term) for term in self.terms), zero)
