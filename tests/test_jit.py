@@ -1520,6 +1520,49 @@ def test_attributes_that_a_module_did_not_have(name, value):
     same(fast(params, x), fn(params, x))
 
 
+class Listing(nn.Module):
+    """Does what its containers say."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.active, self.scales, self.signs = nn.Linear(4, 2), [True, [False]], {"x": [1.0]}, {1.0}
+        self.steps, self.calls = [torch.tanh], []
+        self.steps.append(self.steps)
+
+    def forward(self, x):
+        self.calls.append(x.shape)
+        y = self.linear(x)
+        for own in (self.active[0], self.active[1][0]):
+            y = y.sigmoid() if own else y
+        return self.steps[0](y) * self.scales["x"][0] * sum(self.signs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.active.__setitem__(0, False),
+        lambda module: module.active[1].__setitem__(0, True),
+        lambda module: module.scales.update(x=[2.0]),
+        lambda module: module.scales["x"].__setitem__(0, -0.5),
+        lambda module: module.signs.add(3.0),
+        lambda module: module.steps.__setitem__(0, torch.relu),
+    ],
+    ids=["a list", "a list in a list", "a dict", "a list in a dict", "a set", "a list of functions that holds itself"],
+)
+def test_what_containers_of_modules_hold(change):
+    module = Listing()
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fn = psg.per_sample_norm(loss)
+    fast, x = psg.jit(fn, backend="eager"), torch.randn(3, 4)
+    for _ in range(2):
+        same(fast(params, x), fn(params, x))
+        assert len(fast.cache_info()) == 1
+    change(module)
+    for _ in range(2):
+        same(fast(params, x), fn(params, x))
+        assert len(fast.cache_info()) == 2
+
+
 class Shaping(nn.Module):
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ class Called:
     def __init__(self) -> None:
         self.constants: dict[int, Tensor] = {}
         self._met: dict[int, tuple[nn.Module, Hashable, list[Any]]] = {}  # with the state in which the trace met it, and what that is of
-        self._read: dict[tuple[int, str], tuple[nn.Module, Any]] = {}  # with the value that the trace read first
+        self._read: dict[tuple[int, str], tuple[nn.Module, Hashable, Any]] = {}  # with what told the value that the trace read first
         self._written: set[tuple[int, str]] = set()
         self._hooked = _hooked()
         self._made: list[nn.Module] = []  # kept alive, so that no other module gets the id of one
@@ -45,7 +45,9 @@ class Called:
                     self._made.append(module)
                 elif id(module) not in self._met:
                     self._met[id(module)] = module, _state_of(module), _held_by(module)
-                self._read.setdefault((id(module), name), (module, held.get(name, _ABSENT)))
+                if (id(module), name) not in self._read:
+                    value = held.get(name, _ABSENT)
+                    self._read[id(module), name] = module, _told(value), _kept(value)
             return super(kind, module).__getattribute__(name)
 
         def put(module: nn.Module, name: str, value: Any) -> None:
@@ -65,16 +67,15 @@ class Called:
 
     def guard(self) -> tuple["Guard", Hashable, list[Any]]:
         """What the trace depends on, the state that this was in when the trace began, and the objects whose ids are in the state."""
-        # What the trace itself has written (a counter, an activation that is kept) does not tell whether anything else has.
+        # What the trace itself has written (a counter, a list of activations) does not tell whether anything else has.
         read = [
-            (module, name, value)
-            for (key, name), (module, value) in self._read.items()
-            if key in self._met and (key, name) not in self._written and _may_vary(name, module)
+            (module, name, told, kept)
+            for (key, name), (module, told, kept) in self._read.items()
+            if key in self._met and (key, name) not in self._written and _may_vary(name, module) and told == _attribute(module, name)
         ]
-        guard = Guard([module for module, _, _ in self._met.values()], [(module, name) for module, name, _ in read])
-        values = [value for _, _, value in read]
-        state = tuple(state for _, state, _ in self._met.values()), self._hooked, tuple(map(_told, values))
-        return guard, state, [*values, *(held for _, _, held in self._met.values())]
+        guard = Guard([module for module, _, _ in self._met.values()], [(module, name) for module, name, _, _ in read])
+        state = tuple(state for _, state, _ in self._met.values()), self._hooked, tuple(told for _, _, told, _ in read)
+        return guard, state, [*(kept for *_, kept in read), *(held for _, _, held in self._met.values())]
 
 
 _ABSENT = object()
@@ -119,12 +120,34 @@ class Guard:
             for lock in self._locks:  # in a call of another thread a module may hold other tensors
                 stack.enter_context(lock)
             states = tuple(map(_state_of, self.modules))
-        return states, _hooked(), tuple(_told(vars(module).get(name, _ABSENT)) for module, name in self.read)
+        return states, _hooked(), tuple(_attribute(module, name) for module, name in self.read)
 
 
-def _told(value: Any) -> Hashable:
-    """What tells one value of an attribute from another: tuples by their items, objects beside numbers and strings by their ids."""
-    return _trees.key_of(value) or (tuple(map(_told, value)) if type(value) is tuple else id(value))
+def _attribute(module: nn.Module, name: str) -> Hashable:
+    return _told(vars(module).get(name, _ABSENT))
+
+
+def _told(value: Any, depth: int = 4) -> Hashable:
+    """What tells one value of an attribute from another: containers by their items, objects beside numbers and strings by their ids."""
+    if (key := _trees.key_of(value)) is not None:
+        return key
+    if (items := _items(value, depth)) is None:
+        return id(value)
+    told = [_told(item, depth - 1) for item in items]
+    return type(value), frozenset(told) if isinstance(value, (set, frozenset)) else tuple(told)
+
+
+def _kept(value: Any, depth: int = 4) -> Any:
+    """The objects whose ids `_told` gives: a container may lose what it holds."""
+    items = _items(value, depth)
+    return value if items is None else [value, *(_kept(item, depth - 1) for item in items)]
+
+
+def _items(value: Any, depth: int) -> tuple[Any, ...] | None:
+    """The items by which a container is told from another: of Python's own kinds, short, and not too deep in others."""
+    if type(value) not in (tuple, list, dict, set, frozenset) or not depth or len(value) > 100:
+        return None
+    return tuple(value.items() if isinstance(value, dict) else value)
 
 
 def _state_of(module: nn.Module) -> Hashable:
@@ -139,7 +162,8 @@ def _state_of(module: nn.Module) -> Hashable:
 def _held_by(module: nn.Module) -> list[Any]:
     """The objects whose ids are in the module's state."""
     held = object.__getattribute__(module, "__dict__")
-    return [*(own for name in _SLOTS for own in (held.get(name) or {}).values()), *(held[name] for name in held if name in _OVERRIDABLE)]
+    own = [_kept(held[name]) for name in held if name in _OVERRIDABLE]
+    return [*(each for name in _SLOTS for each in (held.get(name) or {}).values()), *own]
 
 
 def _hooked() -> Hashable:
