@@ -1332,6 +1332,35 @@ def test_what_is_one_tensor_for_all_samples_stays_one_when_they_are_joined(alike
         assert (joined.entries.stride(0) == 0) is alike
 
 
+@pytest.mark.parametrize(
+    "kind", ["Outer", "Rows", "Views in another shape", "Sum of Rows and Outer", "Sum of a Sum", "Scaled Outer", "Segments of Outer"]
+)
+def test_sums_of_different_lengths_stay_factored_when_they_are_joined(kind, make, monkeypatch):
+    def recipe(n, t, generator):
+        monkeypatch.setitem(SIZES, "of that length", (t, 300, 200))
+        return ALL[kind](n, "of that length", generator)
+
+    expect_joined(*zip(*(make(recipe, n, t) for n, t in ((2, 5), (0, 3), (3, 1), (1, 7))), strict=True))
+
+
+def test_convolutions_of_different_numbers_of_images_stay_factored_when_they_are_joined(make, monkeypatch):
+    def recipe(n, images, generator):
+        monkeypatch.setitem(CONVS, "so many", (images, *CONVS["few positions"][1:]))
+        return conv(n, "so many", generator)
+
+    expect_joined(*zip(*(make(recipe, n, images) for n, images in ((2, 2), (1, 1), (2, 3))), strict=True))
+
+
+def expect_joined(factors, tensors):
+    joined, tensor = psg.factors.concat(factors), torch.cat(tensors)
+    assert type(joined) is type(factors[0])
+    assert_trees_close(joined.materialize(), tensor)
+    assert_trees_close(joined.norm(), tensor.flatten(1).norm(dim=1))
+    weights = torch.rand(len(tensor)).to(tensor)
+    assert_trees_close(joined.weighted_sum(weights), torch.einsum("n,n...->...", weights, tensor))
+    assert_trees_close(psg.tree.gram([joined]), tensor.flatten(1) @ tensor.flatten(1).T)
+
+
 def test_joined_factors_have_the_derivatives_of_each(device):
     ones, entries = Expanded(torch.ones(2, 1, 1, device=device), torch.Size([4, 3])), torch.rand(2, 4, 3, device=device)
     entries[1] = entries[0]

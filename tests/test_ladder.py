@@ -152,6 +152,18 @@ def test_a_pinned_method_does_not_fall(fn, method, error, message, args):
         psg.per_sample_grad(fn, method=method)(*args)
 
 
+def test_gradients_of_sequences_that_are_cut_to_different_lengths_stay_factored(device):
+    def loss(params, ids, length):
+        rows = F.embedding(ids[: int(length)], params["table"])
+        return F.linear(rows, params["w"]).tanh().mean(0).square().sum()
+
+    params = {"table": torch.randn(500, 16, device=device), "w": torch.randn(64, 16, device=device)}
+    batch = torch.randint(500, (6, 8), device=device), torch.tensor([8, 5, 8, 3, 5, 8], device=device)
+    grads = psg.factored_grad(loss)(params, *batch)
+    assert (type(grads["table"]), type(grads["w"])) == (psg.factors.Rows, psg.factors.Outer)
+    psg.check(loss)(params, *batch)
+
+
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_samples_that_go_different_ways_are_captured_apart(n, randomness, device):

@@ -16,11 +16,13 @@ For n samples and a parameter [*shape]; what positions t have is added up. A rul
 Subclasses of `Factor` other than these are not supported: where no kind fits, return Dense.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg.factors._arithmetic import one_after_another
@@ -116,7 +118,10 @@ def _along(sides: list[Tensor]) -> Tensor:
 
 
 def concat(factors: Sequence[Factor]) -> Factor:
-    """Concatenate the samples of several factors; the result is Dense if their kinds or the shapes of their tensors differ.
+    """Concatenate the samples of several factors.
+
+    Factors of one kind whose sums have different numbers of terms are filled up with zeros. The result is Dense if the kinds differ, or if
+    that takes less memory.
 
     Args:
         factors: At least one, of the same shape.
@@ -129,10 +134,43 @@ def concat(factors: Sequence[Factor]) -> Factor:
         Dense(n=3, shape=(3,), dtype=torch.float32)
     """
     parts, specs = zip(*(optree.tree_flatten(cast(Any, factor)) for factor in factors), strict=True)
-    same = all(spec == specs[0] for spec in specs)
-    if same and all(len({part.shape[1:] for part in fields}) == 1 for fields in zip(*parts, strict=True)):
-        return cast(Factor, optree.tree_unflatten(specs[0], [one_after_another(fields) for fields in zip(*parts, strict=True)]))
+    if all(spec == specs[0] for spec in specs):
+        columns = list(zip(*parts, strict=True))
+        if not all(map(_are_alike, columns)) and sum(map(_filled_bytes, columns)) <= sum(factor.n * factor._bytes() for factor in factors):
+            columns = list(zip(*(optree.tree_leaves(cast(Any, factor)) for factor in _filled_up(factors)), strict=True))
+        if all(map(_are_alike, columns)):
+            return cast(Factor, optree.tree_unflatten(specs[0], [one_after_another(column) for column in columns]))
     return Dense(torch.cat([factor.materialize() for factor in factors]))
+
+
+def _are_alike(column: Sequence[Tensor]) -> bool:
+    """Whether one field of several factors differs in the number of samples alone."""
+    return len({part.shape[1:] for part in column}) == 1
+
+
+def _filled_bytes(column: Sequence[Tensor]) -> int:
+    """The bytes that one field of several factors takes if each is filled up to the largest, and all samples of a factor may share it."""
+    is_shared = any(len(part) > 1 for part in column) and all(len(part) < 2 or part.stride(0) == 0 for part in column)
+    sizes = [max(sizes) for sizes in zip(*(part.shape[1:] for part in column), strict=True)]
+    return math.prod(sizes) * column[0].itemsize * (1 if is_shared else sum(map(len, column)))
+
+
+def _filled_up(factors: Sequence[Factor]) -> list[Factor]:
+    """The same factors, all of one kind, with as many terms each: zeros are appended to sums of fewer."""
+    kind = type(factors[0])
+    columns: list[Sequence[Any]] = []
+    for name in kind.fields:
+        held = [getattr(factor, name) for factor in factors]
+        if name in kind.summed:
+            most = max(field.shape[1] for field in held)
+            held = [F.pad(field, (0, 0) * (field.ndim - 2) + (0, most - field.shape[1])) for field in held]
+        elif isinstance(held[0], Factor):
+            held = _filled_up(held)
+        elif isinstance(held[0], tuple):  # of factors
+            parts = [_filled_up(column) for column in zip(*held, strict=True)]
+            held = [tuple(column[i] for column in parts) for i in range(len(held))]
+        columns.append(held)
+    return [kind(*fields, *(getattr(factors[0], name) for name in kind.constants)) for fields in zip(*columns, strict=True)]
 
 
 # So that `torch.load` reads saved factors with its default `weights_only=True`.

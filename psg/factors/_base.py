@@ -104,11 +104,13 @@ class Factor(ABC):
             takes the fields in this order, then the constants.
         constants: Names of the other constructor arguments, which are the same for all samples.
         integers: Names of the fields that hold integers, and must go on to do so.
+        summed: Names of the fields whose dim 1 the gradient is a sum over, so that zeros may be appended there.
     """
 
     fields: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     integers: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -72,6 +72,7 @@ class Conv(Planned):
     """
 
     fields = ("cotangent", "input")
+    summed = fields
     constants = ("geometry",)
 
     def __init__(self, cotangent: Tensor, input: Tensor, geometry: Geometry) -> None:

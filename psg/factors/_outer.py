@@ -39,6 +39,7 @@ class Outer(Planned):
     """
 
     fields = ("left", "right")
+    summed = fields
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         if left.ndim != 3 or right.ndim != 3 or left.shape[:2] != right.shape[:2]:

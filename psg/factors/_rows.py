@@ -34,6 +34,7 @@ class Rows(Additive):
     """
 
     fields = ("index", "cotangent")
+    summed = fields
     constants = ("num_rows",)
     integers = ("index",)
 
