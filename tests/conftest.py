@@ -15,6 +15,7 @@ from seeding import seed
 from psg import _errors
 from psg._capture import _lifted
 from psg._hardware import _machine
+from psg.rules import products
 
 torch.set_num_threads(1)
 
@@ -91,6 +92,7 @@ def as_large(monkeypatch):
     """As if calling an op cost nothing, and no parameter were small."""
     monkeypatch.setattr(_machine, "op_call", lambda device: 0)
     monkeypatch.setattr(_lifted, "_FEW_BYTES", 0)
+    monkeypatch.setattr(products, "_FEW_BYTES", 0)
 
 
 @pytest.fixture

@@ -191,6 +191,10 @@ class Factor(ABC):
     def materialize(self) -> Tensor:
         """The tensor itself: [n, *shape]."""
 
+    def write_to(self, out: Tensor) -> None:
+        """Write the gradients into a tensor [n, *shape] of their dtype, whose rows may be apart in memory."""
+        out.copy_(self.materialize())
+
     @abstractmethod
     def squared_norm(self) -> Tensor:
         """sum over all entries of |gradient|^2 -> [n], real, at least float32, never negative."""

@@ -67,6 +67,14 @@ class Outer(Planned):
             return self.left.mT * self.right
         return _matmul.cross(self.left, self.right)
 
+    def write_to(self, out: Tensor) -> None:
+        if self.is_differentiated or _functorch.is_traced():
+            super().write_to(out)
+        elif self.left.shape[1] == 1 and _matmul.multiplies(self.left.device):
+            torch.mul(self.left.mT, self.right, out=out)
+        else:
+            torch.bmm(self.left.mT, self.right, out=out)
+
     def norm(self) -> Tensor:
         if self._is_planned or self.is_differentiated:
             return super().norm()

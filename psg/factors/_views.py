@@ -100,12 +100,11 @@ class Views(Additive):
         return self.factors[0]._lead
 
     def materialize(self) -> Tensor:
-        part = self.factors[0].materialize()
         if self.is_reshaped:
-            return part.reshape(self.n, *self.shape)
-        values = self._empty_or_zeros(part, self.n, *self.shape)
-        for k, region in enumerate(self.regions):
-            region.of_each(values).copy_(self.factors[k].materialize() if k else part)
+            return self.factors[0].materialize().reshape(self.n, *self.shape)
+        values = self._empty_or_zeros(self._lead, self.n, *self.shape)
+        for region, factor in zip(self.regions, self.factors, strict=True):
+            factor.write_to(region.of_each(values))
         return values
 
     def _empty_or_zeros(self, like: Tensor, *shape: int) -> Tensor:

@@ -5,10 +5,10 @@ cotangent of y: grad x_k[n,K_k] = the einsum of C[n,O] and every other operand -
 to others of the output, this is an Outer over the labels that data and output share, and is not materialised.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, reduce
-from itertools import combinations
 from string import ascii_letters
 from typing import Any
 
@@ -22,6 +22,9 @@ from psg.factors._maps import reshaped
 from psg.factors._views import strides_of
 from psg.rules._registry import decomposition, reshape, rule, transposable_form, transpose
 from psg.rules.linear import flatten_positions, linear
+
+_FEW_BYTES = 1 << 20
+"""To form the gradients of one of several products, if they take no more than this, takes less time than the ops for its factor."""
 
 
 def contract(
@@ -73,7 +76,7 @@ def contract(
             others = [(tensor, names) for j, (tensor, names) in enumerate(zip(operands, physical, strict=True)) if j != k]
             data, given = _together(others, n + out, labels[k], cotangent.shape[0] * math.prod(shapes[k]))
             if data is not None and data.shape[1:] == tuple(sizes[name] for name in given[1:]):
-                factor = _outer(cotangent, n + out, data, given, labels[k], shapes[k])
+                factor = _factored(cotangent, n + out, data, given, labels[k], shapes[k])
                 if factor is not None:
                     return factor
             return _dense(cotangent, n + out, others, labels[k], shapes[k], sizes)
@@ -90,6 +93,36 @@ def _together(others: list[tuple[Tensor, str]], out: str, labels: str, most: int
     n, sizes = out[0], _sizes(others)
     kept = n + "".join(name for name in sizes if name != n and (name in out or name in labels))
     return (_contracted(_alike(others), kept) if math.prod(sizes[name] for name in kept) <= most else None), kept
+
+
+def _factored(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
+    """The factor, if each label of the parameter is in the data or in the output; None for others, and if to form the gradient is faster.
+
+    Labels in both (heads, experts, blocks) make one product for each of their values.
+    """
+    both = "".join(name for name in labels if name in given and name in out)
+    if not both or len(set(given)) < len(given):
+        return _outer(cotangent, out, data, given, labels, shape)
+    count = math.prod(cotangent.shape[out.index(name)] for name in both)
+    if count != math.prod(shape[labels.index(name)] for name in both):
+        return None  # broadcast
+    if len(cotangent) * shape.numel() * cotangent.itemsize <= count * _FEW_BYTES:
+        return None
+    own_out, own_given, own = ("".join(name for name in names if name not in both) for names in (out, given, labels))
+    sizes, strides = dict(zip(labels, shape, strict=True)), dict(zip(labels, strides_of(shape), strict=True))
+    size, stride = torch.Size(sizes[name] for name in own), tuple(strides[name] for name in own)
+    sides = (
+        torch.einsum(f"{names}->{both}{rest}", side).flatten(0, len(both) - 1).unbind()
+        for side, names, rest in ((cotangent, out, own_out), (data, given, own_given))
+    )
+    parts: list[Factor] = []
+    for c, x in zip(*sides, strict=True):
+        part = _outer(c, own_out, x, own_given, own, size)
+        if part is None or part.is_best_materialized:
+            return None
+        parts.append(part)
+    starts = itertools.product(*(range(0, sizes[name] * strides[name], strides[name]) for name in both))
+    return Views(parts, [Region(tuple(size), stride, sum(start)) for start in starts], shape)
 
 
 def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
@@ -147,7 +180,7 @@ def _contracted(terms: list[tuple[Tensor, str]], out: str) -> Tensor:
 
 def _products(terms: list[tuple[Tensor, str]], out: str) -> Iterator[tuple[tuple[Tensor, str], tuple[Tensor, str], str, int]]:
     """All pairs of terms, with the labels that their product has to keep and the number of entries that it adds."""
-    for first, second in combinations(terms, 2):
+    for first, second in itertools.combinations(terms, 2):
         needed = {*out, *(name for term in terms if term is not first and term is not second for name in term[1])}
         sizes = _sizes([first, second])
         kept = "".join(name for name in sizes if name in needed)
@@ -197,10 +230,16 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
     dims = [tensor.ndim - (name not in shared) for name, tensor in (("input", input), ("other", other))]
     if 0 in dims:
         return NotImplemented
-    if min(dims) > 1:
+    if min(dims) > 1 and not _is_copied_by_torch(input, other, shared):
         return _matmul_by_batch(input, other, dims, shared)
     equation = matmul_equation(dims)
     return _pair(("input", "other"), (input, other), equation, shared, stretch="".join(filter(str.isupper, equation)))
+
+
+def _is_copied_by_torch(input: Tensor, other: Tensor, shared: Collection[str]) -> bool:
+    """Whether torch.matmul, which copies shared matrices for every sample, would write more than the data has."""
+    (rows, inner), columns = input.shape[-2:], other.shape[-1]
+    return rows * inner > (rows + inner) * columns if "input" in shared else inner * columns > rows * (inner + columns)
 
 
 def _matmul_by_batch(input: Tensor, other: Tensor, dims: Sequence[int], shared: Collection[str]) -> Any:
