@@ -34,7 +34,8 @@ Keyword arguments of a call go to fn unchanged and are shared by all samples, as
 Every transform raises InputError if an argument does not fit, if fn does not return a scalar, or if fn is itself the result of a
 transform; errors from fn itself are raised unchanged. A method that is forced and cannot run fn raises PsgError, or torch's own error.
 Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples gives leaves
-[0, *shape] and zero sums.
+[0, *shape] and zero sums. fn is not called, so the losses have the first parameter's dtype, even if fn returns another; with has_aux fn is
+called once, on zeros, and they have that of its loss.
 
 Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same, at
 the same price, and saves nothing but the inputs. A backward pass through the results computes vmap(grad(fn)) (or a loop over the samples,

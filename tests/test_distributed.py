@@ -1,6 +1,11 @@
 """Several processes give the results of one process that has all their samples."""
 
+import dataclasses
+import re
 import warnings
+from collections import OrderedDict
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import psg
+from psg.distributed import all_gather, all_reduce
 from psg.factors import Conv, Dense, Outer, Rows, Scaled, Segments
 
 SIZES = [3, 0, 2]  # samples of each process: Poisson sampling may leave one without any
@@ -37,19 +43,107 @@ def diagonal():
     return torch.arange(12.0).reshape(3, 4) + 1
 
 
-def failure(function, *args):
+@dataclasses.dataclass
+class Pair:
+    one: Any
+    two: Any
+
+
+class Key:
+    """Shows its address, as objects do."""
+
+
+def failure(function, *args, **kwargs):
     try:
-        function(*args)
+        function(*args, **kwargs)
     except psg.InputError as error:
         return str(error)
     raise AssertionError("no error")
+
+
+def f32(*shape):
+    return torch.ones(shape, dtype=torch.float32)
+
+
+def nested():
+    return torch.nested.nested_tensor([f32(2), f32(3)], layout=torch.jagged)
+
+
+OTHER = r"processes \[2\] differ from process 0, which has "
+REFUSED = {  # the function that each process calls, its tree, and the message that all get
+    "a key": (
+        lambda rank: all_reduce,
+        lambda rank: {"a": f32(2), "b" if rank < 2 else "c": f32(2)},
+        OTHER + r"tree\['b'\] \(torch.float32 of shape \[2\] on cpu\) where process 2 has tree\['c'\] \(torch.float32 of shape \[2\]",
+    ),
+    "one leaf more": (
+        lambda rank: all_reduce,
+        lambda rank: [f32(2)] * (1 + (rank == 2)),
+        OTHER + r"nothing more where process 2 has tree\[1\] \(",
+    ),
+    "a shape": (
+        lambda rank: all_reduce,
+        lambda rank: {"a": f32(2 - (rank == 2), 3)},
+        OTHER + r"tree\['a'\] \(torch.float32 of shape \[2, 3\] .* where process 2 has tree\['a'\] \(torch.float32 of shape \[1, 3\]",
+    ),
+    "one number of entries": (lambda rank: all_reduce, lambda rank: f32(2, 3) if rank < 2 else f32(3, 2), OTHER + r"tree \(.*\[2, 3\]"),
+    "a dtype": (lambda rank: all_reduce, lambda rank: f32(2) if rank < 2 else f32(2).double(), OTHER + r".*float32.* 2 has .*float64"),
+    "integers": (lambda rank: all_reduce, lambda rank: f32(2).double() if rank < 2 else f32(2).int(), OTHER + r".*float64.* 2 has .*int64"),
+    "complex": (lambda rank: all_reduce, lambda rank: f32(2, 2) if rank < 2 else f32(2) * 1j, OTHER + r".*float32.* 2 has .*complex64"),
+    "the order": (
+        lambda rank: all_reduce,
+        lambda rank: OrderedDict((key, f32(2)) for key in ("ab" if rank < 2 else "ba")),
+        OTHER + r"tree\['a'\] .* where process 2 has tree\['b'\]",
+    ),
+    "no leaves": (lambda rank: all_reduce, lambda rank: f32(2) if rank < 2 else (), r"processes \[2\]: the tree has no leaves"),
+    "a bool": (lambda rank: all_reduce, lambda rank: f32(2) > rank, r"processes \[0, 1, 2\]: expected .* tree is of dtype torch.bool"),
+    "a sparse sum": (
+        lambda rank: all_reduce,
+        lambda rank: [f32(2, 2) if rank != 1 else f32(2, 2).to_sparse()],
+        r"processes \[1\]: expected tensors of numbers.*; tree\[0\] is a tensor of layout torch.sparse_coo. .* to_dense",
+    ),
+    "another function": (
+        lambda rank: all_reduce if rank < 2 else all_gather,
+        lambda rank: f32(2),
+        OTHER + "a call of all_reduce where process 2 has a call of all_gather",
+    ),
+    "samples of other shapes": (
+        lambda rank: all_gather,
+        lambda rank: f32(2 - rank, 3 + (rank == 2)),
+        OTHER + r"tree \(torch.float32 of shape \[n, 3\] on cpu\) where process 2 has tree \(torch.float32 of shape \[n, 4\]",
+    ),
+    "samples of two sizes": (
+        lambda rank: all_gather,
+        lambda rank: (f32(2), f32(2), f32(3 if rank == 1 else 2)),
+        r"processes \[1\]: the leaves disagree on the number of samples: tree\[0\] has 2, tree\[2\] has 3",
+    ),
+    "no dimension": (lambda rank: all_gather, lambda rank: f32(*[2] * rank), r"processes \[0\]: .*tree is a tensor without dimensions"),
+    "sparse": (
+        lambda rank: all_gather,
+        lambda rank: {"a": f32(2, 2) if rank != 1 else f32(2, 2).to_sparse()},
+        r"processes \[1\]: expected tensors \[n, \*\] or factors; tree\['a'\] is a tensor of layout torch.sparse_coo",
+    ),
+    "nested": (lambda rank: all_gather, lambda rank: f32(2, 2) if rank != 1 else nested(), r"processes \[1\]: .*tree is a nested tensor"),
+    "meta": (lambda rank: all_gather, lambda rank: f32(2).to("cpu" if rank != 1 else "meta"), r"processes \[1\]: .* on the meta device"),
+    "quantized": (
+        lambda rank: all_gather,
+        lambda rank: f32(2) if rank != 1 else torch.quantize_per_tensor(f32(2), 0.1, 0, torch.qint8),
+        r"processes \[1\]: .* is a quantized tensor",
+    ),
+    "a factor of sparse tensors": (
+        lambda rank: all_gather,
+        lambda rank: Dense(f32(2, 2) if rank != 1 else f32(2, 2).to_sparse()),
+        r"processes \[1\]: .*tree holds a tensor of layout torch.sparse_coo",
+    ),
+}
 
 
 def work(rank, path):
     """Saves the results of one process, which the tests read."""
     warnings.simplefilter("error", psg.FallbackWarning)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=len(SIZES))
+    wait = timedelta(minutes=2)  # processes that do not meet fail instead of waiting for half an hour
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=len(SIZES), timeout=wait)
     loss, params, ids, labels = problem()
     own = slice(OFFSETS[rank], OFFSETS[rank + 1])
     out = psg.clipped_grad(loss, 0.5)(params, ids[own], labels[own])
@@ -84,13 +178,21 @@ def work(rank, path):
         "bytes": psg.distributed.all_reduce(torch.tensor([200], dtype=torch.uint8)),
         "nothing": psg.distributed.all_gather({"a": torch.zeros(0, 3)}),
         "noisy": psg.tree.add_noise(grads, 1.0, generator=torch.Generator().manual_seed(1)),
-        "one is wrong": failure(psg.distributed.all_gather, (torch.ones(2), torch.ones(3 if rank == 1 else 2))),
-        "one is other": failure(psg.distributed.all_gather, torch.ones(2, 3 + (rank == 2))),
-        "flag": failure(psg.distributed.all_reduce, torch.tensor(True)),
+        "refused": {name: failure(function(rank), tree(rank)) for name, (function, tree, _) in REFUSED.items()},
         "pair": psg.distributed.all_reduce(torch.tensor(rank), group=pair) if rank != 1 else None,
+        "outside": [failure(function, torch.ones(2), group=pair) for function in (all_reduce, all_gather)] if rank == 1 else None,
+        "keys in any order": all_reduce({key: torch.tensor(ord(key)) for key in ("ab" if rank < 2 else "ba")}),
+        "objects as keys": list(all_reduce({Key(): torch.tensor(rank), Key(): torch.ones(1)}).values()),
+        "dataclass": dataclasses.astuple(all_gather(Pair(torch.tensor([rank]), torch.ones(1)))),
+        "traced": traced(rank),
     }
     torch.save(found, f"{path}/{rank}")
     dist.destroy_process_group()
+
+
+def traced(rank):
+    with pytest.warns(psg.FallbackWarning, match=r"cannot be traced .*psg.distributed.all_reduce compares what"):
+        return psg.jit(lambda w, x: all_reduce(psg.per_sample_norm(lambda w, x: w @ x)(w, x)), backend="eager")(f32(4), f32(3, 4) * rank)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +200,14 @@ def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("processes")
     torch.multiprocessing.spawn(work, args=(path,), nprocs=len(SIZES))
     return [torch.load(path / str(rank), weights_only=False) for rank in range(len(SIZES))]
+
+
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -183,16 +293,31 @@ def test_all_processes_agree(found):
 
 def test_a_group(found):
     assert [own["pair"] if own["pair"] is None else own["pair"].item() for own in found] == [2, None, 2]
+    for message in found[1]["outside"]:
+        assert "this process is not in the group" in message
 
 
-def test_errors_are_raised_by_all(found):
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_raised_by_all(found, name):
+    for rank, own in enumerate(found):
+        assert re.match(rf"psg\.distributed\.{REFUSED[name][0](rank).__name__}(:|,) {REFUSED[name][2]}", own["refused"][name])
+
+
+def test_trees_that_differ_in_what_is_not_sent(found):
+    """The order of a dict's keys, the addresses of keys, and of what psg registers with a dataclass."""
     for own in found:
-        assert "not so in processes [1]" in own["one is wrong"]
-        assert "processes [2] have trees of another structure" in own["one is other"]
-        assert "tree is of dtype torch.bool" in own["flag"]
+        assert {key: total.item() for key, total in own["keys in any order"].items()} == {"a": 3 * ord("a"), "b": 3 * ord("b")}
+        assert [total.item() for total in own["objects as keys"]] == [3, 3]
+        assert [samples.tolist() for samples in own["dataclass"]] == [[0, 1, 2], [1, 1, 1]]
 
 
-def test_a_clipped_gradient_as_a_whole_has_no_sum():
+def test_a_sum_inside_of_jit_is_not_traced(found):
+    """The graph did not wait for the sum: processes went on with their own numbers."""
+    for own in found:
+        assert own["traced"].tolist() == [6, 6, 6]
+
+
+def test_a_clipped_gradient_as_a_whole_has_no_sum(alone):
     out = psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0)(torch.ones(2), torch.ones(3, 2))
     with pytest.raises(psg.InputError, match="got a ClippedGrad, .*pass its grads"):
         psg.distributed.all_reduce(out)
@@ -204,25 +329,16 @@ def test_not_set_up(function):
         function(torch.ones(2))
 
 
-@pytest.mark.parametrize("tree", [{}, {"a": 1.0}, torch.eye(2).to_sparse()])
-def test_what_has_no_sum(tree):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(psg.InputError, match=r"no leaves|tree\['a'\] is a float|tree is a sparse"):
-            psg.distributed.all_reduce(tree)
-        if isinstance(tree, dict):
-            with pytest.raises(psg.InputError, match="expected tensors"):
-                psg.distributed.all_gather(tree)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize("tree", [{}, {"a": 1.0}])
+def test_what_has_neither_sums_nor_samples(tree, alone):
+    with pytest.raises(psg.InputError, match=r"no leaves|tree\['a'\] is a float"):
+        psg.distributed.all_reduce(tree)
+    with pytest.raises(psg.InputError, match="expected tensors"):
+        psg.distributed.all_gather(tree)
 
 
 @pytest.mark.parametrize("factor", [Dense(torch.ones(3, 2)), Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 4))])
-def test_factors_have_no_sum(factor):
+def test_factors_have_no_sum(factor, alone):
     """The tensors of a factor add up to no factor of the sum."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(psg.InputError, match=rf"tree\['w'\] is a {type(factor).__name__}"):
-            psg.distributed.all_reduce({"b": torch.ones(2), "w": factor})
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(psg.InputError, match=rf"tree\['w'\] is a {type(factor).__name__}"):
+        psg.distributed.all_reduce({"b": torch.ones(2), "w": factor})

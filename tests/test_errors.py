@@ -74,6 +74,19 @@ def test_empty_batch_with_aux_has_the_structure_of_aux(params, x):
     assert aux["x"].shape == (0, 3) and aux["pair"][0].shape == (0,) and aux["pair"][1] == 2
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [0, N])
+def test_losses_have_the_dtype_of_fn(n, method, device):
+    def in_float64(w, x):
+        return (w * x).sum().double(), x
+
+    w = torch.ones(3, dtype=torch.bfloat16, device=device)
+    x = torch.ones(n, 3, dtype=torch.bfloat16, device=device)
+    (values, _), grads = psg.per_sample_value_and_grad(in_float64, has_aux=True, method=method)(w, x)
+    assert values.dtype == torch.float64 and grads.dtype == w.dtype
+    assert psg.clipped_grad(in_float64, 1.0, has_aux=True, method=method)(w, x).values.dtype == torch.float64
+
+
 def test_empty_batch_with_aux_leaves_shared_tensors_alone(params, x):
     def counting(p, x, count):
         return loss(p, x), count.add_(1)

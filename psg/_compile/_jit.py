@@ -84,8 +84,9 @@ def jit(
       to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
     - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes
       a Python value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from
-      numbers. So does a transform with `method="batch"`, which looks at the data. `torch.distributions` validates its arguments in the
-      eager comparison (`check`), and not in compiled calls.
+      numbers. So does a transform with `method="batch"`, which looks at the data, and a function that calls `psg.distributed`, whose
+      processes compare what they hold. `torch.distributions` validates its arguments in the eager comparison (`check`), and not in
+      compiled calls.
     - `torch.compiler.is_compiling()` is true during the trace. Models that take a shortcut where a mask masks nothing should ask that
       first, as those of transformers do, and then take the path that is right for every mask.
     - fn must not write into an argument or a tensor that it closes over: return the new values instead.

@@ -56,13 +56,16 @@ class Result(NamedTuple):
 
 
 def empty(call: Call) -> Result:
-    """The result for no samples. fn is called only for the structure of its auxiliary output, on one sample of zeros."""
+    """The result for no samples. fn is called only for the structure of its auxiliary output, on one sample of zeros.
+
+    On every rung losses have the dtype in which fn returns them. Where fn is not called, the first parameter's stands for it: a call with
+    fake tensors would tell, but could leave some of them in what fn or a module keeps from one call to the next.
+    """
     factors: list[Factor] = []
     for position in call.params:
         leaf, dim = call.leaves[position], call.dims[position]
         factors.append(Dense((leaf.unsqueeze(0) if dim is None else leaf.movedim(dim, 0))[:0]))
-    first = call.leaves[call.params[0]]
-    aux = None
+    loss, aux = call.leaves[call.params[0]], None
     if call.has_aux:
         leaves = [
             leaf.new_zeros([size for d, size in enumerate(leaf.shape) if d != dim]) if dim is not None else leaf
@@ -73,9 +76,9 @@ def empty(call: Call) -> Result:
         with torch.enable_grad():  # fn may take derivatives itself
             for position in call.params:
                 leaves[position].requires_grad_()
-            _, aux = call.evaluate(leaves, copies=True)
+            loss, aux = call.evaluate(leaves, copies=True)
         aux = _trees.map_tensors(lambda tensor: tensor.detach().new_zeros(0, *tensor.shape), aux)
-    return Result(torch.zeros(0, dtype=first.dtype.to_real(), device=first.device), aux, factors, "empty", [[] for _ in factors])
+    return Result(torch.zeros(0, dtype=loss.dtype.to_real(), device=loss.device), aux, factors, "empty", [[] for _ in factors])
 
 
 class _Outputs:
