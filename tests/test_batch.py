@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -595,6 +595,11 @@ def test_sums_in_an_order_that_depends_on_the_batch_are_no_meeting(dtype, device
         (lambda p, x: torch.cdist(x, p["w"], p=1).sum(1), r"p\['w'\] reaches cdist"),
         (lambda p, x: F.conv1d(x.T, p["w"][:, :, None]).sum(0), r"reaches conv1d"),
         (lambda p, x: F.linear(x, p["w"]).sum(), r"expected fn to return one loss for each of the 5 samples, got a tensor of shape \(\)"),
+        (lambda p, x: list(F.linear(x, p["w"]).sum(1)), r"a tensor with one loss for each of the 5 samples, got list of length 5. .*stack"),
+        (lambda p, x: (F.linear(x, p["w"]).sum(1), x), r"one loss for each of the 5 samples, got tuple of length 2. .*has_aux=True"),
+        (lambda p, x: F.linear(x, p["w"]).sum().item(), r"one loss for each of the 5 samples, got float. .* leave out .item\(\)"),
+        (lambda p, x: F.linear(x, p["w"]).sum(1).long(), r"expected fn to return real floating-point losses, got dtype torch.int64"),
+        (lambda p, x: (x.to_sparse() @ p["w"].T).sum(1), r"of p\['w'\] reaches _sparse_mm"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),
     ],
 )
@@ -1187,6 +1192,38 @@ def test_operators_that_write_into_data(op, device):
     params = {"v": torch.rand(WIDTH, device=device) + 1, "w": torch.randn(3, WIDTH, device=device)}
     x = torch.randn(5, WIDTH, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+@pytest.mark.parametrize("op", [Tensor.add_, Tensor.mul_, operator.iadd])
+def test_a_float_written_into_integers_is_torch_s_own_error(op, device):
+    ids, x = torch.arange(6, device=device).view(2, 3), torch.randn(2, 3, device=device)
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+        psg.per_sample_grad(lambda w, ids, x: (op(ids.clone(), w) * x).sum(1), method="batch")(torch.rand(3, device=device), ids, x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(device):
+    rows = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(1, 3)], device=device)
+    with pytest.raises(psg.InputError, match=r"x is a nested tensor of layout torch.strided, .*to_padded_tensor"):
+        psg.per_sample_grad(lambda w, x: F.linear(x, w).sum(), method="batch")(torch.randn(4, 3, device=device), rows)
+    with pytest.raises(psg.InputError, match="w meets a nested tensor in linear at .*to_padded_tensor"):
+        psg.per_sample_grad(lambda w, x: F.linear(rows, w).to_padded_tensor(0.0).sum((1, 2)) * x, method="batch")(
+            torch.randn(4, 3, device=device), torch.ones(2, device=device)
+        )
+    with pytest.raises(psg.InputError, match="w is a nested tensor; expected a dense tensor"):
+        psg.per_sample_grad(lambda w, x: x * w.sum(), method="batch")(rows, torch.ones(2, device=device))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_a_sparse_constant_of_as_many_rows_as_samples(n, device):
+    """It is the same for all samples, though it has a row for each."""
+    adjacency = torch.randn(3, 3).relu().to_sparse().to(device)
+
+    def fn(w, x):
+        return (x @ (adjacency @ w)).sin().sum(1)
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(n, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(fn))(w, x))
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,11 @@ class _BatchMode(Watch, Looking):
     def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], tensors: list[Tensor], target: Any) -> Any:
         """Run an op that parameters, or values computed from them, meet."""
         others = [tensor for tensor in tensors if id(tensor) not in self.by_handle]
+        if any(tensor.is_nested for tensor in others):
+            raise InputError(
+                f'method="batch": {met[0].name} meets a nested tensor in {name_of(func)} at {user_line()}, which has no rows that rules '
+                "could read. Pad it (torch.nested.to_padded_tensor), or unbind it."
+            )
         if func in JOINS and not others:
             output = self._run_inside(JOINS[func], args, kwargs)
             if output is not NotImplemented:
@@ -319,7 +324,11 @@ class _BatchMode(Watch, Looking):
             return self._derive(func, met, args, kwargs)
         if func in IN_PLACE and args[0] is not met[0].handle:
             with self:  # computed from a copy, since rules read the data again after the write
-                return args[0].copy_(IN_PLACE[func](args[0].clone(), *args[1:], **kwargs))
+                output = IN_PLACE[func](args[0].clone(), *args[1:], **kwargs)
+            if not torch.can_cast(output.dtype, args[0].dtype):  # an integer, say, that a float is added to: torch's own error
+                return func(*args, **kwargs)
+            with self:
+                return args[0].copy_(output)
         output = self._run_rule(func, args, kwargs, choice)
         if output is not NotImplemented:
             return output
@@ -362,9 +371,9 @@ class _BatchMode(Watch, Looking):
         if not (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
             return None, False
         # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
-        # But a mask, say, has them as the parameter does, whose shape it has.
+        # But a mask, say, has them as the parameter does, whose shape it has; and of a sparse tensor no rule could take the rows.
         alike = {met[0].leaf.shape[1:]} if func not in OUTER_PRODUCTS else set()
-        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape in alike for leaf in others)
+        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape in alike or leaf.layout != torch.strided for leaf in others)
         likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
         return (name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)), likely
 
@@ -458,6 +467,8 @@ class _BatchMode(Watch, Looking):
         own = {place: self.by_handle[id(argument)] for place, argument in places_of(bound) if id(argument) in self.by_handle}
         if any(name not in rule.params for name, _ in own):
             return NotImplemented  # a parameter in the place of data: its rows belong to no sample
+        if any(leaf.layout != torch.strided for leaf in tensors_of(args, kwargs)):
+            return NotImplemented  # sparse data cannot be reshaped to rows
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
