@@ -1,10 +1,13 @@
 """Functions of a whole batch (method="batch"), each against the loop over batches of one."""
 
+import contextlib
 import dataclasses
 import itertools
 import operator
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -433,7 +436,8 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
     gradients = []
     for fn in (noisy, unsteady):
         torch.manual_seed(1)
-        gradients.append(psg.per_sample_grad(fn, in_dims=(None, 0, None), method="batch")(params, x, scale)["w"])
+        with contextlib.nullcontext() if fn is noisy else pytest.warns(UserWarning, match="returns other losses when it is called again"):
+            gradients.append(psg.per_sample_grad(fn, in_dims=(None, 0, None), method="batch")(params, x, scale)["w"])
         after = torch.rand(3)
         torch.manual_seed(1)
         twice = scale.clone()
@@ -484,6 +488,60 @@ def test_samples_that_meet_before_an_attention_with_dropout(by_name, device):
 
     with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
         psg.per_sample_grad(fn, method="batch")(torch.randn(3, WIDTH, device=device), torch.randn(8, 4, WIDTH, device=device))
+
+
+ORDERS = {
+    "randperm": lambda n, device: torch.randperm(n, device=device),
+    "argsort": lambda n, device: torch.rand(n, device=device).argsort(),
+    "of a matrix": lambda n, device: torch.rand(n, 3, device=device).argsort(dim=0)[:, 0],
+    "sort": lambda n, device: torch.sort(torch.randn(n, device=device), 0).indices,
+    "topk": lambda n, device: torch.empty(n, device=device).uniform_().topk(n).indices,
+}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("share", ["fixed", "numpy", "python"])
+def test_samples_that_meet_at_random_are_found_out_whatever_is_drawn(share, order, n, device):
+    def mixup(w, x):
+        own = {"fixed": lambda: 0.7, "numpy": lambda: np.random.uniform(0.2, 0.8), "python": lambda: random.uniform(0.2, 0.8)}[share]()
+        return F.linear(own * x + (1 - own) * x[order(n, device)], w).square().sum(1)
+
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(n, WIDTH, device=device)
+    for _ in range(20):
+        with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+            psg.per_sample_norm(mixup, method="batch")(w, x)
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_rows_that_meet_at_random_are_found_out(n, device):
+    def fn(w, x):
+        rows = x.flatten(0, 1)
+        return F.linear(rows + rows[torch.randperm(len(rows), device=device)], w).square().view(n, -1).sum(1)
+
+    for _ in range(10):
+        with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+            psg.per_sample_norm(fn, method="batch")(torch.randn(3, WIDTH, device=device), torch.randn(n, 4, WIDTH, device=device))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n", [2, 7, 8])
+def test_random_orders_within_samples_or_undone_are_accepted(n, device):
+    """Tokens in a random order of each sample's own, as in a masked autoencoder, and samples in one that is undone; NumPy's factor."""
+
+    def fn(p, x):
+        tokens = torch.rand(n, 4, device=device).argsort(1)[:, :2]
+        kept = x.gather(1, tokens[:, :, None].expand(-1, -1, WIDTH))
+        order = torch.randperm(n, device=device)
+        return np.random.uniform(1, 2) * F.linear(kept[order], p["w"]).sin()[order.argsort()].sum((1, 2))
+
+    params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(n, 4, WIDTH, device=device)
+    for _ in range(5):
+        before, state = torch.get_rng_state(), np.random.get_state()
+        found = psg.per_sample_grad(fn, method="batch")(params, x)
+        torch.set_rng_state(before)
+        np.random.set_state(state)
+        assert_trees_close(found, of_each_loss(fn, params, x))
 
 
 def test_derivatives_for_data_inside(device):
@@ -826,6 +884,35 @@ def test_samples_that_run_alone_must_not_meet_the_data_of_others(device):
     for call in calls:
         with pytest.raises(psg.InputError, match="had to run without the others, .* their losses are not those of the whole batch"):
             call()
+
+
+def test_samples_that_run_alone_must_not_meet(device):
+    """A batch of one has no gradient here: zeros would be no more than that."""
+
+    def norms(w, x):
+        return psg.per_sample_norm(lambda w, x: F.linear(x - x.mean(0), w).square().sum(1), method="batch")(w, x)
+
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(6, WIDTH, device=device)
+    broken = [x.clone() for _ in range(2)]
+    broken[0][2], broken[1][2] = torch.nan, torch.inf
+    calls = [
+        *(partial(norms, w, x) for x in broken),
+        lambda: torch.func.grad(lambda w: norms(w, x).sum())(w),
+        lambda: torch.func.vmap(lambda w: norms(w, x))(torch.stack([w, w])),
+        lambda: psg.factored_grad(lambda w, x: F.linear(x - x.mean(0), w).square().sum(1), method="batch")(w.clone().requires_grad_(), x),
+    ]
+    for call in calls:
+        with pytest.raises(psg.InputError, match="had to run without the others, .* So samples meet"):
+            call()
+
+
+def test_samples_that_run_alone_may_draw(device):
+    """Numbers are others for each sample alone, so its loss tells nothing."""
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(6, WIDTH, device=device)
+    x[2] = torch.nan
+    for fn in (lambda w, x: F.dropout(F.linear(x, w), 0.5).square().sum(1), lambda w, x: F.linear(x * torch.rand_like(x), w).sum(1)):
+        norms = psg.per_sample_norm(fn, method="batch")(w, x)
+        assert norms.isfinite().tolist() == [True, True, False, True, True, True]
 
 
 def test_samples_that_run_alone_may_share_a_constant(device):

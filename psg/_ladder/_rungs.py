@@ -427,12 +427,12 @@ def _batch_together(call: Call) -> Result:
                 "that all samples share. Use another method."
             )
     outputs = _Outputs(call, batch=True)
-    states: list[_random.State] = []
+    states: list[_random.Snapshot] = []
 
     def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
-        states[:] = [_random.get_state(call.tensors)]
+        states[:] = [_random.Snapshot.take(call.tensors)]
         values = outputs.of(_trees.fill(call.leaves, tensors), copies)
-        states.append(_random.get_state(call.tensors))
+        states.append(_random.Snapshot.take(call.tensors))
         return values
 
     captured = capture_batch(call, function)

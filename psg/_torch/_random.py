@@ -4,7 +4,7 @@ import random
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,27 @@ def set_python_state(state: tuple[Any, Any]) -> None:
 def same_python_state(state: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     """Whether no random number was drawn from them between the two states."""
     return state[0] == other[0] and (state[1] is None or all(map(_equal, state[1], other[1])))
+
+
+class Snapshot(NamedTuple):
+    """The states of torch's generators, and of those of Python and NumPy."""
+
+    torchs: State
+    pythons: tuple[Any, Any]
+
+    @classmethod
+    def take(cls, tensors: Iterable[Tensor]) -> "Snapshot":
+        """The states now, with those of the devices of these tensors."""
+        return cls(get_state(tensors), get_python_state())
+
+    def restore(self) -> None:
+        """Put the generators back into these states."""
+        set_state(self.torchs)
+        set_python_state(self.pythons)
+
+    def equals(self, other: "Snapshot") -> bool:
+        """Whether no random number was drawn between the two."""
+        return same_state(self.torchs, other.torchs) and same_python_state(self.pythons, other.pythons)
 
 
 def _equal(value: Any, other: Any) -> bool:
