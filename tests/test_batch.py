@@ -711,7 +711,7 @@ def test_samples_packed_into_one_row(device):
 
 
 class Unseen(torch.autograd.Function):
-    """An autograd.Function, whose call no torch function mode sees."""
+    """An autograd.Function, whose call no torch function mode sees, and psg only by its own name."""
 
     @staticmethod
     def forward(ctx, x):
@@ -720,6 +720,9 @@ class Unseen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         return cotangent * 3
+
+
+unseen = Unseen.apply
 
 
 class Reversal(torch.autograd.Function):
@@ -732,6 +735,65 @@ class Reversal(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         return -cotangent
+
+
+reversal = Reversal.apply
+
+
+class Binary(torch.autograd.Function):
+    """Signs of a weight, with the straight-through gradient. Its backward is not linear in the cotangent."""
+
+    @staticmethod
+    def forward(ctx, w, scale):
+        ctx.save_for_backward(w, scale)
+        return scale * w.sign(), w > 0
+
+    @staticmethod
+    def backward(ctx, cotangent, _):
+        w, scale = ctx.saved_tensors
+        return (cotangent * scale * (w.abs() <= 1)).clamp(-0.5, 0.5), None
+
+
+class Reading(torch.autograd.Function):
+    """An autograd.Function whose backward reads a number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * (3 if cotangent.isfinite().all().item() else 0)
+
+
+def _binary(p, x):
+    signs, positive = Binary.apply(p["w"], torch.full((), 0.7, device=x.device, dtype=x.dtype))
+    return F.linear(x, torch.where(positive, signs, 2 * signs)).sin().sum(1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _binary,
+        lambda p, x: F.linear(x, Unseen.apply(2 * p["w"])).sin().sum(1),
+        lambda p, x: F.linear(x, p["w"]).sin().sum(1) * (1 + Unseen.apply(p["w"]).square().mean()),
+        lambda p, x: F.linear(x, Reversal.apply(p["w"])).sin().sum(1) + F.linear(x, p["w"]).sum(1),
+        lambda p, x: checkpoint(lambda x: F.linear(x, Unseen.apply(p["w"])).sin().sum(1), x, use_reentrant=False),
+    ],
+    ids=["signs", "of a computed weight", "factor", "reversed", "checkpointed"],
+)
+def test_autograd_functions_of_parameters_alone(fn, n, device):
+    params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(n, WIDTH, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), of_each_loss(fn, params, x))
+
+
+def test_autograd_functions_of_parameters_and_samples_or_of_which_vmap_cannot_run_the_backward_are_refused(device):
+    params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(4, WIDTH, device=device)
+    with pytest.raises(psg.InputError, match="an autograd.Function that is given samples too"):
+        psg.per_sample_grad(lambda p, x: Binary.apply(p["w"], x[0, 0])[0].sum() * x.sum(1), method="batch")(params, x)
+    with pytest.raises(psg.InputError, match="backward of an autograd.Function that is given parameters cannot run for several cotangents"):
+        psg.per_sample_grad(lambda p, x: F.linear(x, Reading.apply(p["w"])).sum(1), method="batch")(params, x)
 
 
 def written(p, x):
@@ -775,9 +837,9 @@ def tangent(p, x):
 @pytest.mark.parametrize(
     "fn, message",
     [
-        (lambda p, x: F.linear(x, Unseen.apply(p["w"])).sum(1), r"p\['w'\] reaches the losses by an op that no function mode sees"),
-        (lambda p, x: F.linear(x, p["w"]).sum(1) + Unseen.apply(p["w"]).sum(), r"p\['w'\] reaches the losses by an op"),
-        (lambda p, x: F.linear(x, Reversal.apply(p["w"])).sum(1), r"fn uses view_as of p\['w'\] as an autograd.Function returns it"),
+        (lambda p, x: F.linear(x, unseen(p["w"])).sum(1), r"p\['w'\] reaches the losses by an op that no function mode sees"),
+        (lambda p, x: F.linear(x, p["w"]).sum(1) + unseen(p["w"]).sum(), r"p\['w'\] reaches the losses by an op"),
+        (lambda p, x: F.linear(x, reversal(p["w"])).sum(1), r"fn uses view_as of p\['w'\] as an autograd.Function returns it"),
         (lambda p, x: ((w := p["w"] * 1).detach_(), F.linear(x, w).sum(1))[1], r"fn uses detach_ on mul of p\['w'\] at .*test_batch"),
         (lambda p, x: p["w"].flatten()[: len(x)], r"__getitem__ of flatten of p\['w'\] reaches the losses by .*, or as it is"),
         (lambda p, x: torch.func.vmap(lambda x: (p["w"] @ x).sum())(x), r"p\['w'\] is used inside a torch.func transform at .*test_batch"),
@@ -1113,14 +1175,19 @@ def test_gradients_that_a_backward_adds_to_leaves_are_not_lost(way, first, devic
         psg.per_sample_grad(fn, method="batch")(p, x)
 
 
-def test_gradients_that_fn_itself_adds_to_leaves_are_not_lost(device):
+@pytest.mark.parametrize(
+    "start, name",
+    [(lambda w, x: unseen(w).sum(), "w"), (lambda w, x: F.linear(x, w).sum(), "w"), (lambda w, x: w.sin().sum(), "sum of sin of w")],
+    ids=["unseen", "rule", "derived"],
+)
+def test_gradients_that_fn_itself_adds_to_leaves_are_not_lost(start, name, device):
     """Also where an op that no function mode sees leads to a parameter."""
 
     def fn(w, x):
-        Unseen.apply(w).sum().backward()
+        start(w, x).backward()
         return F.linear(x, w).sin().sum(1)
 
-    with pytest.raises(psg.InputError, match=r"backward\(\) at .* would add to the .grad of w"):
+    with pytest.raises(psg.InputError, match=rf"backward\(\) at .* would add to the .grad of {name}, unseen"):
         psg.per_sample_grad(fn, method="batch")(torch.randn(3, 3, device=device), torch.randn(4, 3, device=device))
 
 

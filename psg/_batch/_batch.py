@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _trees
@@ -37,8 +38,8 @@ from psg._capture._capture import Captured, Function
 from psg._capture._carries import derives
 from psg._capture._lifted import Lifted, Tap, Watch, pull_back
 from psg._capture._operands import run_rule
-from psg._errors import InputError, PsgError, StateError, user_line
-from psg._torch import _autograd, _functorch, _random
+from psg._errors import InputError, PsgError, StateError, first_line, user_line
+from psg._torch import _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
 from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import (
@@ -159,13 +160,13 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
     for position, value in zip(params, values, strict=True):
         tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
     called = _pass.Pass()
-    with torch.enable_grad(), _pass.opened(called), mode:
+    with torch.enable_grad(), _pass.opened(called), _functions.routed(mode.run_function), mode:
         outputs = function(tensors, copied)
     if mode.failure is not None:
         raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]
     called.expect_replaced(_autograd.leaves_in(_autograd.nodes_of(outputs[0].grad_fn)))
-    with called.again():
+    with called.again(), _functions.routed(mode.run_function):
         try:
             mode.backward(outputs[0])
         except CheckpointError as error:
@@ -179,7 +180,15 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
             if why is None:
                 raise
             raise InputError(f'method="batch": {why} {_FOR_ONE_SAMPLE}') from error
-    pull_back(mode.values, values, n)
+    try:
+        pull_back(mode.values, values, n)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not any(value.is_from_autograd_function for value in mode.values):
+            raise
+        raise InputError(
+            'method="batch": the backward of an autograd.Function that is given parameters cannot run for several cotangents at once: '
+            f"{first_line(error).rstrip('.')}. {_FOR_ONE_SAMPLE}"
+        ) from error
     return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
 
 
@@ -274,7 +283,8 @@ class _BatchMode(Watch, Looking):
     def _refuse_accumulation(self, tensors: list[Tensor]) -> None:
         """Raise if a graph to which fn, or the backward of one of its autograd.Functions, applies `backward()` leads to a parameter."""
         graph = {node for tensor in tensors for node in _autograd.nodes_of(tensor.grad_fn)}
-        names = [value.name for tap in self.taps if any(edge.node in graph for edge in tap.edges) for _, value, _ in tap.builders]
+        names = [value.name for value in self.lifted_among(tensors)]
+        names += [value.name for tap in self.taps if any(edge.node in graph for edge in tap.edges) for _, value, _ in tap.builders]
         names += [value.name for value in self.values if value.handle is not None and get_gradient_edge(value.handle).node in graph]
         if names:
             raise InputError(
@@ -305,6 +315,20 @@ class _BatchMode(Watch, Looking):
             if output is not NotImplemented:
                 return output
         return self._run_mixed(func, args, kwargs, met, others, target)
+
+    def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an autograd.Function of parameters and shared tensors once; NotImplemented for any other."""
+        if _get_current_function_mode() is not self:
+            return NotImplemented
+        func, args = _functions.custom_function_call, (function, *args)
+        with _pop_mode_temporarily():
+            tensors = tensors_of(args, kwargs)
+            met = self.lifted_among(tensors)
+            if not met or any(leaf.requires_grad or leaf in self.sampled for leaf in tensors if id(leaf) not in self.by_handle):
+                return NotImplemented
+            if _registry.find_leak(func, args, kwargs, "vmap") is not None:
+                return NotImplemented
+            return self._derive(func, met, args, kwargs, watched=True)
 
     def _run_inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function under this mode."""
@@ -397,11 +421,14 @@ class _BatchMode(Watch, Looking):
         if memories & self.given:
             raise Retry(f"{name_of(func)} writes into an input, or a view of one", copied=True)
 
-    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back."""
+    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any, watched: bool = False) -> Any:
+        """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back.
+
+        `watched` says whether this mode sees the ops that it calls in turn.
+        """
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
-            output = func(*args, **kwargs)
+            output = self._run_inside(func, args, kwargs) if watched else func(*args, **kwargs)
         return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
@@ -504,8 +531,9 @@ class _BatchMode(Watch, Looking):
         names = [value.name for value, gradient in zip(values, direct, strict=True) if gradient is not None]
         if names:
             raise InputError(
-                f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
-                f"say), or as it is. {_FOR_ONE_SAMPLE}"
+                f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (an autograd.Function that '
+                "is given samples too or under a name bound before the call, or TorchScript, say), or as it is. "
+                f"{_FOR_ONE_SAMPLE}"
             )
         reached = [(tap, own) for tap, own in zip(taps, _by_tap(taps, arrived), strict=True) if _present(own)]
         for tap, _ in reached:
