@@ -35,17 +35,18 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
         OutOfMemoryError: A device has not enough memory to run fn again.
         StateError: At least half of the compared losses have changed. Fewer changes may come from rounding that breaks a router's ties.
     """
+    before = before.without_idle(after)
     # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
     every, drew = torch.arange(call.n, device=losses.device), not before.equals(after)
     sets = [own.to(losses.device) for own in _kept(call.n)]
-    now, dtypes = _random.Snapshot.take(call.tensors), {losses.dtype}
+    now, dtypes = before.now(), {losses.dtype}
 
     def run(index: Tensor, noise: bool = True) -> tuple[Tensor, _random.Snapshot]:
         before.restore()  # the samples that keep their places get the same numbers
         mode = _Undropped(call.n, noise)
         output = _losses(call.take(index), mode)
         dtypes.update(mode.dtypes)
-        return output, _random.Snapshot.take(call.tensors)
+        return output, before.now()
 
     def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.Snapshot]]:
         """Whether most losses agree with those of the batches with exchanged samples; the states after these."""
@@ -110,7 +111,7 @@ def refuse_parting(call: Call, values: Tensor) -> None:
     before, mode = _random.Snapshot.take(call.tensors), _Undropped(call.n)
     try:
         whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(call, mode), values))
-        drew = mode.has_skipped or not before.equals(_random.Snapshot.take(call.tensors))
+        drew = mode.has_skipped or not before.equals(before.now())
     finally:
         before.restore()
     if drew and not shares:
