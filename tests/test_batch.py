@@ -968,6 +968,24 @@ def test_samples_that_run_alone_must_not_meet(device):
             call()
 
 
+def test_samples_that_run_alone_leave_what_fn_writes_into_the_caller_s(device):
+    def norms(w, x, scale):
+        fn = lambda w, x, scale: F.linear(x.mul_(2) * scale.mul_(2), w).square().sum(1)  # noqa: E731
+        return psg.per_sample_norm(fn, in_dims=(None, 0, None), method="batch")(w, x, scale)
+
+    w, x, scale = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device), torch.ones(4, device=device)
+    x[1] = 0.0
+    given = x.clone()
+    expected = norms(w, x, scale)
+    torch.func.jacrev(lambda w: norms(w, x, scale))(w)
+    assert torch.equal(x, given)
+    x[1] = torch.nan
+    found = norms(w, x, scale)
+    assert torch.equal(x.nan_to_num(), given) and torch.equal(scale, torch.ones_like(scale))
+    others = torch.arange(5, device=device) != 1
+    assert_trees_close(found[others], expected[others])
+
+
 def test_samples_that_run_alone_may_draw(device):
     """Numbers are others for each sample alone, so its loss tells nothing."""
     w, x = torch.randn(3, WIDTH, device=device), torch.randn(6, WIDTH, device=device)

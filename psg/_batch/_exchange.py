@@ -109,8 +109,9 @@ def refuse_parting(call: Call, values: Tensor) -> None:
     if _functorch.is_traced():
         raise PsgError('method="batch" compares the losses of samples that ran without the others, so it cannot be traced')
     before, mode = _random.Snapshot.take(call.tensors), _Undropped(call.n)
+    copied = call.take(torch.arange(call.n, device=values.device))
     try:
-        whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(call, mode), values))
+        whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(copied, mode), values))
         drew = mode.has_skipped or not before.equals(before.now())
     finally:
         before.restore()
@@ -154,7 +155,7 @@ def _apart(candidates: list[int], n: int) -> list[int]:
 
 
 def _losses(call: Call, mode: "_Undropped") -> Tensor:
-    """The losses, computed under this mode. All arguments but the parameters are copies, because fn may write into them."""
+    """The losses, computed under this mode, of a call with samples of its own. What these share is copied too: fn may write into it."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
         if dim is None and position not in call.params and isinstance(leaf, Tensor):
