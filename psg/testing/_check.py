@@ -90,7 +90,7 @@ def check(
         try:
             values, grads = loop(*args, **shared)
         except Exception as error:
-            if batch is None or not (names := _shared_data(batch)):
+            if batch is None or isinstance(error, torch.OutOfMemoryError) or not (names := _shared_data(batch)):
                 raise
             raise InputError(
                 f"check: fn cannot run on batches of one, {type(error).__name__}: {first_line(error).rstrip('.')}. It gets {names} whole, "
