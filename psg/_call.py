@@ -161,13 +161,20 @@ class Call:
 
     def _expect_loss(self, output: Any, batch: bool) -> None:
         """Refuse what is no real scalar, or for a batch no [n]."""
+        prefix = f'{self.name}, method="batch"' if batch else self.name
         if not isinstance(output, Tensor):
-            hint = " To return more than the loss, pass has_aux=True." if isinstance(output, tuple) else ""
-            hint = " A number has no derivative: leave out .item() or float()." if isinstance(output, (int, float)) else hint
-            raise InputError(f"{self.name}: expected fn to return a scalar tensor for one sample, got {_describe(output)}.{hint}")
+            what = f"a tensor with one loss for each of the {self.n} samples" if batch else "a scalar tensor for one sample"
+            hint = ""
+            if isinstance(output, (int, float)):
+                hint = " A number has no derivative: leave out .item() or float()."
+            elif batch and isinstance(output, (tuple, list)) and len(output) == self.n:
+                hint = " Join the losses by torch.stack."
+            elif isinstance(output, tuple):
+                hint = " To return more than the loss, pass has_aux=True."
+            raise InputError(f"{prefix}: expected fn to return {what}, got {_describe(output)}.{hint}")
         if batch and output.shape != (self.n,):
             raise InputError(
-                f'{self.name}, method="batch": expected fn to return one loss for each of the {self.n} samples, '
+                f"{prefix}: expected fn to return one loss for each of the {self.n} samples, "
                 f'got a tensor of shape {tuple(output.shape)}. Take the loss with reduction="none", a module with batch_dim=None.'
             )
         if not batch and output.ndim != 0:
@@ -177,7 +184,8 @@ class Call:
             )
         if not output.is_floating_point():
             hint = " Take its .real; for the imaginary part's derivative, make a second call with .imag." if output.is_complex() else ""
-            raise InputError(f"{self.name}: expected fn to return a real floating-point scalar, got dtype {output.dtype}.{hint}")
+            what = "real floating-point losses" if batch else "a real floating-point scalar"
+            raise InputError(f"{prefix}: expected fn to return {what}, got dtype {output.dtype}.{hint}")
 
     def detached(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What fn has returned, without history; if that is a parameter or an input itself, a clone that shares no memory with it."""
@@ -402,8 +410,9 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
             raise InputError(
                 f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}"
             )
-        if leaf.layout != torch.strided:
-            raise InputError(f"{name}: {paths[position]} has layout {leaf.layout}; expected a dense tensor, since it is differentiated.")
+        if leaf.layout != torch.strided or leaf.is_nested:
+            what = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
+            raise InputError(f"{name}: {paths[position]} {what}; expected a dense tensor, since it is differentiated.")
         if not _trees.is_inexact(leaf):
             raise InputError(
                 f"{name}: {paths[position]} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "
@@ -440,6 +449,11 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
                 'Register its type with optree (namespace="psg"), or share it: give in_dims with None for it, or pass it by keyword.'
             )
         return None  # a number, a string, a flag: the same for every sample
+    if leaf.is_nested and leaf.layout == torch.strided:
+        raise InputError(
+            f"{name}: {paths[position]} is a nested tensor of layout torch.strided, which has no shape. Pad it "
+            "(torch.nested.to_padded_tensor) and pass a mask, or make it with layout=torch.jagged, which runs in a loop."
+        )
     if not -leaf.ndim <= number < leaf.ndim:
         hint = " If it is the same for every sample, say so with in_dims (None for it) or pass it by keyword." if default else ""
         raise InputError(f"{name}: {paths[position]} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}")

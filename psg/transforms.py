@@ -8,7 +8,8 @@ Arguments that all five share:
                 of these. By default the argnums arguments are shared, and every tensor in the other arguments is batched along dim 0.
                 Values that are not tensors (numbers, lists of numbers, strings, flags) are always shared.
     has_aux:    Whether fn returns (loss, aux). aux is a tree; its tensors are returned with the samples in dim 0.
-    randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+    randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing. With
+                method="batch" fn draws itself, for the whole batch: "different" leaves it to fn, the others raise StateError if it draws.
     chunk_size: The most samples to run at a time: an integer; a size in bytes, such as "512 MiB", for as many as fit; "auto", for as many
                 as fit in a quarter of the free memory; None for the whole batch. For a size and "auto", a small first chunk measures the
                 bytes per sample, once for every shape. Chunks change memory and speed, but no result except through "different" random
@@ -24,10 +25,14 @@ Arguments that all five share:
                 on one row of data, as under batch normalisation (to more than about 2e-5 of the largest row, in 16-bit dtypes 3e-2; less
                 looks like rounding), or if at least half of the losses of up to half of the samples (of fewer than eight, of all) change
                 when the others are exchanged. Samples that interact rarely, in other ways than through parameters, are not noticed; nor are
-                those of an fn that rejects the exchanged batch (it warns), or whose losses are not repeatable. These checks hold for the
-                samples at hand, and cost two more backward passes (three for more than 65 samples; more in float16, or if cotangents of
-                other samples cancel) and two more forward passes (for fewer than eight samples up to five; one more where fn draws random
-                numbers). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0 (else InputError).
+                those of an fn that rejects the exchanged batch, or whose losses are not repeatable (it warns), nor what fn mixes in shared
+                tensors (in_dims with None, keyword arguments, closures), which cannot be exchanged: whether nodes of joined graphs, say,
+                meet those of other graphs in a mean. In a batch or chunk of one sample there is nothing to exchange. InputError if samples
+                that have to run without the others (one is not finite, a derivative is wanted) do not have the losses of the whole batch,
+                unless fn draws random numbers. These checks hold for the samples at hand, and cost two more backward passes (three for more
+                than 65 samples; more in float16, or if cotangents of other samples cancel) and two more forward passes (for fewer than
+                eight samples up to five; one more where fn draws random numbers, or samples run without the others). Only shared arguments
+                can be differentiated, and tensors in aux must have the samples in dim 0 (else InputError).
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 

@@ -1,16 +1,19 @@
 """Functions of a whole batch (method="batch"), each against the loop over batches of one."""
 
+import contextlib
 import dataclasses
 import itertools
 import operator
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -433,7 +436,8 @@ def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
     gradients = []
     for fn in (noisy, unsteady):
         torch.manual_seed(1)
-        gradients.append(psg.per_sample_grad(fn, in_dims=(None, 0, None), method="batch")(params, x, scale)["w"])
+        with contextlib.nullcontext() if fn is noisy else pytest.warns(UserWarning, match="returns other losses when it is called again"):
+            gradients.append(psg.per_sample_grad(fn, in_dims=(None, 0, None), method="batch")(params, x, scale)["w"])
         after = torch.rand(3)
         torch.manual_seed(1)
         twice = scale.clone()
@@ -484,6 +488,60 @@ def test_samples_that_meet_before_an_attention_with_dropout(by_name, device):
 
     with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
         psg.per_sample_grad(fn, method="batch")(torch.randn(3, WIDTH, device=device), torch.randn(8, 4, WIDTH, device=device))
+
+
+ORDERS = {
+    "randperm": lambda n, device: torch.randperm(n, device=device),
+    "argsort": lambda n, device: torch.rand(n, device=device).argsort(),
+    "of a matrix": lambda n, device: torch.rand(n, 3, device=device).argsort(dim=0)[:, 0],
+    "sort": lambda n, device: torch.sort(torch.randn(n, device=device), 0).indices,
+    "topk": lambda n, device: torch.empty(n, device=device).uniform_().topk(n).indices,
+}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("share", ["fixed", "numpy", "python"])
+def test_samples_that_meet_at_random_are_found_out_whatever_is_drawn(share, order, n, device):
+    def mixup(w, x):
+        own = {"fixed": lambda: 0.7, "numpy": lambda: np.random.uniform(0.2, 0.8), "python": lambda: random.uniform(0.2, 0.8)}[share]()
+        return F.linear(own * x + (1 - own) * x[order(n, device)], w).square().sum(1)
+
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(n, WIDTH, device=device)
+    for _ in range(20):
+        with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+            psg.per_sample_norm(mixup, method="batch")(w, x)
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_rows_that_meet_at_random_are_found_out(n, device):
+    def fn(w, x):
+        rows = x.flatten(0, 1)
+        return F.linear(rows + rows[torch.randperm(len(rows), device=device)], w).square().view(n, -1).sum(1)
+
+    for _ in range(10):
+        with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+            psg.per_sample_norm(fn, method="batch")(torch.randn(3, WIDTH, device=device), torch.randn(n, 4, WIDTH, device=device))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n", [2, 7, 8])
+def test_random_orders_within_samples_or_undone_are_accepted(n, device):
+    """Tokens in a random order of each sample's own, as in a masked autoencoder, and samples in one that is undone; NumPy's factor."""
+
+    def fn(p, x):
+        tokens = torch.rand(n, 4, device=device).argsort(1)[:, :2]
+        kept = x.gather(1, tokens[:, :, None].expand(-1, -1, WIDTH))
+        order = torch.randperm(n, device=device)
+        return np.random.uniform(1, 2) * F.linear(kept[order], p["w"]).sin()[order.argsort()].sum((1, 2))
+
+    params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(n, 4, WIDTH, device=device)
+    for _ in range(5):
+        before, state = torch.get_rng_state(), np.random.get_state()
+        found = psg.per_sample_grad(fn, method="batch")(params, x)
+        torch.set_rng_state(before)
+        np.random.set_state(state)
+        assert_trees_close(found, of_each_loss(fn, params, x))
 
 
 def test_derivatives_for_data_inside(device):
@@ -595,6 +653,11 @@ def test_sums_in_an_order_that_depends_on_the_batch_are_no_meeting(dtype, device
         (lambda p, x: torch.cdist(x, p["w"], p=1).sum(1), r"p\['w'\] reaches cdist"),
         (lambda p, x: F.conv1d(x.T, p["w"][:, :, None]).sum(0), r"reaches conv1d"),
         (lambda p, x: F.linear(x, p["w"]).sum(), r"expected fn to return one loss for each of the 5 samples, got a tensor of shape \(\)"),
+        (lambda p, x: list(F.linear(x, p["w"]).sum(1)), r"a tensor with one loss for each of the 5 samples, got list of length 5. .*stack"),
+        (lambda p, x: (F.linear(x, p["w"]).sum(1), x), r"one loss for each of the 5 samples, got tuple of length 2. .*has_aux=True"),
+        (lambda p, x: F.linear(x, p["w"]).sum().item(), r"one loss for each of the 5 samples, got float. .* leave out .item\(\)"),
+        (lambda p, x: F.linear(x, p["w"]).sum(1).long(), r"expected fn to return real floating-point losses, got dtype torch.int64"),
+        (lambda p, x: (x.to_sparse() @ p["w"].T).sum(1), r"of p\['w'\] reaches _sparse_mm"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),
     ],
 )
@@ -648,7 +711,7 @@ def test_samples_packed_into_one_row(device):
 
 
 class Unseen(torch.autograd.Function):
-    """An autograd.Function, whose call no torch function mode sees."""
+    """An autograd.Function, whose call no torch function mode sees, and psg only by its own name."""
 
     @staticmethod
     def forward(ctx, x):
@@ -657,6 +720,9 @@ class Unseen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         return cotangent * 3
+
+
+unseen = Unseen.apply
 
 
 class Reversal(torch.autograd.Function):
@@ -669,6 +735,65 @@ class Reversal(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         return -cotangent
+
+
+reversal = Reversal.apply
+
+
+class Binary(torch.autograd.Function):
+    """Signs of a weight, with the straight-through gradient. Its backward is not linear in the cotangent."""
+
+    @staticmethod
+    def forward(ctx, w, scale):
+        ctx.save_for_backward(w, scale)
+        return scale * w.sign(), w > 0
+
+    @staticmethod
+    def backward(ctx, cotangent, _):
+        w, scale = ctx.saved_tensors
+        return (cotangent * scale * (w.abs() <= 1)).clamp(-0.5, 0.5), None
+
+
+class Reading(torch.autograd.Function):
+    """An autograd.Function whose backward reads a number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * (3 if cotangent.isfinite().all().item() else 0)
+
+
+def _binary(p, x):
+    signs, positive = Binary.apply(p["w"], torch.full((), 0.7, device=x.device, dtype=x.dtype))
+    return F.linear(x, torch.where(positive, signs, 2 * signs)).sin().sum(1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _binary,
+        lambda p, x: F.linear(x, Unseen.apply(2 * p["w"])).sin().sum(1),
+        lambda p, x: F.linear(x, p["w"]).sin().sum(1) * (1 + Unseen.apply(p["w"]).square().mean()),
+        lambda p, x: F.linear(x, Reversal.apply(p["w"])).sin().sum(1) + F.linear(x, p["w"]).sum(1),
+        lambda p, x: checkpoint(lambda x: F.linear(x, Unseen.apply(p["w"])).sin().sum(1), x, use_reentrant=False),
+    ],
+    ids=["signs", "of a computed weight", "factor", "reversed", "checkpointed"],
+)
+def test_autograd_functions_of_parameters_alone(fn, n, device):
+    params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(n, WIDTH, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), of_each_loss(fn, params, x))
+
+
+def test_autograd_functions_of_parameters_and_samples_or_of_which_vmap_cannot_run_the_backward_are_refused(device):
+    params, x = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(4, WIDTH, device=device)
+    with pytest.raises(psg.InputError, match="an autograd.Function that is given samples too"):
+        psg.per_sample_grad(lambda p, x: Binary.apply(p["w"], x[0, 0])[0].sum() * x.sum(1), method="batch")(params, x)
+    with pytest.raises(psg.InputError, match="backward of an autograd.Function that is given parameters cannot run for several cotangents"):
+        psg.per_sample_grad(lambda p, x: F.linear(x, Reading.apply(p["w"])).sum(1), method="batch")(params, x)
 
 
 def written(p, x):
@@ -712,9 +837,9 @@ def tangent(p, x):
 @pytest.mark.parametrize(
     "fn, message",
     [
-        (lambda p, x: F.linear(x, Unseen.apply(p["w"])).sum(1), r"p\['w'\] reaches the losses by an op that no function mode sees"),
-        (lambda p, x: F.linear(x, p["w"]).sum(1) + Unseen.apply(p["w"]).sum(), r"p\['w'\] reaches the losses by an op"),
-        (lambda p, x: F.linear(x, Reversal.apply(p["w"])).sum(1), r"fn uses view_as of p\['w'\] as an autograd.Function returns it"),
+        (lambda p, x: F.linear(x, unseen(p["w"])).sum(1), r"p\['w'\] reaches the losses by an op that no function mode sees"),
+        (lambda p, x: F.linear(x, p["w"]).sum(1) + unseen(p["w"]).sum(), r"p\['w'\] reaches the losses by an op"),
+        (lambda p, x: F.linear(x, reversal(p["w"])).sum(1), r"fn uses view_as of p\['w'\] as an autograd.Function returns it"),
         (lambda p, x: ((w := p["w"] * 1).detach_(), F.linear(x, w).sum(1))[1], r"fn uses detach_ on mul of p\['w'\] at .*test_batch"),
         (lambda p, x: p["w"].flatten()[: len(x)], r"__getitem__ of flatten of p\['w'\] reaches the losses by .*, or as it is"),
         (lambda p, x: torch.func.vmap(lambda x: (p["w"] @ x).sum())(x), r"p\['w'\] is used inside a torch.func transform at .*test_batch"),
@@ -821,6 +946,53 @@ def test_samples_that_run_alone_must_not_meet_the_data_of_others(device):
     for call in calls:
         with pytest.raises(psg.InputError, match="had to run without the others, .* their losses are not those of the whole batch"):
             call()
+
+
+def test_samples_that_run_alone_must_not_meet(device):
+    """A batch of one has no gradient here: zeros would be no more than that."""
+
+    def norms(w, x):
+        return psg.per_sample_norm(lambda w, x: F.linear(x - x.mean(0), w).square().sum(1), method="batch")(w, x)
+
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(6, WIDTH, device=device)
+    broken = [x.clone() for _ in range(2)]
+    broken[0][2], broken[1][2] = torch.nan, torch.inf
+    calls = [
+        *(partial(norms, w, x) for x in broken),
+        lambda: torch.func.grad(lambda w: norms(w, x).sum())(w),
+        lambda: torch.func.vmap(lambda w: norms(w, x))(torch.stack([w, w])),
+        lambda: psg.factored_grad(lambda w, x: F.linear(x - x.mean(0), w).square().sum(1), method="batch")(w.clone().requires_grad_(), x),
+    ]
+    for call in calls:
+        with pytest.raises(psg.InputError, match="had to run without the others, .* So samples meet"):
+            call()
+
+
+def test_samples_that_run_alone_leave_what_fn_writes_into_the_caller_s(device):
+    def norms(w, x, scale):
+        fn = lambda w, x, scale: F.linear(x.mul_(2) * scale.mul_(2), w).square().sum(1)  # noqa: E731
+        return psg.per_sample_norm(fn, in_dims=(None, 0, None), method="batch")(w, x, scale)
+
+    w, x, scale = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device), torch.ones(4, device=device)
+    x[1] = 0.0
+    given = x.clone()
+    expected = norms(w, x, scale)
+    torch.func.jacrev(lambda w: norms(w, x, scale))(w)
+    assert torch.equal(x, given)
+    x[1] = torch.nan
+    found = norms(w, x, scale)
+    assert torch.equal(x.nan_to_num(), given) and torch.equal(scale, torch.ones_like(scale))
+    others = torch.arange(5, device=device) != 1
+    assert_trees_close(found[others], expected[others])
+
+
+def test_samples_that_run_alone_may_draw(device):
+    """Numbers are others for each sample alone, so its loss tells nothing."""
+    w, x = torch.randn(3, WIDTH, device=device), torch.randn(6, WIDTH, device=device)
+    x[2] = torch.nan
+    for fn in (lambda w, x: F.dropout(F.linear(x, w), 0.5).square().sum(1), lambda w, x: F.linear(x * torch.rand_like(x), w).sum(1)):
+        norms = psg.per_sample_norm(fn, method="batch")(w, x)
+        assert norms.isfinite().tolist() == [True, True, False, True, True, True]
 
 
 def test_samples_that_run_alone_may_share_a_constant(device):
@@ -1021,14 +1193,19 @@ def test_gradients_that_a_backward_adds_to_leaves_are_not_lost(way, first, devic
         psg.per_sample_grad(fn, method="batch")(p, x)
 
 
-def test_gradients_that_fn_itself_adds_to_leaves_are_not_lost(device):
+@pytest.mark.parametrize(
+    "start, name",
+    [(lambda w, x: unseen(w).sum(), "w"), (lambda w, x: F.linear(x, w).sum(), "w"), (lambda w, x: w.sin().sum(), "sum of sin of w")],
+    ids=["unseen", "rule", "derived"],
+)
+def test_gradients_that_fn_itself_adds_to_leaves_are_not_lost(start, name, device):
     """Also where an op that no function mode sees leads to a parameter."""
 
     def fn(w, x):
-        Unseen.apply(w).sum().backward()
+        start(w, x).backward()
         return F.linear(x, w).sin().sum(1)
 
-    with pytest.raises(psg.InputError, match=r"backward\(\) at .* would add to the .grad of w"):
+    with pytest.raises(psg.InputError, match=rf"backward\(\) at .* would add to the .grad of {name}, unseen"):
         psg.per_sample_grad(fn, method="batch")(torch.randn(3, 3, device=device), torch.randn(4, 3, device=device))
 
 
@@ -1187,6 +1364,38 @@ def test_operators_that_write_into_data(op, device):
     params = {"v": torch.rand(WIDTH, device=device) + 1, "w": torch.randn(3, WIDTH, device=device)}
     x = torch.randn(5, WIDTH, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+@pytest.mark.parametrize("op", [Tensor.add_, Tensor.mul_, operator.iadd])
+def test_a_float_written_into_integers_is_torch_s_own_error(op, device):
+    ids, x = torch.arange(6, device=device).view(2, 3), torch.randn(2, 3, device=device)
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+        psg.per_sample_grad(lambda w, ids, x: (op(ids.clone(), w) * x).sum(1), method="batch")(torch.rand(3, device=device), ids, x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(device):
+    rows = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(1, 3)], device=device)
+    with pytest.raises(psg.InputError, match=r"x is a nested tensor of layout torch.strided, .*to_padded_tensor"):
+        psg.per_sample_grad(lambda w, x: F.linear(x, w).sum(), method="batch")(torch.randn(4, 3, device=device), rows)
+    with pytest.raises(psg.InputError, match="w meets a nested tensor in linear at .*to_padded_tensor"):
+        psg.per_sample_grad(lambda w, x: F.linear(rows, w).to_padded_tensor(0.0).sum((1, 2)) * x, method="batch")(
+            torch.randn(4, 3, device=device), torch.ones(2, device=device)
+        )
+    with pytest.raises(psg.InputError, match="w is a nested tensor; expected a dense tensor"):
+        psg.per_sample_grad(lambda w, x: x * w.sum(), method="batch")(rows, torch.ones(2, device=device))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_a_sparse_constant_of_as_many_rows_as_samples(n, device):
+    """It is the same for all samples, though it has a row for each."""
+    adjacency = torch.randn(3, 3).relu().to_sparse().to(device)
+
+    def fn(w, x):
+        return (x @ (adjacency @ w)).sin().sum(1)
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(n, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(fn))(w, x))
 
 
 @pytest.mark.parametrize(

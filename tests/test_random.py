@@ -42,6 +42,34 @@ def test_randomness_error_refuses_to_draw(method, device):
         psg.per_sample_grad(dropout_loss, method=method, randomness="error")(p, x)
 
 
+@pytest.mark.parametrize("randomness, way_out", [("error", 'Use "different"'), ("same", "draw before the call and share the numbers")])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_whole_batch_draws_at_once_which_other_randomness_refuses(randomness, way_out, bad, device):
+    """A sample that is not finite runs alone, but has been refused before."""
+    options = {"method": "batch", "randomness": randomness}
+
+    def fn(p, x):
+        return F.dropout(p * x, 0.5).sum(1)
+
+    p, x = torch.ones(4, device=device), torch.ones(8, 4, device=device)
+    x[2, 0] = torch.nan if bad else 1.0
+    with pytest.raises(psg.StateError, match=f'drew random numbers, which randomness="{randomness}" forbids.*{way_out}'):
+        psg.per_sample_grad(fn, **options)(p, x)
+    assert_trees_close(psg.per_sample_grad(lambda p, x: (p * x).sum(1), **options)(p, x), x)
+
+
+def test_batches_of_one_may_draw_the_same(device):
+    p, x = torch.ones(64, device=device), torch.ones(8, 64, device=device)
+
+    def fn(p, x):
+        return F.dropout(p * x, 0.5).sum(1)
+
+    grads = psg.per_sample_grad(fn, method="batch", randomness="same", chunk_size=1)(p, x)
+    assert set(grads.unique().tolist()) == {0.0, 2.0} and len(grads.unique(dim=0)) == 1
+    with pytest.raises(psg.StateError, match='randomness="error" forbids'):
+        psg.per_sample_grad(fn, method="batch", randomness="error")(p, x[:1])
+
+
 def layer_drop(p, x):
     y = (p * x).sum()
     return 0 * y if torch.rand([], device=x.device) < 0.5 else y

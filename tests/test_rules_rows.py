@@ -193,7 +193,9 @@ def test_rows_of_several_samples_are_found_out():
         psg.per_sample_grad(fn, method="batch")(normal(2, 3, 2), normal(4, 3))
 
 
+@pytest.mark.filterwarnings("ignore:.*returns other losses when it is called again")
 def test_what_lies_around_bags_belongs_to_nobody():
+    """torch's kernel for float64 adds what lies behind the last offset to the last bag, the one for float32 does not."""
     weight, ids, offsets = normal(len(KNOWN), 3), torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([0, 2, 4])
     grads = psg.per_sample_grad(
         lambda w, x: x * total(F.embedding_bag(ids, w, offsets, mode="sum", include_last_offset=True)),

@@ -15,6 +15,7 @@ from torch import nn
 
 import psg
 from psg import testing
+from psg._batch import _exchange
 from psg.testing import Mismatch, assert_reductions_close, assert_trees_close, loop_grad, loop_value_and_grad
 
 # --- the oracle ---------------------------------------------------------------------------------------------
@@ -207,6 +208,39 @@ def test_check_with_aux_and_keywords(args):
 def test_check_of_no_samples(args):
     params, x = args
     assert psg.check(loss)(params, x[:0]).samples == 0
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_check_of_a_batch_that_it_cannot_cut(by_name, device):
+    """Labels alone have a dimension of samples: a batch of one label meets the nodes of all graphs."""
+
+    def fn(w, x, graph, y):
+        return F.cross_entropy(x.new_zeros(2, 3).index_add(0, graph, x @ w), y, reduction="none")
+
+    def by_labels(w, x, graph, y):
+        return F.cross_entropy(x.new_zeros(2, 3).index_add(0, graph, x @ w)[: len(y)], y, reduction="none")
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(5, 4, device=device)
+    graph, y = torch.tensor([0, 0, 0, 1, 1], device=device), torch.tensor([0, 2], device=device)
+
+    def check(fn):
+        if by_name:
+            return psg.check(lambda w, y, x, graph: fn(w, x, graph, y), method="batch")(w, y, x=x, graph=graph)
+        return psg.check(fn, method="batch", in_dims=(None, None, None, 0))(w, x, graph, y)
+
+    with pytest.raises(psg.InputError, match="cannot run on batches of one, ValueError: .* It gets x, graph whole") as caught:
+        check(fn)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(Mismatch, match=r"^values, sample 1: .*\n.* the samples interact; or x, graph, .* hold their data") as caught:
+        check(by_labels)
+    assert caught.value.path == "values" and caught.value.sample == 1
+
+
+def test_check_of_a_batch_says_that_samples_interact(monkeypatch, device):
+    monkeypatch.setattr(_exchange, "refuse_meeting", lambda *args: None)
+    w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    with pytest.raises(Mismatch, match=r"^values, .*\n.* so the samples interact\.$"):
+        psg.check(lambda w, x: F.linear(x - x.mean(0), w).square().sum(1), method="batch")(w, x)
 
 
 @pytest.fixture

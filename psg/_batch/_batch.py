@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _trees
@@ -37,8 +38,8 @@ from psg._capture._capture import Captured, Function
 from psg._capture._carries import derives
 from psg._capture._lifted import Lifted, Tap, Watch, pull_back
 from psg._capture._operands import run_rule
-from psg._errors import InputError, PsgError, StateError, user_line
-from psg._torch import _autograd, _functorch, _random
+from psg._errors import InputError, PsgError, StateError, first_line, user_line
+from psg._torch import _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
 from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import (
@@ -159,13 +160,13 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
     for position, value in zip(params, values, strict=True):
         tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
     called = _pass.Pass()
-    with torch.enable_grad(), _pass.opened(called), mode:
+    with torch.enable_grad(), _pass.opened(called), _functions.routed(mode.run_function), mode:
         outputs = function(tensors, copied)
     if mode.failure is not None:
         raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]
     called.expect_replaced(_autograd.leaves_in(_autograd.nodes_of(outputs[0].grad_fn)))
-    with called.again():
+    with called.again(), _functions.routed(mode.run_function):
         try:
             mode.backward(outputs[0])
         except CheckpointError as error:
@@ -179,7 +180,15 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
             if why is None:
                 raise
             raise InputError(f'method="batch": {why} {_FOR_ONE_SAMPLE}') from error
-    pull_back(mode.values, values, n)
+    try:
+        pull_back(mode.values, values, n)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not any(value.is_from_autograd_function for value in mode.values):
+            raise
+        raise InputError(
+            'method="batch": the backward of an autograd.Function that is given parameters cannot run for several cotangents at once: '
+            f"{first_line(error).rstrip('.')}. {_FOR_ONE_SAMPLE}"
+        ) from error
     return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
 
 
@@ -274,7 +283,8 @@ class _BatchMode(Watch, Looking):
     def _refuse_accumulation(self, tensors: list[Tensor]) -> None:
         """Raise if a graph to which fn, or the backward of one of its autograd.Functions, applies `backward()` leads to a parameter."""
         graph = {node for tensor in tensors for node in _autograd.nodes_of(tensor.grad_fn)}
-        names = [value.name for tap in self.taps if any(edge.node in graph for edge in tap.edges) for _, value, _ in tap.builders]
+        names = [value.name for value in self.lifted_among(tensors)]
+        names += [value.name for tap in self.taps if any(edge.node in graph for edge in tap.edges) for _, value, _ in tap.builders]
         names += [value.name for value in self.values if value.handle is not None and get_gradient_edge(value.handle).node in graph]
         if names:
             raise InputError(
@@ -285,6 +295,11 @@ class _BatchMode(Watch, Looking):
     def _run_met(self, func: Any, args: Any, kwargs: Any, met: list[Lifted], tensors: list[Tensor], target: Any) -> Any:
         """Run an op that parameters, or values computed from them, meet."""
         others = [tensor for tensor in tensors if id(tensor) not in self.by_handle]
+        if any(tensor.is_nested for tensor in others):
+            raise InputError(
+                f'method="batch": {met[0].name} meets a nested tensor in {name_of(func)} at {user_line()}, which has no rows that rules '
+                "could read. Pad it (torch.nested.to_padded_tensor), or unbind it."
+            )
         if func in JOINS and not others:
             output = self._run_inside(JOINS[func], args, kwargs)
             if output is not NotImplemented:
@@ -300,6 +315,20 @@ class _BatchMode(Watch, Looking):
             if output is not NotImplemented:
                 return output
         return self._run_mixed(func, args, kwargs, met, others, target)
+
+    def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an autograd.Function of parameters and shared tensors once; NotImplemented for any other."""
+        if _get_current_function_mode() is not self:
+            return NotImplemented
+        func, args = _functions.custom_function_call, (function, *args)
+        with _pop_mode_temporarily():
+            tensors = tensors_of(args, kwargs)
+            met = self.lifted_among(tensors)
+            if not met or any(leaf.requires_grad or leaf in self.sampled for leaf in tensors if id(leaf) not in self.by_handle):
+                return NotImplemented
+            if _registry.find_leak(func, args, kwargs, "vmap") is not None:
+                return NotImplemented
+            return self._derive(func, met, args, kwargs, watched=True)
 
     def _run_inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function under this mode."""
@@ -319,7 +348,11 @@ class _BatchMode(Watch, Looking):
             return self._derive(func, met, args, kwargs)
         if func in IN_PLACE and args[0] is not met[0].handle:
             with self:  # computed from a copy, since rules read the data again after the write
-                return args[0].copy_(IN_PLACE[func](args[0].clone(), *args[1:], **kwargs))
+                output = IN_PLACE[func](args[0].clone(), *args[1:], **kwargs)
+            if not torch.can_cast(output.dtype, args[0].dtype):  # an integer, say, that a float is added to: torch's own error
+                return func(*args, **kwargs)
+            with self:
+                return args[0].copy_(output)
         output = self._run_rule(func, args, kwargs, choice)
         if output is not NotImplemented:
             return output
@@ -362,9 +395,9 @@ class _BatchMode(Watch, Looking):
         if not (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
             return None, False
         # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
-        # But a mask, say, has them as the parameter does, whose shape it has.
+        # But a mask, say, has them as the parameter does, whose shape it has; and of a sparse tensor no rule could take the rows.
         alike = {met[0].leaf.shape[1:]} if func not in OUTER_PRODUCTS else set()
-        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape in alike for leaf in others)
+        likely = constant and all(leaf.shape[:1] != (self.n,) or leaf.shape in alike or leaf.layout != torch.strided for leaf in others)
         likely |= says_where and all(_is_one(self.n, leaf.shape) for leaf in others)
         return (name_of(func), met[0].name, tuple(tuple(leaf.shape) for leaf in others)), likely
 
@@ -388,11 +421,14 @@ class _BatchMode(Watch, Looking):
         if memories & self.given:
             raise Retry(f"{name_of(func)} writes into an input, or a view of one", copied=True)
 
-    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back."""
+    def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any, watched: bool = False) -> Any:
+        """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back.
+
+        `watched` says whether this mode sees the ops that it calls in turn.
+        """
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
-            output = func(*args, **kwargs)
+            output = self._run_inside(func, args, kwargs) if watched else func(*args, **kwargs)
         return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
@@ -458,6 +494,8 @@ class _BatchMode(Watch, Looking):
         own = {place: self.by_handle[id(argument)] for place, argument in places_of(bound) if id(argument) in self.by_handle}
         if any(name not in rule.params for name, _ in own):
             return NotImplemented  # a parameter in the place of data: its rows belong to no sample
+        if any(leaf.layout != torch.strided for leaf in tensors_of(args, kwargs)):
+            return NotImplemented  # sparse data cannot be reshaped to rows
         split = split_rows(func, bound, own) if own else None
         if split is None:
             return NotImplemented
@@ -493,8 +531,9 @@ class _BatchMode(Watch, Looking):
         names = [value.name for value, gradient in zip(values, direct, strict=True) if gradient is not None]
         if names:
             raise InputError(
-                f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (a custom autograd.Function, '
-                f"say), or as it is. {_FOR_ONE_SAMPLE}"
+                f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (an autograd.Function that '
+                "is given samples too or under a name bound before the call, or TorchScript, say), or as it is. "
+                f"{_FOR_ONE_SAMPLE}"
             )
         reached = [(tap, own) for tap, own in zip(taps, _by_tap(taps, arrived), strict=True) if _present(own)]
         for tap, _ in reached:

@@ -16,12 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from psg._call import Call
 from psg._errors import InputError, PsgError, StateError, code_of, warn_once
-from psg._torch import _ambient, _functorch, _random
+from psg._torch import _functorch, _random
+from psg._torch._ops import draws, tensors_of
 from psg._watch import _copies
 from psg.rules import _kernels
 
 
-def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _random.State) -> None:
+def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: _random.Snapshot) -> None:
     """Refuse a function of a whole batch whose losses change when other samples are exchanged.
 
     Args:
@@ -34,86 +35,98 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.State, after: _ra
         OutOfMemoryError: A device has not enough memory to run fn again.
         StateError: At least half of the compared losses have changed. Fewer changes may come from rounding that breaks a router's ties.
     """
+    before = before.without_idle(after)
     # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
-    every, draws = torch.arange(call.n, device=losses.device), not _random.same_state(before, after)
+    every, drew = torch.arange(call.n, device=losses.device), not before.equals(after)
     sets = [own.to(losses.device) for own in _kept(call.n)]
-    now = _random.get_state(call.tensors)
+    now, dtypes = before.now(), {losses.dtype}
 
-    def run(index: Tensor, noise: bool = True) -> tuple[Tensor, _random.State]:
-        _random.set_state(before)  # the samples that keep their places get the same numbers
-        return _losses(call.take(index), noise), _random.get_state(call.tensors)
+    def run(index: Tensor, noise: bool = True) -> tuple[Tensor, _random.Snapshot]:
+        before.restore()  # the samples that keep their places get the same numbers
+        mode = _Undropped(call.n, noise)
+        output = _losses(call.take(index), mode)
+        dtypes.update(mode.dtypes)
+        return output, before.now()
 
-    def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.State]]:
+    def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.Snapshot]]:
         """Whether most losses agree with those of the batches with exchanged samples; the states after these."""
         same, states = [], []
         for kept in sets:
             # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
             exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], noise)
-            same.append(_agreeing(exchanged, expected, kept, call))
+            same.append(_agreeing(exchanged[kept], expected[kept], dtypes))
             states.append(state)
         return _mostly(torch.cat(same)), states
 
+    reason, end, states = None, after, []
     try:
-        expected, end = run(every) if draws else (losses, after)
+        expected, end = run(every) if drew else (losses, after)
         agree, states = compare(expected)
-        if agree or not _mostly(_agreeing(run(every)[0], expected, every, call)):
-            return  # or fn returns other values in every call: no comparison is possible
-        if draws and compare(run(every, noise=False)[0], noise=False)[0]:
+        if agree:
+            return
+        if not _mostly(_agreeing(run(every)[0], expected, dtypes)):
+            reason = "fn returns other losses when it is called again on the same samples"
+        elif drew and compare(run(every, noise=False)[0], noise=False)[0]:
             return  # fn has sorted its samples, and the noise fell on others
     except torch.OutOfMemoryError:
         raise  # the samples have not been compared
     except Exception as error:
-        _warn_of_no_comparison(call, f"fn raises {type(error).__name__} when some samples are exchanged for others")
-        return
+        reason = f"fn raises {type(error).__name__} when some samples are exchanged for others"
     finally:
-        _random.set_state(now)
-    if not all(_random.same_state(end, state) for state in states):
-        _warn_of_no_comparison(call, "fn draws more or fewer random numbers when some samples are exchanged for others")
+        now.restore()
+    if reason is None and not all(map(end.equals, states)):
+        reason = "fn draws more or fewer random numbers when some samples are exchanged for others"
+    if reason is not None:
+        warn_once(
+            (code_of(call.fn), "exchange"),
+            f'{call.name}, method="batch": {reason}. So its losses could not be compared, and samples that meet in a statistic of the data '
+            "alone (x - x.mean(0), say) would not be noticed.",
+            UserWarning,
+        )
         return
     raise StateError(
         f'method="batch": the losses of some samples change when others are exchanged (compared: {sum(map(len, sets))} of {call.n}). '
         "They meet in a statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient "
         "tells what one sample does. Let losses[i] depend on sample i alone."
-        + (" (Or fn draws random numbers for its samples in an order that depends on the others: use another method.)" if draws else "")
+        + (" (Or fn draws random numbers for its samples in an order that depends on the others: use another method.)" if drew else "")
     )
 
 
 def refuse_parting(call: Call, values: Tensor) -> None:
     """Refuse the losses [n] of samples that ran without the others if they are not those of the whole batch.
 
-    Then arguments that all samples share hold their data, such as nodes of joined graphs, and the labels have met those of others.
+    Then samples meet, or arguments that all samples share hold their data, such as nodes of joined graphs, and the labels have met those of
+    others. Where fn draws random numbers, which are others for each sample alone, the latter is refused without being known.
 
     Raises:
         InputError: They are not.
-        PsgError: They cannot be read, in a trace.
+        PsgError: They cannot be read, in a trace, and arguments that all samples share may hold their data.
     """
     leaves = [leaf for i, (leaf, dim) in enumerate(zip(call.leaves, call.dims, strict=True)) if dim is None and i not in call.params]
-    if call.n < 2 or not call.keyword_tensors and not any(isinstance(leaf, Tensor) for leaf in leaves):
+    shares = bool(call.keyword_tensors) or any(isinstance(leaf, Tensor) for leaf in leaves)
+    if call.n < 2 or _functorch.is_traced() and not shares:
         return
     if _functorch.is_traced():
         raise PsgError('method="batch" compares the losses of samples that ran without the others, so it cannot be traced')
-    now = _random.get_state(call.tensors)
+    before, mode = _random.Snapshot.take(call.tensors), _Undropped(call.n)
+    copied = call.take(torch.arange(call.n, device=values.device))
     try:
-        whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(call, noise=True), values))
+        whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(copied, mode), values))
+        drew = mode.has_skipped or not before.equals(before.now())
     finally:
-        _random.set_state(now)
-    every = torch.arange(whole.numel(), device=whole.device)
-    if whole.shape == apart.shape and bool(_agreeing(apart.flatten(), whole.flatten(), every, call).all()):
+        before.restore()
+    if drew and not shares:
         return
+    if whole.shape == apart.shape:
+        same = _agreeing(apart.flatten(), whole.flatten(), {whole.dtype, *mode.dtypes})
+        if same.all() or not shares and _mostly(same):
+            return
     raise InputError(
         f'{call.name}, method="batch": some samples had to run without the others, because a sample is not finite, a derivative of the '
-        "gradients is wanted or a transform is around psg; and their losses are not those of the whole batch. So arguments without a "
-        "dimension of samples hold data of samples (nodes of joined graphs, packed sequences), or fn draws random numbers. Give all that "
-        "belongs to a sample a dimension of samples, or leave out what is not finite and pass detached parameters, outside of transforms."
-    )
-
-
-def _warn_of_no_comparison(call: Call, reason: str) -> None:
-    warn_once(
-        (code_of(call.fn), "exchange"),
-        f'{call.name}, method="batch": {reason}. So its losses could not be compared, and samples that meet in a statistic of the data '
-        "alone (x - x.mean(0), say) would not be noticed.",
-        UserWarning,
+        "gradients is wanted or a transform is around psg; and their losses are not those of the whole batch. So samples meet (in a mean, "
+        "say), or arguments without a dimension of samples hold data of samples (nodes of joined graphs, packed sequences), or fn draws "
+        "random numbers. Let losses[i] depend on sample i alone, and give all that belongs to a sample a dimension of samples; or leave "
+        "out what is not finite and pass detached parameters, outside of transforms."
     )
 
 
@@ -141,27 +154,59 @@ def _apart(candidates: list[int], n: int) -> list[int]:
     return found
 
 
-def _losses(call: Call, noise: bool) -> Tensor:
-    """The losses without dropout, or any common noise. All arguments but the parameters are copies, because fn may write into them."""
+def _losses(call: Call, mode: "_Undropped") -> Tensor:
+    """The losses, computed under this mode, of a call with samples of its own. What these share is copied too: fn may write into it."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
         if dim is None and position not in call.params and isinstance(leaf, Tensor):
             leaves[position] = _copies.copy_of(leaf)
-    with torch.enable_grad(), _Undropped(noise):  # fn may differentiate for its data
+    with torch.enable_grad(), mode:  # fn may differentiate for its data
         return call.evaluate(leaves, batch=True, copies=True)[0].detach()
 
 
 class _Undropped(TorchFunctionMode):
-    """Runs dropout as in evaluation mode, and without `noise` gives every draw from a uniform or normal distribution the same value."""
+    """Runs dropout as in evaluation mode, makes random orders rotations, and without `noise` gives every draw the same value.
 
-    def __init__(self, noise: bool) -> None:
+    A random order may leave a sample in its place, or exchange two of those that keep theirs, whose losses would not tell that fn pairs
+    samples at random. A rotation by one sample, which might have been drawn as well, pairs each with one that is exchanged.
+
+    Args:
+        n: The number of samples.
+        noise: Whether draws from uniform and normal distributions are noise; otherwise each gives the same value.
+
+    Attributes:
+        dtypes: Those of the tensors that ops have read, in which fn rounds: it may enter autocast itself.
+        has_skipped: Whether fn has called for dropout.
+    """
+
+    def __init__(self, n: int, noise: bool = True) -> None:
         super().__init__()
+        self.n = n
         self.noise = noise
+        self.dtypes: set[torch.dtype] = set()
+        self.has_skipped = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _NOISE and not self.noise:
-            return func(*args, **kwargs).fill_(0.5)
+        self.dtypes.update([tensor.dtype for tensor in tensors_of(args, kwargs)])
+        self.has_skipped |= func in _DROPPING and draws(func, args, kwargs)
+        if func in _NOISE:
+            drawn = func(*args, **kwargs)
+            if not self.noise:
+                drawn.fill_(0.5)
+            if kwargs.get("generator") is None:
+                vars(drawn)["_psg_drawn"] = drawn._version
+            return drawn
+        if func is torch.randperm and kwargs.get("generator") is None:
+            order = func(*args, **kwargs)
+            self._rotate(order, 0, len(order))
+            return order
+        if func in _SORTS and args and args[0].ndim:
+            output, position = func(*args, **kwargs), _SORTS[func]
+            dim = args[position] if len(args) > position else kwargs.get("dim", -1)
+            if self._is_noise(args[0], dim):
+                self._rotate(output if isinstance(output, Tensor) else output.indices, dim, args[0].shape[dim])
+            return output
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention and len(args) > 4:
@@ -170,19 +215,32 @@ class _Undropped(TorchFunctionMode):
             kwargs = kwargs | {"dropout_p": 0.0}
         return _kernels.run(func, args, kwargs)
 
+    def _is_noise(self, tensor: Tensor, dim: int) -> bool:
+        """Whether entries along a dimension are noise, as far as can be told: as drawn, or all equal where noise is constant."""
+        if vars(tensor).get("_psg_drawn") == tensor._version:
+            return True
+        return not self.noise and tensor.numel() > 0 and bool((tensor == tensor.narrow(dim, 0, 1)).all())
+
+    def _rotate(self, order: Tensor, dim: int, size: int) -> None:
+        """Write the indices of a rotation over those along a dimension, of `size` samples or rows of samples, or the first of these."""
+        rotation = torch.arange(size, device=order.device).roll(max(1, size // self.n))
+        order.movedim(dim, -1).copy_(rotation[: order.shape[dim]])
+
 
 _NOISE = {torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal, Tensor.normal_, Tensor.uniform_}
+_SORTS = {torch.argsort: 1, Tensor.argsort: 1, torch.sort: 1, Tensor.sort: 1, torch.topk: 2, Tensor.topk: 2}
+"""Ops that make a random order of noise, and for each the position of the dimension."""
+
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_}
+_DROPPING = _DROPOUTS | {F.scaled_dot_product_attention}
 
 
-def _agreeing(losses: Tensor, others: Tensor, kept: Tensor, call: Call) -> Tensor:
-    """Which of the kept losses agree up to rounding, which may differ where groups of samples have other sizes."""
-    losses, others = losses[kept], others[kept].to(losses)
-    dtypes = {tensor.dtype for tensor in (*call.tensors, losses) if tensor.is_floating_point()}
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {_ambient.autocast_dtype(losses) or losses.dtype})
+def _agreeing(losses: Tensor, others: Tensor, dtypes: set[torch.dtype]) -> Tensor:
+    """Which losses agree up to rounding in these dtypes, which may differ where groups of samples have other sizes."""
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     rtol = max(1e-3, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
     size = min(1.0, float(losses.abs().nan_to_num(0, 0).amax()))
-    return torch.isclose(losses, others, rtol=rtol, atol=10 * eps * size, equal_nan=True)
+    return torch.isclose(losses, others.to(losses), rtol=rtol, atol=10 * eps * size, equal_nan=True)
 
 
 def _mostly(same: Tensor) -> bool:

@@ -291,12 +291,22 @@ def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs
         rows.append(gradient(call, leaves, outputs))
         if i:
             _trees.expect_same(before, outputs.tree, "aux")
-        if call.randomness == "error" and not _random.same_state(state, _random.get_state(call.tensors)):
-            raise StateError(f'{call.name}: fn drew random numbers, which randomness="error" forbids. Use "different" or "same".')
+        if call.randomness == "error":
+            _refuse_draws(call, state, '. Use "different" or "same".')
     columns = list(zip(*rows, strict=True))
     factors = [_joined(leaves[position], own) for position, own in zip(call.params, columns, strict=False)]
     values, *aux = map(torch.stack, columns[len(factors) :])
     return Result(values, outputs.aux(aux), factors, "loop", [[] for _ in factors])
+
+
+def _refuse_draws(call: Call, before: _random.State, rest: str) -> None:
+    """Raise if fn has drawn random numbers since the generators were in these states.
+
+    Raises:
+        StateError: It has.
+    """
+    if not _random.same_state(before, _random.now(before)):
+        raise StateError(f'{call.name}: fn drew random numbers, which randomness="{call.randomness}" forbids{rest}')
 
 
 def _joined(leaf: Tensor, gradients: Sequence[Tensor | None]) -> Factor:
@@ -375,10 +385,14 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
 
 def _run_batch(call: Call, whole: bool = True) -> Result:
     """Run fn on the whole batch; if a sample is not finite, on groups of its samples, which are not `whole`."""
+    before = _random.get_state(call.tensors)
     try:
-        return _batch_together(call)
+        result = _batch_together(call)
+        _refuse_draws_of_a_batch(call, before)
+        return result
     except NotFinite as error:
         groups, found = error.groups, str(error)
+    _refuse_draws_of_a_batch(call, before)
     try:
         result = _run_apart(partial(_run_batch, whole=False), call, groups, None)
     except (StateError, Stale, torch.OutOfMemoryError):
@@ -396,6 +410,14 @@ def _run_batch(call: Call, whole: bool = True) -> Result:
     return result
 
 
+def _refuse_draws_of_a_batch(call: Call, before: _random.State) -> None:
+    if call.randomness == "error":
+        _refuse_draws(call, before, '. Use "different".')
+    elif call.randomness == "same" and call.n > 1:
+        way_out = "draw before the call and share the numbers, or use another method."
+        _refuse_draws(call, before, f' with method="batch", where fn draws for the whole batch: {way_out}')
+
+
 def _batch_together(call: Call) -> Result:
     if _functorch.is_recorded():
         raise PsgError('method="batch" measures on the data whose row is whose, so it cannot be traced')
@@ -408,12 +430,12 @@ def _batch_together(call: Call) -> Result:
                 "that all samples share. Use another method."
             )
     outputs = _Outputs(call, batch=True)
-    states: list[_random.State] = []
+    states: list[_random.Snapshot] = []
 
     def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
-        states[:] = [_random.get_state(call.tensors)]
+        states[:] = [_random.Snapshot.take(call.tensors)]
         values = outputs.of(_trees.fill(call.leaves, tensors), copies)
-        states.append(_random.get_state(call.tensors))
+        states.append(_random.Snapshot.take(call.tensors))
         return values
 
     captured = capture_batch(call, function)

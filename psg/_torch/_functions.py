@@ -6,7 +6,7 @@ can see the call; `shown` makes it an op that modes see.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,6 +21,9 @@ from psg._torch._patches import assigned, patch
 _APPLY = vars(Function)["apply"]
 
 _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
+
+Route = Callable[[Any, Any, Any], Any]
+_route: ContextVar[Route | None] = ContextVar("psg_functions_route", default=None)
 
 
 def is_refusal(error: Exception) -> bool:
@@ -77,11 +80,25 @@ def shown() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def routed(route: Route) -> Iterator[None]:
+    """A context in which `route` is given each function that is called outside of transforms, and its arguments.
+
+    It returns the output, or NotImplemented: then the function runs as it is.
+    """
+    with assigned(_route, route), _patch:
+        yield
+
+
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`Function.apply`. torch's own functions (reentrant checkpoints, modules' backward hooks) depend on the graph around them."""
-    refused = torch._C._are_functorch_transforms_active() and not _is_setup_context_defined(cls.setup_context)
-    if _is_shown.get() and refused and cls.__module__.split(".")[0] not in ("torch", "psg"):
-        return custom_function_call(cls, *args, **kwargs)
+    if cls.__module__.split(".")[0] not in ("torch", "psg"):
+        if not torch._C._are_functorch_transforms_active():
+            output = NotImplemented if (route := _route.get()) is None else route(cls, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        elif _is_shown.get() and not _is_setup_context_defined(cls.setup_context):
+            return custom_function_call(cls, *args, **kwargs)
     return _APPLY.__get__(None, cls)(*args, **kwargs)
 
 

@@ -4,7 +4,7 @@ import random
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,44 @@ def set_python_state(state: tuple[Any, Any]) -> None:
 def same_python_state(state: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     """Whether no random number was drawn from them between the two states."""
     return state[0] == other[0] and (state[1] is None or all(map(_equal, state[1], other[1])))
+
+
+class Snapshot(NamedTuple):
+    """The states of torch's generators, and of those of Python and NumPy.
+
+    Attributes:
+        torchs: The former.
+        pythons: The latter; None if they are left alone.
+    """
+
+    torchs: State
+    pythons: tuple[Any, Any] | None
+
+    @classmethod
+    def take(cls, tensors: Iterable[Tensor]) -> "Snapshot":
+        """The states now, with those of the devices of these tensors."""
+        return cls(get_state(tensors), get_python_state())
+
+    def now(self) -> "Snapshot":
+        """The states in which the same generators are now."""
+        return Snapshot(now(self.torchs), None if self.pythons is None else get_python_state())
+
+    def restore(self) -> None:
+        """Put the generators back into these states."""
+        set_state(self.torchs)
+        if self.pythons is not None:
+            set_python_state(self.pythons)
+
+    def equals(self, other: "Snapshot") -> bool:
+        """Whether no random number was drawn between the two, from the generators that both look at."""
+        return same_state(self.torchs, other.torchs) and self._same_pythons(other)
+
+    def without_idle(self, later: "Snapshot") -> "Snapshot":
+        """The same, but leaving Python's and NumPy's alone if nothing was drawn from them until later: asking them takes long."""
+        return self._replace(pythons=None) if self._same_pythons(later) else self
+
+    def _same_pythons(self, other: "Snapshot") -> bool:
+        return self.pythons is None or other.pythons is None or same_python_state(self.pythons, other.pythons)
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from psg import transforms, tree
-from psg._call import Method, Options, prepare
-from psg._errors import InputError
+from psg._call import Call, Method, Options, prepare
+from psg._errors import InputError, first_line
 from psg._torch import _ambient
-from psg._trees import Tree, flatten
+from psg._trees import Tree, flatten, tensors_in
 from psg.testing._compare import Mismatch, assert_trees_close, default_rtol
 from psg.testing._loop import Batch, loop_value_and_grad, tree_map
 from psg.testing._reference import reference_dot, reference_flat, reference_gram, reference_norm, reference_weighted_sum
@@ -54,7 +54,8 @@ def check(
         has_aux: as in `psg.per_sample_grad`; `aux` is not compared.
         chunk_size: as in `psg.per_sample_grad`.
         method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says
-            that the samples do not interact.
+            that the samples do not interact. Arguments that all samples share go to it whole, so they must not hold the
+            data of samples, as those of joined graphs do.
         rtol: as in `assert_trees_close`; under autocast, None takes at least the tolerance of autocast's dtype.
         atol: as in `assert_trees_close`.
 
@@ -63,7 +64,8 @@ def check(
 
     Raises:
         InputError: `fn` was made by a transform, or an option has a value that is not allowed. At a call: results
-            differ, but so do two runs of the loop.
+            differ, but so do two runs of the loop; with method "batch", `fn` cannot run on batches of one, and all samples
+            share some tensors beside the parameters.
 
     Example:
         >>> result = check(lambda w, x: (w * x).sin().sum())(torch.ones(3), torch.rand(5, 3))
@@ -80,10 +82,20 @@ def check(
 
     def checked(*args: Tree, **shared: Any) -> Checked:
         scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn
-        single = prepare("check", scalar, options, args, {}).with_sample_fn().fn if method == "batch" else scalar
+        batch = prepare("check", scalar, options, args, shared) if method == "batch" else None
+        single = scalar if batch is None else batch.with_sample_fn().fn
         loop = loop_value_and_grad(single, argnums, in_dims=in_dims)
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
-        (found_values, found), (values, grads) = both(*args, **shared), loop(*args, **shared)  # psg first: its errors say more
+        found_values, found = both(*args, **shared)  # psg first: its errors say more
+        try:
+            values, grads = loop(*args, **shared)
+        except Exception as error:
+            if batch is None or isinstance(error, torch.OutOfMemoryError) or not (names := _shared_data(batch)):
+                raise
+            raise InputError(
+                f"check: fn cannot run on batches of one, {type(error).__name__}: {first_line(error).rstrip('.')}. It gets {names} whole, "
+                f"which all samples share. {_NOT_CUT}"
+            ) from error
         allowed = rtol
         if rtol is None and (narrow := _ambient.autocast_dtype(values)) is not None:
             allowed = max(default_rtol(leaf.dtype) for leaf in [values.new_empty(0, dtype=narrow), *flatten(grads)[0]])
@@ -98,6 +110,11 @@ def check(
                 ) from mismatch
             i = mismatch.sample
             verdict = "" if i is None else _arbitrate(single, argnums, in_dims, args, shared, found, grads, i)
+            if batch is not None and mismatch.path == "values":
+                names = _shared_data(batch)
+                verdict = "\nThe loop has run fn on batches of one, so the samples interact" + (
+                    f"; or {names}, which all samples share, hold their data. {_NOT_CUT}" if names else "."
+                )
             raise Mismatch(f"{mismatch}{verdict}", mismatch.path, i, mismatch.error) from None
         factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
         with _ambient.off():
@@ -105,6 +122,20 @@ def check(
         return Checked(len(values), len(flatten(grads)[0]), error)
 
     return checked
+
+
+_NOT_CUT = (
+    "If that is data of samples (nodes of joined graphs, packed sequences), check cannot cut it: pass a batch of one graph, or compare "
+    "with torch.autograd.grad(fn(params, *batch)[i], ...), which says nothing of other samples."
+)
+
+
+def _shared_data(call: Call) -> str:
+    """The names of tensors that all samples share, beside the parameters."""
+    tensors = zip(call.leaves, call.dims, strict=True)
+    names = [call.paths[i] for i, (leaf, dim) in enumerate(tensors) if dim is None and i not in call.params and isinstance(leaf, Tensor)]
+    names += [name for name, value in call.kwargs.items() if tensors_in(flatten(value)[0])]
+    return ", ".join(names)
 
 
 def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = None, atol: float = 0.0) -> None:
