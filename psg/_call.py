@@ -224,7 +224,9 @@ class Call:
 
 
 def _narrow(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """`tensor.narrow`, which sparse tensors do not have."""
+    """`tensor.narrow`, which sparse and nested tensors do not have."""
+    if tensor.is_nested:
+        return torch.nested.as_nested_tensor(list(tensor.unbind(dim)[start : start + size]), layout=tensor.layout)
     if tensor.layout == torch.strided:
         return tensor.narrow(dim, start, size)
     return tensor.index_select(dim, torch.arange(start, start + size, device=tensor.device))
@@ -440,6 +442,11 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
                 'Register its type with optree (namespace="psg"), or share it: give in_dims with None for it, or pass it by keyword.'
             )
         return None  # a number, a string, a flag: the same for every sample
+    if leaf.is_nested and leaf.layout == torch.strided:
+        raise InputError(
+            f"{name}: {paths[position]} is a nested tensor of layout {leaf.layout}, which has no shape. Make it with layout=torch.jagged: "
+            "then its parts are the samples, in a loop. Faster is one tensor of padded samples, with a mask."
+        )
     if not -leaf.ndim <= number < leaf.ndim:
         hint = " If it is the same for every sample, say so with in_dims (None for it) or pass it by keyword." if default else ""
         raise InputError(f"{name}: {paths[position]} has shape {tuple(leaf.shape)}; expected a dimension {dim} with the samples.{hint}")
