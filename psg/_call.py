@@ -232,7 +232,9 @@ class Call:
 
 
 def _narrow(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """`tensor.narrow`, which sparse tensors do not have."""
+    """`tensor.narrow`, which sparse and nested tensors do not have."""
+    if tensor.is_nested:
+        return torch.nested.as_nested_tensor(list(tensor.unbind(dim)[start : start + size]), layout=tensor.layout)
     if tensor.layout == torch.strided:
         return tensor.narrow(dim, start, size)
     return tensor.index_select(dim, torch.arange(start, start + size, device=tensor.device))

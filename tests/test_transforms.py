@@ -249,6 +249,23 @@ def test_a_nested_tensor_by_keyword(device):
     assert_trees_close(psg.per_sample_grad(fn)(w, x, extra=extra), 9 * x)
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, "1 MiB"])
+def test_the_parts_of_a_nested_tensor_are_the_samples(chunk_size, device):
+    fn = lambda w, x: (x @ w).tanh().sum()  # noqa: E731
+    w, parts = torch.randn(3, device=device), [torch.randn(size, 3, device=device) for size in (2, 1, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    expected = torch.stack([torch.func.grad(fn)(w, part) for part in parts])
+    assert_trees_close(psg.per_sample_grad(fn, chunk_size=chunk_size)(w, x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_without_a_shape_is_an_error():
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    with pytest.raises(psg.InputError, match=r"x is a nested tensor of layout torch\.strided.*layout=torch\.jagged"):
+        psg.per_sample_grad(lambda w, x: (x @ w).sum())(torch.ones(3), x)
+
+
 @pytest.mark.parametrize("transform", [psg.per_sample_grad, psg.per_sample_value_and_grad, psg.per_sample_norm, psg.factored_grad])
 def test_what_a_transform_has_made_is_no_function_of_one_sample(transform):
     made = psg.per_sample_norm(lambda w, x: (w * x).sum())
