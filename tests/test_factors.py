@@ -121,7 +121,7 @@ def scaled(kind, apart=False):
     def recipe(n, size, generator):
         factor, tensor = kind(n, size, generator)
         entries = randn(n if apart else 1, *SIZES[size][1:], generator=generator)
-        return Scaled(factor, entries.expand(n, *factor.shape)), tensor * entries
+        return Scaled(factor, entries), tensor * entries
 
     return recipe
 
@@ -767,6 +767,21 @@ def test_sizes_of_segments_in_32_bits(device):
 def test_expanded_values_that_do_not_fit_the_shape(shape):
     with pytest.raises(psg.InputError, match=r"Expanded: expected values \[n, \*small\], where small is \(3,\) with 1"):
         Expanded(torch.ones(shape), torch.Size([3]))
+
+
+@each_count
+def test_entries_that_broadcast(n, device):
+    values, entries = torch.randn(n, 2, 3, device=device), torch.randn(1, 1, 3, device=device)
+    factor, index = Scaled(Dense(values), entries), torch.arange(n - 1, -1, -1, device=device)
+    assert_trees_close(factor.take(index).materialize(), (values * entries).flip(0))
+    assert_trees_close(psg.factors.concat([factor, factor]).materialize(), torch.cat([values * entries] * 2))
+    assert_trees_close(factor.squared_norm(), (values * entries).square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (3, 3), (2, 1, 3)])
+def test_entries_that_do_not_fit_the_factor(shape):
+    with pytest.raises(psg.InputError, match=r"Scaled: expected entries that broadcast to \(2, 3\), .* got \("):
+        Scaled(Dense(torch.ones(2, 3)), torch.ones(shape))
 
 
 @each_count

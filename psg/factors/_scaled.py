@@ -96,6 +96,9 @@ class Scaled(Factor):
         entries: [n, *shape], or a tensor of as many dimensions that broadcasts to it. Usually one tensor, expanded over the samples:
             then weighted sums, moments and products with a direction are those of `factor`, scaled.
 
+    Raises:
+        InputError: The entries do not fit the factor.
+
     Example:
         >>> import torch
         >>> ones = Expanded(torch.ones(2, 1), torch.Size([3]))
@@ -106,8 +109,14 @@ class Scaled(Factor):
     fields = ("factor", "entries")
 
     def __init__(self, factor: Factor, entries: Tensor) -> None:
+        fits = entries.ndim == 1 + len(factor.shape)
+        if not fits or any(own not in (1, size) for own, size in zip(entries.shape, (factor.n, *factor.shape), strict=True)):
+            raise InputError(
+                f"psg.factors.Scaled: expected entries that broadcast to {(factor.n, *factor.shape)}, with as many dimensions, got "
+                f"{tuple(entries.shape)}."
+            )
         self.factor = factor
-        self.entries = entries
+        self.entries = entries.expand(factor.n, *entries.shape[1:])  # a row for each sample, to take and to join
 
     @property
     def shape(self) -> torch.Size:
