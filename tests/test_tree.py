@@ -761,6 +761,15 @@ def test_a_diagonal_that_does_not_fit(diagonal, message):
         psg.tree.precondition({"w": torch.ones(5, 3)}, diagonal)
 
 
+def test_zeros_that_a_factor_does_not_hold_stay_zero_under_an_infinite_diagonal(device):
+    diagonal = torch.tensor([[torch.inf], [torch.inf], [2.0]], device=device)
+    table = Rows(torch.tensor([[0], [2]], device=device), torch.ones(2, 1, 1, device=device), 3)
+    found = psg.tree.precondition(table, diagonal).materialize()
+    assert found.flatten(1).tolist() == [[torch.inf, 0, 0], [0, 0, 2]]
+    dense = psg.tree.precondition(table.materialize(), diagonal)
+    assert torch.equal(dense.isnan(), diagonal.isinf() & (table.materialize() == 0))
+
+
 def test_a_preconditioned_table_is_summed_sparsely():
     model = torch.nn.Embedding(10, 2)
     loss, params = psg.stateless(model, lambda output: output.square().sum())

@@ -285,7 +285,9 @@ def precondition(tree: Any, diagonal: Any) -> Any:
 
     Args:
         tree: Per-sample gradients.
-        diagonal: A tree like the parameters, with real tensors [*shape].
+        diagonal: A tree like the parameters, with real tensors [*shape], all finite: invert with an epsilon. Where an entry is inf or NaN,
+            gradients of zero become NaN in dense leaves. In factored ones those that no factor holds stay zero: of rows that a sample does
+            not look up, parts of a parameter that fn does not use; and a sum of terms, one of them zero, may be NaN instead of inf.
 
     Returns:
         The same tree, in the dtypes of the gradients, or float32 in place of 16-bit dtypes, whose range a diagonal soon leaves: for inner
