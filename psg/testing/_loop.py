@@ -58,6 +58,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
                 _ambient.unmoved,
                 _autograd.in_this_thread(),
                 _pass.opened(called),
+                _ambient.linearizing,
                 Repaired(differentiated) as repaired,
             ):
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
