@@ -299,7 +299,7 @@ def test_a_convolution_used_again(size, uses, way, device):
 
     w = torch.randn(16, 16, 3, 3, device=device)
     images = [torch.randn(N, 16, size, size, device=device) for _ in range(uses)]
-    with mock.patch.object(_base, "_TINY", 0):  # small gradients are formed on devices whose values cannot be read
+    with mock.patch.object(_base, "_TINY", 0):  # small gradients are materialised on devices whose values cannot be read
         assert way in psg.explain(fn)(w, *images).leaves[0].plan
     psg.check(fn)(w, *images)
     factor = psg.factored_grad(fn)(w, *images)

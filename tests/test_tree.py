@@ -553,7 +553,7 @@ PRODUCTS = st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(0, 200))
     seed=st.integers(0, 2**16),
 )
 def test_many_small_products(products, vectors, n, m, dtype, seed, device):
-    """Outer products, some of them small enough to be formed and reduced with the others."""
+    """Outer products, some of them small enough to be materialised and reduced with the others."""
     generator = torch.Generator().manual_seed(seed)
 
     def tree_of(count):

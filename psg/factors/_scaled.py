@@ -153,11 +153,11 @@ class Scaled(Factor):
         if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
             return self._squared_terms_in_units(self.shared)
         whole = self.to(wide(self.dtype))
-        squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.formed_norm()
+        squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.materialized_norm()
         return squared, torch.ones_like(squared)
 
     def _squared_terms_in_units(self, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; forms no gradient.
+        """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; materialises no gradient.
 
         Where the entries are zero just where the terms are largest, the squares of those that are left may underflow, though the gradient
         is of ordinary size: float64 holds them.
@@ -200,24 +200,24 @@ class Scaled(Factor):
         squared, unit = self._squared_terms_in_units(self.shared)
         return (squared * unit.square()).to(wide(self.dtype))
 
-    def _formed(self) -> Dense:
+    def _materialized(self) -> Dense:
         # Wide, as for the norm: a product of 16-bit numbers may be infinite where the norm is not.
         return Dense(self.to(wide(self.dtype)).materialize())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         shared = self.shared
-        return self._formed().weighted_sum(weights) if shared is None else self.factor.weighted_sum(weights) * shared
+        return self._materialized().weighted_sum(weights) if shared is None else self.factor.weighted_sum(weights) * shared
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         shared = self.shared
         if shared is None:
-            return self._formed().moment_sums()
+            return self._materialized().moment_sums()
         total, squares = self.factor.moment_sums()
         return total * shared, squares * square(shared)
 
     def dot(self, direction: Tensor) -> Tensor:
         shared = self.shared
-        return self._formed().dot(direction) if shared is None else self.factor.dot(widen(direction) * shared)
+        return self._materialized().dot(direction) if shared is None else self.factor.dot(widen(direction) * shared)
 
     def take(self, index: Tensor | slice) -> Self:
         factor = self.factor.take(index)

@@ -292,7 +292,7 @@ def precondition(tree: Any, diagonal: Any) -> Any:
     Returns:
         The same tree, in the dtypes of the gradients, or float32 in place of 16-bit dtypes, whose range a diagonal soon leaves: for inner
         products (influence, LESS), norms, projections. Factors stay factors unless they are small; reductions of those that stay
-        materialise the gradients of a few samples at a time (Gram matrices may form all).
+        materialise the gradients of a few samples at a time (Gram matrices may materialise all).
 
     Raises:
         InputError: The diagonal's structure or shapes do not fit, or it is complex.
