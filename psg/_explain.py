@@ -23,8 +23,8 @@ class Leaf:
     Attributes:
         path: Where the leaf is in the arguments, such as `params['weight']`.
         kind: The kind of its factor.
-        plan: How `clipped_grad` computes its norm and its sum, if it is not among small ones that are formed and reduced together: four or
-            more gradients, dense or outer products, of at most 64 KiB for all samples on a CPU, 1 MiB elsewhere.
+        plan: How `clipped_grad` computes its norm and its sum, if it is not among small ones that are materialised and reduced together:
+            four or more gradients, dense or outer products, of at most 64 KiB for all samples on a CPU, 1 MiB elsewhere.
         uses: The ops that used it, each with the way psg ran it (rule, derived, lifted), and their counts.
         factored_bytes: The bytes of the factor.
         dense_bytes: The bytes that the materialised gradients [n, *shape] would take.

@@ -1,16 +1,16 @@
 """psg on real data, in one command: `python -m psg.demo`.
 
-scikit-learn's handwritten digits (1,797 images of 8 x 8 pixels, part of the package: nothing is downloaded) and a
-small convolutional network. Four things happen:
+scikit-learn's handwritten digits (1,797 images of 8 x 8 pixels, part of the package: nothing is downloaded) and a small convolutional
+network. Four things happen:
 
 1. check: psg's gradients are compared with a loop over samples, in double precision;
 2. time: the loop, vmap(grad) and psg, side by side;
 3. train: private training, that is clipped per-sample gradients plus Gaussian noise, on Poisson-sampled batches;
 4. picture: the norms that training saw, with the clip norm, and accuracy by step, in one PNG.
 
-Training draws its noise from torch's generator with a fixed seed, so that two runs agree. A real release needs a
-secret source of randomness and an accountant; the demo prints the three numbers that an accountant asks for. The
-histogram shows exact norms, without noise: learn from it, but do not release it.
+Training draws its noise from torch's generator with a fixed seed, so that two runs agree. A real release needs a secret source of
+randomness and an accountant; the demo prints the three numbers that an accountant asks for. The histogram shows exact norms, without noise:
+learn from it, but do not release it.
 """
 
 import argparse
@@ -134,8 +134,8 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, repeats: int = 10) -> None:
 def train(model: nn.Module, data: Digits, steps: int, seed: int) -> Trained:
     """Train with clipped per-sample gradients and Gaussian noise on Poisson-sampled batches.
 
-    One step: draw each sample with chance `q`; then `params -= Adam((sum_n clip(g[n], C) + sigma C z) / (q N))` with
-    C the clip norm, sigma the noise multiplier, N the number of training samples and z standard normal.
+    One step: draw each sample with chance `q`; then `params -= Adam((sum_n clip(g[n], C) + sigma C z) / (q N))` with C the clip norm, sigma
+    the noise multiplier, N the number of training samples and z standard normal.
 
     Args:
         model: the network; its parameters are trained in place.

@@ -69,7 +69,7 @@ def using(
 
     Args:
         norm: "keep", "gram" or "chunks", or a function that gets the factor and a mapping from the possible answers to their costs, in
-            operations a sample, and returns one of them.
+            operations a sample, and returns one of them; `min(costs, key=costs.get)` is what the cost model chooses.
         gram: "pixels" or "patches", or such a function.
         materialize: "convolution", "samples", "patches" or "correlation", or such a function.
         keep_bytes: The most bytes of materialised gradients that may be kept for one parameter; 512 MiB by default. Small ones that are
@@ -80,7 +80,8 @@ def using(
         The context manager, for `with`.
 
     Raises:
-        InputError: An answer does not exist, or `keep_bytes` is negative or no integer.
+        InputError: An answer does not exist, `keep_bytes` is negative or no integer, or `measure` no boolean. Where a function is called:
+            it returns no answer to the question.
 
     Example:
         >>> import torch, psg
@@ -97,6 +98,8 @@ def using(
     most = as_integer(keep_bytes, least=0)
     if keep_bytes is not None and most is None:
         raise InputError(f"psg.plans.using(keep_bytes={keep_bytes!r}): expected a number of bytes that is at least 0.")
+    if measure is not None and not isinstance(measure, bool):
+        raise InputError(f"psg.plans.using(measure={measure!r}): expected True or False.")
     return _using({question: answer for question, answer in answers.items() if answer is not None}, most, measure)
 
 
@@ -142,7 +145,7 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     settings = _settings.get()
     choice = settings.choices.get(question)
     if choice is not None:
-        answer = choice(factor, dict(costs)) if callable(choice) else choice  # costs are remembered: a copy
+        answer = _asked(question, choice, factor, costs) if callable(choice) else choice
         if answer == "keep" and answer not in costs:
             answer = "chunks"  # nothing can be kept: from gradients, too
         if answer in costs:
@@ -151,6 +154,14 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
         costs = {answer: cost for answer, cost in costs.items() if cost < math.inf}
         return _fastest(question, costs, factor, run)
     return min(costs, key=costs.__getitem__)
+
+
+def _asked(question: str, choice: Callable[[Any, Mapping[str, float]], str], factor: Any, costs: Mapping[str, float]) -> str:
+    """The answer of a user's function."""
+    answer = choice(factor, dict(costs))  # costs are remembered: a copy
+    if not isinstance(answer, str) or answer not in _ANSWERS[question]:
+        raise InputError(f"psg.plans.using({question}=...): the function returned {answer!r}; expected one of {tuple(costs)}.")
+    return answer
 
 
 def may_keep(count: int) -> bool:

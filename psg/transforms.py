@@ -354,8 +354,9 @@ def clipped_grad(
     in the dtypes of the norms and of the gradients; a sample that is masked, or whose norm is not finite, adds exactly zero. Rounding is
     relative to the terms that a gradient sums (over positions, or rows of a table that one sample looks up twice), which are larger than
     the gradient where they cancel. Terms that exceed C a million times (in TF32 a thousand, of 16 bits a hundred times) and cancel leave
-    rounding errors in the sum, where they may also hide what other samples add. `method="vmap"` and `"loop"` form each gradient before
-    they scale it, and so does `plans.using(norm="keep")` for the weights of linear layers and convolutions, as far as its `keep_bytes` go.
+    rounding errors in the sum, where they may also hide what other samples add. `method="vmap"` and `"loop"` materialise each gradient
+    before they scale it, and so does `plans.using(norm="keep")` for the weights of linear layers and convolutions, as far as its
+    `keep_bytes` go.
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.

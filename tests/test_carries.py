@@ -1,4 +1,4 @@
-"""Weights computed from parameters: factors of their gradients become right factors of the parameters' gradients, and none is formed."""
+"""Weights computed from parameters: factors of their gradients become factors of the parameters' gradients, and none is materialised."""
 
 import math
 from unittest import mock
@@ -155,7 +155,7 @@ def test_penalties_on_weights_are_multiples_of_one_tensor(name, n, device):
 
 
 def factored(problem):
-    """The factors that large gradients have: small ones are formed on devices whose values cannot be read."""
+    """The factors that large gradients have: small ones are materialised on devices whose values cannot be read."""
     with mock.patch.object(_base, "_TINY", 0):
         return psg.factored_grad(problem.fn)(*problem.args)
 
@@ -253,7 +253,7 @@ def test_the_factor_of_a_convolution_is_carried_over(name, device):
     make, kind = KERNELS[name]
     params = {"w": torch.randn(4, 2, 3, device=device), "s": torch.randn(4, device=device)}
     problem = Problem(lambda p, x: score(F.conv1d(x, make(p["w"], p["s"]))), (params, torch.randn(5, 2, 6, device=device)))
-    assert_agrees(problem)  # forms the gradient, which is cheaper here
+    assert_agrees(problem)  # materialises the gradient, which is cheaper here
     with psg.plans.using(norm="gram"):
         assert_agrees(problem)
         assert found_kinds(problem)["w"] is kind
@@ -635,7 +635,7 @@ def test_ops_are_known_by_names_that_torch_has():
 
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("name", ["weight norm", "normalised rows", "masked", "merged low rank"])
-def test_small_derivations_are_formed(name, n, monkeypatch, device):
+def test_small_derivations_are_materialized(name, n, monkeypatch, device):
     monkeypatch.undo()
     make, kinds = MATRICES[name]
     params = {"w": torch.randn(OUT, IN), "gain": torch.rand(OUT, 1), "a": torch.randn(RANK, IN), "b": torch.randn(OUT, RANK)}

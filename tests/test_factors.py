@@ -121,7 +121,7 @@ def scaled(kind, apart=False):
     def recipe(n, size, generator):
         factor, tensor = kind(n, size, generator)
         entries = randn(n if apart else 1, *SIZES[size][1:], generator=generator)
-        return Scaled(factor, entries.expand(n, *factor.shape)), tensor * entries
+        return Scaled(factor, entries), tensor * entries
 
     return recipe
 
@@ -287,7 +287,7 @@ def spoil(factor, at):
 @each_count
 @each_matrix
 def test_linear_maps(kind, size, recipe, n, make):
-    """Each map gives the right factor, or None where the gradient has to be formed."""
+    """Each map gives the right factor, or None where the gradient has to be materialised."""
     factor, tensor = make(recipe, n, size)
     a, b = factor.shape
     weights, matrix = torch.randn(a, b).to(tensor), torch.randn(3, a).to(tensor)
@@ -484,7 +484,7 @@ def test_projections_moments_and_sums_of_groups_a_little_at_a_time(kind, size, r
     assert_trees_close([factor.project(sketch) for sketch in sketches], whole)
     assert_trees_close(factor.moment_sums(), (tensor.sum(0), tensor.square().sum(0)), per_sample=False)
     ids = torch.arange(n, device=tensor.device) % 2
-    assert_trees_close(factor._segments_formed(_division.Division(ids, 2)).materialize(), summed(tensor, ids, 2))
+    assert_trees_close(factor._segments_materialized(_division.Division(ids, 2)).materialize(), summed(tensor, ids, 2))
 
 
 @each_count
@@ -660,7 +660,7 @@ def test_a_kind_of_the_user_s_own_is_a_node_of_trees(device):
 
 
 @pytest.mark.parametrize(("positions", "kind"), [(1, Segments), (2, Dense)])
-def test_segments_are_formed_where_gradients_are_smaller_than_factors(positions, kind, device, monkeypatch):
+def test_segments_are_materialized_where_gradients_are_smaller_than_factors(positions, kind, device, monkeypatch):
     monkeypatch.setattr(_base, "_TINY", 0)
     factor = Outer(torch.randn(5, positions, 3, device=device), torch.randn(5, positions, 4, device=device))
     assert isinstance(factor.segment_sum(torch.tensor([1, 0, 1, 1, 0], device=device), 2), kind)
@@ -715,7 +715,7 @@ def test_segments_of_gradients_of_any_strides(order, device):
     assert_trees_close(Dense(values).segment_sum(ids, 4).materialize(), summed(values, ids, 4))
 
 
-def test_formed_segments_are_not_rounded_one_by_one(device):
+def test_materialized_segments_are_not_rounded_one_by_one(device):
     # In bfloat16 the gradient of the first sample, 1 + 2^-8, would be rounded to 1.
     terms = torch.tensor([[[1.0], [2.0**-8]], [[2.0**-8], [0.0]]], device=device, dtype=torch.bfloat16)
     found = Outer(terms, torch.ones_like(terms)).segment_sum(torch.zeros(2, dtype=torch.int64, device=device), 1)
@@ -728,7 +728,7 @@ def test_formed_segments_are_not_rounded_one_by_one(device):
         assert [value.item() for value in found] == [1 + 2.0**-7] * 3
 
 
-def test_segments_are_formed_where_gradients_are_tiny(device):
+def test_segments_are_materialized_where_gradients_are_tiny(device):
     ids, ones = torch.zeros(2, dtype=torch.int64, device=device), torch.ones(2, 1, 30, device=device)
     assert isinstance(Outer(ones, ones).segment_sum(ids, 2), Dense)
     assert isinstance(Rows(ids[:, None], ones, 40).segment_sum(ids, 2), Segments)  # its sparse sums stay sparse
@@ -767,6 +767,21 @@ def test_sizes_of_segments_in_32_bits(device):
 def test_expanded_values_that_do_not_fit_the_shape(shape):
     with pytest.raises(psg.InputError, match=r"Expanded: expected values \[n, \*small\], where small is \(3,\) with 1"):
         Expanded(torch.ones(shape), torch.Size([3]))
+
+
+@each_count
+def test_entries_that_broadcast(n, device):
+    values, entries = torch.randn(n, 2, 3, device=device), torch.randn(1, 1, 3, device=device)
+    factor, index = Scaled(Dense(values), entries), torch.arange(n - 1, -1, -1, device=device)
+    assert_trees_close(factor.take(index).materialize(), (values * entries).flip(0))
+    assert_trees_close(psg.factors.concat([factor, factor]).materialize(), torch.cat([values * entries] * 2))
+    assert_trees_close(factor.squared_norm(), (values * entries).square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (3, 3), (2, 1, 3)])
+def test_entries_that_do_not_fit_the_factor(shape):
+    with pytest.raises(psg.InputError, match=r"Scaled: expected entries that broadcast to \(2, 3\), .* got \("):
+        Scaled(Dense(torch.ones(2, 3)), torch.ones(shape))
 
 
 @each_count
@@ -1504,7 +1519,7 @@ def test_a_sample_of_zeros_and_huge_inputs_has_the_norm_zero(plan, dtype, device
 
 @pytest.mark.parametrize("n", [0, 1, 5])
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
-def test_inner_products_of_gradients_formed_a_few_at_a_time(chunk, n, monkeypatch, device):
+def test_inner_products_of_gradients_materialized_a_few_at_a_time(chunk, n, monkeypatch, device):
     monkeypatch.setattr(psg._hardware._machine, "chunk_bytes", lambda device: chunk)
     gradient = Outer(torch.randn(n, 3, 6, device=device), torch.randn(n, 3, 5, device=device))
     other = Outer(torch.randn(n, 2, 6, device=device), torch.randn(n, 2, 5, device=device))

@@ -481,6 +481,21 @@ def test_what_is_made_past_the_tracer_is_not_taken_for_closed_over(step, device)
     same(fast(2 * w, 3 * x), step(2 * w, 3 * x, fn))
 
 
+def test_linearize_inside_fn_is_no_write(device):
+    def fn(w, x):
+        output, push = torch.func.linearize(lambda z: torch.tanh(w * z), x)
+        return (output * push(x)).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(N, 3, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn, method="vmap"), backend="eager")
+    with pytest.raises(psg.PsgError, match="linearize"):
+        fast(w, x)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    with pytest.warns(psg.FallbackWarning):
+        fast(w, x)
+    same(fast(2 * w, 3 * x), psg.per_sample_grad(fn, method="loop")(2 * w, 3 * x))
+
+
 def into_an_argument(w, state, grads):
     w.sub_(0.1 * grads)
 

@@ -723,15 +723,38 @@ def test_parameters_that_some_samples_do_not_use(device):
     assert_trees_close(psg.per_sample_grad(fn, method="loop")(params, x), loop_grad(fn)(params, x))
 
 
-def test_a_tracer_inside_fn_goes_to_the_loop(device):
-    def fn(w, x):
-        _, push = torch.func.linearize(lambda z: torch.sin(w * z), x)
-        return push(torch.ones_like(x)).square().sum()
+def pushed(push):
+    """A function of one sample with a Jacobian-vector product, and a layer that meets it."""
 
+    def fn(w, x):
+        output, tangent = push(lambda z: torch.tanh(w * z), x)
+        return (output * tangent + w * push(lambda w: w**3 * x, w)[1]).square().sum()
+
+    return fn
+
+
+linearized = pushed(lambda f, x: (lambda output, push: (output, push(x)))(*torch.func.linearize(f, x)))
+by_jvp = pushed(lambda f, x: torch.func.jvp(f, (x,), (x,)))
+
+
+def test_linearize_inside_fn(device):
+    # torch detaches the values that linearize computes once: its own gradients are wrong for what the function closes over.
     w, x = torch.randn(2, device=device), torch.randn(3, 2, device=device)
-    with pytest.warns(psg.FallbackWarning, match="tracer inside fn"):
-        values, _ = psg.per_sample_value_and_grad(fn)(w, x)
-    assert_trees_close(values, torch.stack([fn(w, sample) for sample in x]))
+    expected = psg.per_sample_value_and_grad(by_jvp)(w, x)
+    with pytest.warns(psg.FallbackWarning, match="tracer inside fn, such as torch.func.linearize's, .* torch.func.jvp"):
+        found = psg.per_sample_value_and_grad(linearized)(w, x)
+    assert_trees_close(found, expected)
+    assert not any(part.requires_grad for part in found)
+    assert_trees_close(loop_grad(linearized)(w, x), expected[1])
+    norms = [psg.per_sample_norm(fn, method="loop")(w.requires_grad_(), x).sum() for fn in (linearized, by_jvp)]
+    assert_trees_close(*(torch.autograd.grad(norm, w)[0] for norm in norms), per_sample=False)
+
+
+@pytest.mark.parametrize("transform", [lambda f: torch.func.grad(lambda w: f(w).sum()), torch.func.vmap], ids=["grad", "vmap"])
+def test_linearize_inside_fn_inside_transforms(transform, device):
+    w, x = torch.randn(2, 2, device=device), torch.randn(3, 2, device=device)
+    with pytest.raises(psg.PsgError, match="torch.func.linearize's, .* torch.func.jvp"):
+        transform(lambda w: psg.per_sample_norm(linearized)(w, x))(w)
 
 
 class Again(torch.autograd.Function):

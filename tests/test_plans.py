@@ -1,5 +1,6 @@
 """How plans for norms and sums are chosen, and that no choice changes a result."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -206,13 +207,13 @@ def test_a_function_may_choose_for_one_parameter(device):
 
     def choice(factor, costs):
         seen.append((tuple(factor.shape), set(costs)))
-        return "keep" if factor.shape == (5, 6) else "none of them"
+        return "keep" if factor.shape == (5, 6) else min(costs, key=costs.get)
 
     with plans.using(norm=choice):
         assert isinstance(outer(device).settle(), Dense)
         other = Outer(torch.randn(3, 400, 2, device=device), torch.randn(3, 400, 2, device=device))
         settled = other.settle()
-    assert isinstance(settled, type(other.settle()))  # the unknown answer is ignored
+    assert isinstance(settled, type(other.settle()))  # as the cost model chooses
     assert seen == [((5, 6), {"keep", "gram", "chunks"}), ((2, 2), {"keep", "gram", "chunks"})]
 
 
@@ -267,11 +268,26 @@ def test_a_trace_is_not_measured(problem, monkeypatch):
         ({"materialize": 3}, r"psg\.plans\.using\(materialize=3\)"),
         ({"keep_bytes": "1 MiB"}, r"psg\.plans\.using\(keep_bytes='1 MiB'\): expected a number of bytes"),
         ({"keep_bytes": -1}, r"psg\.plans\.using\(keep_bytes=-1\): expected .* at least 0"),
+        ({"measure": "yes"}, r"psg\.plans\.using\(measure='yes'\): expected True or False"),
     ],
 )
 def test_errors(settings, message):
     with pytest.raises(psg.InputError, match=message):
         plans.using(**settings)  # before it is entered
+
+
+@pytest.mark.parametrize("answer", [None, "grma", 1, ["gram"], "pixels"], ids=str)
+def test_what_a_function_may_not_answer(answer, device):
+    side = torch.randn(3, 4, 5, device=device)
+    message = rf"psg\.plans\.using\(norm=\.\.\.\): the function returned {re.escape(repr(answer))}; expected one of \('gram', 'chunks'\)"
+    with pytest.raises(psg.InputError, match=message), plans.using(norm=lambda factor, costs: answer):
+        Outer(side, side).norm()
+
+
+def test_a_function_may_answer_what_a_parameter_does_not_have(device):
+    side = torch.randn(3, 4, 5, device=device)
+    with plans.using(norm=lambda factor, costs: "keep"):
+        assert_trees_close(Outer(side, side).norm(), Outer(side, side).materialize().flatten(1).norm(dim=1))
 
 
 @pytest.mark.parametrize("size, uses, way", [(2, 2, "with their inner products"), (8, 2, "added up"), (4, 6, "added up")])
@@ -283,7 +299,7 @@ def test_a_convolution_used_again(size, uses, way, device):
 
     w = torch.randn(16, 16, 3, 3, device=device)
     images = [torch.randn(N, 16, size, size, device=device) for _ in range(uses)]
-    with mock.patch.object(_base, "_TINY", 0):  # small gradients are formed on devices whose values cannot be read
+    with mock.patch.object(_base, "_TINY", 0):  # small gradients are materialised on devices whose values cannot be read
         assert way in psg.explain(fn)(w, *images).leaves[0].plan
     psg.check(fn)(w, *images)
     factor = psg.factored_grad(fn)(w, *images)

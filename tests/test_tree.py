@@ -553,7 +553,7 @@ PRODUCTS = st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(0, 200))
     seed=st.integers(0, 2**16),
 )
 def test_many_small_products(products, vectors, n, m, dtype, seed, device):
-    """Outer products, some of them small enough to be formed and reduced with the others."""
+    """Outer products, some of them small enough to be materialised and reduced with the others."""
     generator = torch.Generator().manual_seed(seed)
 
     def tree_of(count):
@@ -761,6 +761,15 @@ def test_a_diagonal_that_does_not_fit(diagonal, message):
         psg.tree.precondition({"w": torch.ones(5, 3)}, diagonal)
 
 
+def test_zeros_that_a_factor_does_not_hold_stay_zero_under_an_infinite_diagonal(device):
+    diagonal = torch.tensor([[torch.inf], [torch.inf], [2.0]], device=device)
+    table = Rows(torch.tensor([[0], [2]], device=device), torch.ones(2, 1, 1, device=device), 3)
+    found = psg.tree.precondition(table, diagonal).materialize()
+    assert found.flatten(1).tolist() == [[torch.inf, 0, 0], [0, 0, 2]]
+    dense = psg.tree.precondition(table.materialize(), diagonal)
+    assert torch.equal(dense.isnan(), diagonal.isinf() & (table.materialize() == 0))
+
+
 def test_a_preconditioned_table_is_summed_sparsely():
     model = torch.nn.Embedding(10, 2)
     loss, params = psg.stateless(model, lambda output: output.square().sum())
@@ -771,10 +780,30 @@ def test_a_preconditioned_table_is_summed_sparsely():
     assert_trees_close(found.to_dense(), psg.tree.sum(g)["weight"] * diagonal["weight"])
 
 
-@pytest.mark.parametrize("index", [0, None, "a", slice(None, None, -1), [0.5], torch.ones(2, 2, dtype=torch.bool), [1j]])
+@pytest.mark.parametrize(
+    "index", [0, None, "a", slice(None, None, -1), slice(0.5), slice(None, None, "a"), [0.5], torch.ones(2, 2, dtype=torch.bool), [1j]]
+)
 def test_what_take_cannot_take(index):
     with pytest.raises(psg.InputError, match=r"psg.tree.take: expected a slice, integers \[m\] or a mask \[n\], got"):
         psg.tree.take(torch.ones(2, 3), index)
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        ([0, 3], "the integers are from 0 to 3, with 3 samples"),
+        (torch.tensor([-4, 1]), "the integers are from -4 to 1, with 3 samples"),
+        (torch.tensor([3], dtype=torch.uint8), "the integers are from 3 to 3, with 3 samples"),
+        (torch.tensor([True, False]), "got a mask of 2 for 3 samples"),
+        ([True] * 4, "got a mask of 4 for 3 samples"),
+        (torch.zeros(1, dtype=torch.int64, device="meta"), r"the index is on meta, but tree\['w'\] on "),
+        (torch.zeros(3, dtype=torch.bool, device="meta"), r"the index is on meta, but tree\['w'\] on "),
+    ],
+)
+@pytest.mark.parametrize("factor", [lambda sides: sides[:, 0], lambda sides: Outer(sides, sides)], ids=["dense", "factored"])
+def test_samples_that_take_cannot_find(index, message, factor, device):
+    with pytest.raises(psg.InputError, match=rf"psg\.tree\.take: {message}"):
+        psg.tree.take({"w": factor(torch.ones(3, 1, 2, device=device))}, index)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
@@ -842,5 +871,5 @@ def test_what_goes_with_the_samples_may_be_integers():
     tree = {"g": torch.randn(3, 2), "ids": torch.tensor([7, 8, 9])}
     found = psg.tree.concat([psg.tree.take(tree, [2, 0]), tree])
     assert found["ids"].tolist() == [9, 7, 7, 8, 9]
-    with pytest.raises(IndexError):
+    with pytest.raises(psg.InputError, match="a mask of 0 for 3 samples"):
         psg.tree.take(tree, torch.zeros(0, dtype=torch.bool))

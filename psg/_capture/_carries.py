@@ -176,8 +176,8 @@ def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
     terms = merged.terms if isinstance(merged, Sum) else (merged,)
     if len(terms) > 1 and any(isinstance(term, Dense) for term in terms):
         return (Dense(merged.materialize()),)
-    formed = merged.n * merged.shape.numel() * merged.dtype.itemsize
-    if len(found) > 1 and merged.nbytes > _MAX_SIZE * formed or isinstance(merged, Sum) and merged.is_mixed:
+    materialized = merged.n * merged.shape.numel() * merged.dtype.itemsize
+    if len(found) > 1 and merged.nbytes > _MAX_SIZE * materialized or isinstance(merged, Sum) and merged.is_mixed:
         return None
     return terms if len(terms) <= _MAX_TERMS else None
 

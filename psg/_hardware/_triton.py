@@ -32,8 +32,9 @@ def conv_norms(
 
     gradient[n, o, (i k)] = sum_t cotangent[n, o, t] input[n, i, stride t + dilation k]. The gradient lives in registers alone.
 
-    Args: cotangent by its strides c_n, c_o, c_t; the padded input, from pixel to pixel `pace`, from line to line `line` and from channel to
-    channel `channel` apart. Entries are numbered with the channels innermost if LAST, and outermost otherwise: as memory is.
+    Args: cotangent by its strides c_n, c_o, c_t, which reach beyond 32 bits if it is part of a larger tensor; the padded input, from pixel
+    to pixel `pace`, from line to line `line` and from channel to channel `channel` apart. Entries are numbered with the channels innermost
+    if LAST, and outermost otherwise: as memory is.
     """
     program = tl.program_id(0)
     sample = (program // tiles).to(tl.int64)
@@ -46,13 +47,13 @@ def conv_norms(
     else:
         tap, i = entry % (entries // ins), entry // (entries // ins)
     start = i * channel + tap // kernel_width * row_gap * line + tap % kernel_width * column_gap * pace
-    left = cotangent + sample * c_n + o[:, None] * c_o
+    left = cotangent + sample * c_n + o[:, None].to(tl.int64) * c_o
     right = input + sample * x_n + start[None, :]
     gradient = tl.zeros((OUTS, ENTRIES), dtype=tl.float32)
     for first in range(0, positions, POSITIONS):
         t = first + tl.arange(0, POSITIONS)
         place = t // width * row_stride * line + t % width * column_stride * pace
-        a = tl.load(left + t[None, :] * c_t, mask=(t[None, :] < positions) & (o[:, None] < outs), other=0.0)
+        a = tl.load(left + t[None, :].to(tl.int64) * c_t, mask=(t[None, :] < positions) & (o[:, None] < outs), other=0.0)
         b = tl.load(right + place[:, None], mask=(t[:, None] < positions) & (entry[None, :] < entries), other=0.0)
         gradient = tl.dot(a, b, gradient, input_precision="tf32")
     tl.store(out + sample * tiles + tile, tl.sum(gradient * gradient))

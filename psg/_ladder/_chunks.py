@@ -41,7 +41,7 @@ class Sizes:
 
     Args:
         chunk_size: As the transforms take it.
-        materializes: Whether a chunk's gradients are formed.
+        materializes: Whether a chunk's gradients are materialised.
     """
 
     def __init__(self, chunk_size: int | str | None, materializes: bool) -> None:
@@ -64,8 +64,8 @@ class Sizes:
             return
         # Factors hold the layers' inputs and cotangents. The graph holds about as much again, for the ops between the layers.
         held = 2 * (result.freed + sum(factor.nbytes for factor in result.factors))
-        formed = count * sum(factor._bytes() for factor in result.factors) if self.materializes else 0
-        self.bytes[self._shapes(call)] = max(1, (held + formed) // count)
+        materialized = count * sum(factor._bytes() for factor in result.factors) if self.materializes else 0
+        self.bytes[self._shapes(call)] = max(1, (held + materialized) // count)
 
     def _shapes(self, call: Call) -> Any:
         tensors = zip(call.tensors, call.tensor_dims, strict=True)

@@ -36,6 +36,11 @@ from psg.rules import _kernels
 from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
+OWN_TRACER = (
+    "a tracer inside fn, such as torch.func.linearize's, takes the tensors that it meets inside of transforms as constants; torch.func.jvp "
+    "has no tracer"
+)
+
 
 class VmapGuard(Looking):
     """Under vmap(grad): refuses updates of running statistics and ops that vmap gets wrong, but decomposes an op where that makes it right.
@@ -60,7 +65,7 @@ class VmapGuard(Looking):
         self.harmless: set[Any] = set()  # nodes of graphs that lead to none of these leaves
         self.outside = call.outside
         self.differentiated = differentiated
-        self.traced = _functorch.is_traced()
+        self.tracers = _functorch.Tracers()
         self.failure: str | None = None
         self.level = grad = _functorch.current_level()
         self.own = Marks(grad - 1, grad)
@@ -108,8 +113,8 @@ class VmapGuard(Looking):
         reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
         if any(isinstance(leaf, torch.Generator) for leaf in others):
             reason = OWN_GENERATOR
-        if _functorch.is_traced() and not self.traced:
-            reason = "a tracer inside fn, such as torch.func.linearize's, takes the tensors that it meets under vmap as constants"
+        if self.tracers.has_new():
+            reason = OWN_TRACER
         if reason is not None:
             raise PsgError(reason)
         higher = is_misderived(func) and _functorch.current_level() > self.level  # in a transform of fn's own, which may differentiate
@@ -228,6 +233,7 @@ class LoopGuard(Repaired, Looking):
         super().__init__(differentiated)
         self.outside = call.outside
         self.level = _functorch.current_level()
+        self.tracers = _functorch.Tracers()
         self.own = frozenset(map(id, own))
         self.draws_once = call.randomness == "same" and not self.is_inside  # transforms around psg have a randomness of their own
         self.recorded_ids: set[int] = set()
@@ -239,6 +245,8 @@ class LoopGuard(Repaired, Looking):
         (self.recorded_ids if torch.is_grad_enabled() else self.other_ids).update(map(id, tensors))
         self.outside.look(func, tensors, self.own, self.level)
         args, kwargs = self.outside.replace((args, kwargs))
+        if self.is_inside and self.tracers.has_new():
+            raise PsgError(OWN_TRACER)
         if func is F.dropout and self.draws_once and (output := _kernels.shared_dropout(*args, **kwargs)) is not NotImplemented:
             return output
         target = target_of(func, args, kwargs)

@@ -337,7 +337,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
             leaves[position].requires_grad_()
     own, called = [leaves[position] for position in call.params], _pass.Pass()
     with torch.enable_grad():
-        with _pass.opened(called), LoopGuard(call, leaves, differentiated) as guard:
+        with _pass.opened(called), _ambient.linearizing, LoopGuard(call, leaves, differentiated) as guard:
             values = outputs.of(leaves)
         if guard.is_misderived:
             raise _Misderived

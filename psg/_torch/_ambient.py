@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.fx.experimental.const_fold import FoldedGraphModule
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -188,6 +189,23 @@ unmoved = patch({(torch.nn.RNNBase, "flatten_parameters"): lambda layer: None})
 When its weights have changed, a layer on a GPU gathers them in one chunk of memory, as cuDNN likes them best. That fails for tensors that a
 transform has wrapped, which have no memory, and for computed weights without one entry for each element; and it moves tensors that fn is
 given away from those with which they share memory, such as the parameters that an optimizer updates.
+"""
+
+
+def _fold(graph: FoldedGraphModule) -> None:
+    """`run_folding` without its detach."""
+    graph.has_folding_been_run = True
+    if graph.const_subgraph_module is None or graph.fx_const_folded_attrs_name is None:
+        return
+    values = graph.const_subgraph_module()
+    delattr(graph, graph.fx_const_folded_attrs_name)  # a place for parameters, which have no history
+    setattr(graph, graph.fx_const_folded_attrs_name, values)
+
+
+linearizing = patch({(FoldedGraphModule, "run_folding"): _fold})
+"""A context in which plain autograd is right through `torch.func.linearize`, also for what the linearized function closes over.
+
+What depends on no tangent torch computes once, and detaches: then gradients lack a part, and results require grad.
 """
 
 

@@ -54,6 +54,17 @@ def is_recorded() -> bool:
     return is_traced() and get_proxy_mode() is not None
 
 
+class Tracers:
+    """What sees every op now, to tell later tracers from. A tracer inside another takes its place for a while."""
+
+    def __init__(self) -> None:
+        self._traced, self._tracer = is_traced(), get_proxy_mode()
+
+    def has_new(self) -> bool:
+        """Whether another one sees every op."""
+        return is_traced() and (not self._traced or get_proxy_mode() not in (None, self._tracer))
+
+
 def is_watched() -> bool:
     """Whether a tracer or a transform, of torch.func or of forward-mode autograd, sees every op."""
     return is_traced() or is_transformed()

@@ -38,7 +38,7 @@ from psg.factors._arithmetic import (
 from psg.factors._division import Division
 from psg.factors._sketch import Sketch
 
-_TINY = 1 << 18  # to form this many bytes of gradients takes less time than to call the ops for segments or norms of factors
+_TINY = 1 << 18  # to materialise this many bytes of gradients takes less time than to call the ops for segments or norms of factors
 _LARGE = 1 << 14  # on a CPU, gradients of at least this many entries are squared and added in one fused pass
 
 # In units of eps * squared_terms (see `Factor.recover`): squared norms below _LOST lack digits that a norm needs; rounding is at most
@@ -96,7 +96,7 @@ class Factor(ABC):
     """A per-sample gradient tensor [n, *shape] in factored form.
 
     Every kind is a pytree node, to optree and to torch: tree_map sees the tensors. All kinds have the same operations. No operation but
-    `materialize` forms the whole gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better; under
+    `materialize` makes the whole gradient, unless that is the cheapest way to the result. Reductions accumulate in float32 or better; under
     autocast call them by `psg.tree`, which switches it off.
 
     Attributes:
@@ -209,8 +209,8 @@ class Factor(ABC):
         return self.squared_norm()
 
     @property
-    def is_better_formed(self) -> bool:
-        """Whether the gradients are so small that to form them costs next to nothing, where `recover` could only bound a norm."""
+    def is_better_materialized(self) -> bool:
+        """Whether the gradients are so small that to materialise them costs next to nothing, where `recover` could only bound a norm."""
         return not _functorch.can_read_now(self._lead) and self.n * self._bytes() <= _TINY
 
     def recover(self, squared: Tensor, squared_terms: Tensor) -> Tensor:
@@ -231,14 +231,14 @@ class Factor(ABC):
         squared = squared.masked_fill(suspects & ~lost, 0)
         if not lost.any():
             return squared
-        return squared.masked_scatter(lost, self.take(lost).to(wide(self.dtype)).formed_norm())
+        return squared.masked_scatter(lost, self.take(lost).to(wide(self.dtype)).materialized_norm())
 
     def unchecked_norm(self) -> tuple[Tensor, Tensor] | None:
         """What `recover` takes to the squared norm, if that is how the norm is computed; else None."""
         return None
 
-    def formed_norm(self) -> Tensor:
-        """`squared_norm` from the gradients, formed a few samples at a time."""
+    def materialized_norm(self) -> Tensor:
+        """`squared_norm` from the gradients, materialised a few samples at a time."""
         return torch.cat([Dense(part).squared_norm() for part in self.parts()])
 
     def norm(self) -> Tensor:
@@ -332,10 +332,10 @@ class Factor(ABC):
             return Dense(self.materialize())._segment_sum(division)
         # Of gradients no larger than their factor, the sums are smaller still.
         if size <= self.nbytes or _functorch.is_traced():
-            return self._segments_formed(division)
+            return self._segments_materialized(division)
         return self._segments_factored(division)
 
-    def _segments_formed(self, division: Division) -> "Factor":
+    def _segments_materialized(self, division: Division) -> "Factor":
         # Gradients of a segment may cancel, so they must not be rounded one by one.
         return Dense(add_up(self.to(wide(self.dtype)).parts(), division.ids, division.count).to(self.dtype))
 

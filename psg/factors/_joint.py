@@ -1,7 +1,7 @@
 """Reductions of several factors at once.
 
 A model has many small parameters (biases, normalisation layers, all of a small model's). Reducing the gradient of one costs little more
-than the overhead of the call, so these gradients are formed, concatenated and reduced together.
+than the overhead of the call, so these gradients are materialised, concatenated and reduced together.
 """
 
 import functools
@@ -119,7 +119,7 @@ def norm_of(joints: Sequence[Joint]) -> Tensor:
 
 
 def joined_pairs(pairs: Sequence[tuple[Factor, Factor]]) -> list[tuple[Factor, Factor]]:
-    """The pairs, with those of small factors formed and joined to one pair, whose inner products are the sums of theirs.
+    """The pairs, with those of small factors materialised and joined to one pair, whose inner products are the sums of theirs.
 
     Example:
         >>> import torch
@@ -162,7 +162,7 @@ def _side_by_side(factors: Sequence[Factor]) -> Dense:
 
 
 def _worth_joining(factors: Sequence[Factor]) -> list[int]:
-    """Indices of factors of one dtype and device that take no longer to form and copy than an op takes to call; none if too few."""
+    """Indices of factors of one dtype and device that take no longer to materialise and copy than an op takes to call; none if too few."""
     held = [i for i, factor in enumerate(factors) if isinstance(factor, Dense) or _is_outer_product(factor)]
     if len(held) < _MIN_JOINED:
         return []

@@ -1,6 +1,6 @@
 """Linear maps of gradients: if an op computes a weight from a parameter, its transpose (vjp) maps the weight's factor to the parameter's.
 
-Each function returns None where psg has no factor for the result: the gradient then has to be formed.
+Each function returns None where psg has no factor for the result: the gradient then has to be materialised.
 """
 
 from functools import singledispatch

@@ -55,7 +55,7 @@ class Planned(Additive):
 
     def _chunked_norm(self) -> Tensor:
         """The squared norm by "chunks"."""
-        return self.formed_norm()
+        return self.materialized_norm()
 
     @abstractmethod
     def _norm_costs(self) -> Costs:
@@ -89,7 +89,7 @@ class Planned(Additive):
 
     def _norm_plan(self) -> str:
         """The plan for the norm, when no weighted sum follows, or when `settle` has already decided against "keep"."""
-        costs = self._norm_costs() | ({"chunks": 0.0} if self.is_better_formed else {})
+        costs = self._norm_costs() | ({"chunks": 0.0} if self.is_better_materialized else {})
         return plans.choose("norm", costs, self, self._norm_by)
 
     @property
@@ -113,7 +113,7 @@ class Planned(Additive):
         costs = dict(self._joint_costs())
         if more:
             costs = {plan: cost if plan == "keep" else cost + more for plan, cost in costs.items()}
-        if self.is_better_formed:
+        if self.is_better_materialized:
             costs["keep"] = 0.0
         if not plans.may_keep(self.n * self._bytes()):
             del costs["keep"]

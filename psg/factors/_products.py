@@ -31,15 +31,15 @@ class Product:
     """A bilinear product of two factors: a table with one function for each pair of kinds.
 
     Args:
-        formed: The product of two factors by materialising them.
+        materialized: The product of two factors by materialising them.
         swap: From the product of (y, x) to that of (x, y).
         shape: The shape of the product of factors of n and of m samples.
     """
 
     def __init__(
-        self, formed: Callable[[Factor, Factor], Tensor], swap: Callable[[Tensor], Tensor], shape: Callable[[int, int], Any]
+        self, materialized: Callable[[Factor, Factor], Tensor], swap: Callable[[Tensor], Tensor], shape: Callable[[int, int], Any]
     ) -> None:
-        self.formed = formed
+        self.materialized = materialized
         self.swap = swap
         self.shape = shape
         self._functions: dict[tuple[type, type], Function] = {}
@@ -63,7 +63,7 @@ class Product:
             product = self._of_pair(terms[i], others[j])
             if product is None:
                 # No function for this pair, or materialising is cheaper. Once one term is materialised, adding the others is cheapest.
-                return self.formed(x, y)
+                return self.materialized(x, y)
             if x is y and i != j:
                 product = product + self.swap(product)
             total = product if total is None else total + product
@@ -87,7 +87,7 @@ def _terms(factor: Factor) -> Sequence[Factor]:
     return factor.terms if isinstance(factor, Sum) else (factor,)
 
 
-def _inner_formed(x: Factor, y: Factor) -> Tensor:
+def _inner_materialized(x: Factor, y: Factor) -> Tensor:
     """<x[n], y[n]>, with the gradients of a few samples at a time where nothing watches or records every op."""
     x, y, same = x.to(wide(x.dtype)), y.to(wide(y.dtype)), x is y
     is_whole = isinstance(x, Dense) or x.is_differentiated or y.is_differentiated or _functorch.is_watched()
@@ -99,15 +99,15 @@ def _inner_formed(x: Factor, y: Factor) -> Tensor:
     return torch.cat(products)
 
 
-def _gram_formed(x: Factor, y: Factor) -> Tensor:
+def _gram_materialized(x: Factor, y: Factor) -> Tensor:
     left = real_rows(x.to(wide(x.dtype)).materialize())
     return _matmul.pair_rows(left, left if x is y else real_rows(y.to(wide(y.dtype)).materialize()))
 
 
-inner = Product(_inner_formed, swap=lambda product: product, shape=lambda n, m: (n,))
+inner = Product(_inner_materialized, swap=lambda product: product, shape=lambda n, m: (n,))
 """<x[n], y[n]> -> [n]."""
 
-gram = Product(_gram_formed, swap=lambda product: product.T, shape=lambda n, m: (n, m))
+gram = Product(_gram_materialized, swap=lambda product: product.T, shape=lambda n, m: (n, m))
 """<x[n], y[m]> -> [n, m]."""
 
 
@@ -145,8 +145,8 @@ def _(x: Outer, y: Outer) -> Tensor | None:
     fresh, reused, kept = (byte(x.device, x.dtype) for byte in (_machine.fresh_byte, _machine.reused_byte, _machine.kept_byte))
     in_blocks = t * s <= _MAX_POSITION_PAIRS and 3 * n * m * t * s * wide(x.dtype).itemsize > _machine.chunk_bytes(x.device)
     factored = n * m * t * s * (2 * sum(x.shape) + 3 * (reused if in_blocks else fresh) * x.left.element_size())
-    formed = ((n, t),) if x is y else ((n, t), (m, s))
-    dense = x.shape.numel() * (2 * n * m + sum(count * (2 * terms + kept * x.left.element_size()) for count, terms in formed))
+    materialized = ((n, t),) if x is y else ((n, t), (m, s))
+    dense = x.shape.numel() * (2 * n * m + sum(count * (2 * terms + kept * x.left.element_size()) for count, terms in materialized))
     if factored > dense or n * m * t * s > 1 << 28:
         return None
     if in_blocks:
@@ -186,7 +186,7 @@ def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Factor, F
 
 for _product in (inner, gram):
     for _kind in (Expanded, Scaled):
-        _product.of(_kind, Factor)(partial(_with_expanded, product=_product.formed))
+        _product.of(_kind, Factor)(partial(_with_expanded, product=_product.materialized))
 
 
 # Segments x anything: segments of similar size at a time, as one factor

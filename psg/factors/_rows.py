@@ -130,7 +130,7 @@ class Rows(Additive):
 
     def _segment_sum(self, division: Division) -> Factor:
         # However small the table: its sparse sums stay sparse.
-        return self._segments_formed(division) if _functorch.is_traced() else self._segments_factored(division)
+        return self._segments_materialized(division) if _functorch.is_traced() else self._segments_factored(division)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
         rows, index = self._scaled(weights).flatten(0, 1), self.index.reshape(1, -1)

@@ -96,6 +96,9 @@ class Scaled(Factor):
         entries: [n, *shape], or a tensor of as many dimensions that broadcasts to it. Usually one tensor, expanded over the samples:
             then weighted sums, moments and products with a direction are those of `factor`, scaled.
 
+    Raises:
+        InputError: The entries do not fit the factor.
+
     Example:
         >>> import torch
         >>> ones = Expanded(torch.ones(2, 1), torch.Size([3]))
@@ -106,8 +109,14 @@ class Scaled(Factor):
     fields = ("factor", "entries")
 
     def __init__(self, factor: Factor, entries: Tensor) -> None:
+        fits = entries.ndim == 1 + len(factor.shape)
+        if not fits or any(own not in (1, size) for own, size in zip(entries.shape, (factor.n, *factor.shape), strict=True)):
+            raise InputError(
+                f"psg.factors.Scaled: expected entries that broadcast to {(factor.n, *factor.shape)}, with as many dimensions, got "
+                f"{tuple(entries.shape)}."
+            )
         self.factor = factor
-        self.entries = entries
+        self.entries = entries.expand(factor.n, *entries.shape[1:])  # a row for each sample, to take and to join
 
     @property
     def shape(self) -> torch.Size:
@@ -144,11 +153,11 @@ class Scaled(Factor):
         if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
             return self._squared_terms_in_units(self.shared)
         whole = self.to(wide(self.dtype))
-        squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.formed_norm()
+        squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.materialized_norm()
         return squared, torch.ones_like(squared)
 
     def _squared_terms_in_units(self, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; forms no gradient.
+        """sum over the terms of |term / unit|^2, or an upper bound of it, and the unit of each sample, both [n]; materialises no gradient.
 
         Where the entries are zero just where the terms are largest, the squares of those that are left may underflow, though the gradient
         is of ordinary size: float64 holds them.
@@ -191,24 +200,24 @@ class Scaled(Factor):
         squared, unit = self._squared_terms_in_units(self.shared)
         return (squared * unit.square()).to(wide(self.dtype))
 
-    def _formed(self) -> Dense:
+    def _materialized(self) -> Dense:
         # Wide, as for the norm: a product of 16-bit numbers may be infinite where the norm is not.
         return Dense(self.to(wide(self.dtype)).materialize())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         shared = self.shared
-        return self._formed().weighted_sum(weights) if shared is None else self.factor.weighted_sum(weights) * shared
+        return self._materialized().weighted_sum(weights) if shared is None else self.factor.weighted_sum(weights) * shared
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         shared = self.shared
         if shared is None:
-            return self._formed().moment_sums()
+            return self._materialized().moment_sums()
         total, squares = self.factor.moment_sums()
         return total * shared, squares * square(shared)
 
     def dot(self, direction: Tensor) -> Tensor:
         shared = self.shared
-        return self._formed().dot(direction) if shared is None else self.factor.dot(widen(direction) * shared)
+        return self._materialized().dot(direction) if shared is None else self.factor.dot(widen(direction) * shared)
 
     def take(self, index: Tensor | slice) -> Self:
         factor = self.factor.take(index)

@@ -91,7 +91,7 @@ class Segments(Factor):
     def _joined(self) -> Iterator[tuple[Tensor, Factor]]:
         """Yield groups of segments of similar size, at least one: ascending indices, and the factor. Empty segments may be left out.
 
-        In a trace there is one group, whose gradients are formed, in the `wide` dtype.
+        In a trace there is one group, whose gradients are materialised, in the `wide` dtype.
         """
         if not _functorch.can_read(self.sizes):
             # Not rounded one by one, as in a weighted sum: a norm must be that of what is added up.

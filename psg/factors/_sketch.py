@@ -1,8 +1,8 @@
 """Random projections that work on factors of outer products: every entry of a gradient is added to one bucket, with a random sign.
 
 Entry (a, b) of a matrix goes to bucket h(a) + k(b), modulo the number of buckets, with sign s(a) r(b). So the sketch of an outer product
-is the cyclic convolution of the sketches of its two sides, and the outer product need not be formed. The map does not depend on the kind
-of factor: every factor of one gradient has the same sketch.
+is the cyclic convolution of the sketches of its two sides, and the outer product need not be materialised. The map does not depend on the
+kind of factor: every factor of one gradient has the same sketch.
 """
 
 import random

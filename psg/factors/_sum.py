@@ -73,7 +73,7 @@ class Sum(Additive):
 
     def _norm_by(self, plan: str) -> Tensor:
         if plan == "chunks":
-            return self.to(wide(self.dtype)).formed_norm()
+            return self.to(wide(self.dtype)).materialized_norm()
         # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
         total = squared_terms = self._zeros(self.n)
         for i, term in enumerate(self.terms):
@@ -130,22 +130,22 @@ class Sum(Additive):
             return "chunks"
         if len(self.terms) < 2:
             return "gram"
-        if self.is_better_formed:
+        if self.is_better_materialized:
             return plans.choose("norm", {"gram": math.inf, "chunks": 0.0}, self, self._norm_by)
         planned = [term for term in self.terms if isinstance(term, Planned)]
         spread = [term for term in self.terms if _is_spread(term)]
         if not planned or len(planned) + len(spread) < len(self.terms):  # for example rows of a table: few of many entries
             return plans.choose("norm", {"gram": 0.0, "chunks": math.inf}, self, self._norm_by)
         byte = _machine.reused_byte(self.device, self.dtype)
-        formed = [term._chunks_cost(byte) for term in planned]
+        materialized = [term._chunks_cost(byte) for term in planned]
         costs = [term._norm_costs() for term in planned]
         # An inner product with an Expanded term takes every entry at every position, as materialising does.
         apart = sum(min(cost.values()) for cost in costs) + len(spread) * sum(term._materialize_cost() for term in planned)
         for i, j in itertools.combinations(range(len(planned)), 2):
             # Every position of one term with every position of the other: the geometric mean of each term's own Gram cost.
-            apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, formed[i] + formed[j])
+            apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, materialized[i] + materialized[j])
         apart += _OPS_PER_TERM * (len(self.terms) - 1) * _machine.op_call(self.device) / max(1, self.n)
-        together = sum(formed) + len(spread) * byte * planned[0]._bytes()
+        together = sum(materialized) + len(spread) * byte * planned[0]._bytes()
         return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 
     def _zeros(self, *shape: int) -> Tensor:

@@ -1,9 +1,9 @@
 """The loop oracle, comparisons and strategies: what psg's own tests use, for your models too.
 
-The oracle calls autograd once for each sample, on a contiguous copy of it: no vmap, no rule, no batch. It is slow, and
-as right as eager PyTorch is; where that is known to be wrong (the backward pass of batch norm for some memory layouts,
-higher derivatives of layer, instance, batch and weight norm), it computes the same by other ops. Importing this package
-needs only torch and optree; a strategy imports hypothesis when it is called.
+The oracle calls autograd once for each sample, on a contiguous copy of it: no vmap, no rule, no batch. It is slow, and as right as eager
+PyTorch is; where that is known to be wrong (the backward pass of batch norm for some memory layouts, higher derivatives of layer, instance,
+batch and weight norm), it computes the same by other ops. Importing this package needs only torch and optree; a strategy imports hypothesis
+when it is called.
 
     grads = psg.testing.loop_grad(loss)(params, x, y)                               # the reference
     psg.testing.assert_trees_close(psg.per_sample_grad(loss)(params, x, y), grads)  # names the leaf that differs

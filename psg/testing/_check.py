@@ -43,9 +43,9 @@ def check(
 ) -> Callable[..., Checked]:
     """Compare psg with a loop over samples, on your function and your data.
 
-    Values, materialised gradients and the factored norm, Gram matrix, dot product and weighted sum are compared
-    with those of `loop_value_and_grad`. Where gradients differ, central differences of `fn` along the disagreement
-    tell which side is nearer, because eager PyTorch has wrong kernels too.
+    Values, materialised gradients and the factored norm, Gram matrix, dot product and weighted sum are compared with those of
+    `loop_value_and_grad`. Where gradients differ, central differences of `fn` along the disagreement tell which side is nearer, because
+    eager PyTorch has wrong kernels too.
 
     Args:
         fn: as in `psg.per_sample_grad`; it must draw no random numbers (call `model.eval()`).
@@ -53,9 +53,9 @@ def check(
         in_dims: as in `psg.per_sample_grad`.
         has_aux: as in `psg.per_sample_grad`; `aux` is not compared.
         chunk_size: as in `psg.per_sample_grad`.
-        method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says
-            that the samples do not interact. Arguments that all samples share go to it whole, so they must not hold the
-            data of samples, as those of joined graphs do.
+        method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says that the samples
+            do not interact. Arguments that all samples share go to it whole, so they must not hold the data of samples, as those of joined
+            graphs do.
         rtol: as in `assert_trees_close`; under autocast, None takes at least the tolerance of autocast's dtype.
         atol: as in `assert_trees_close`.
 
@@ -63,9 +63,9 @@ def check(
         A function of `(*args, **shared)` that returns `Checked`, and raises `Mismatch` where anything differs.
 
     Raises:
-        InputError: `fn` was made by a transform, or an option has a value that is not allowed. At a call: results
-            differ, but so do two runs of the loop; with method "batch", `fn` cannot run on batches of one, and all samples
-            share some tensors beside the parameters.
+        InputError: `fn` was made by a transform, or an option has a value that is not allowed. At a call: results differ, but so do two
+            runs of the loop; with method "batch", `fn` cannot run on batches of one, and all samples share some tensors beside the
+            parameters.
 
     Example:
         >>> result = check(lambda w, x: (w * x).sin().sum())(torch.ones(3), torch.rand(5, 3))
@@ -141,8 +141,8 @@ def _shared_data(call: Call) -> str:
 def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = None, atol: float = 0.0) -> None:
     """Raise `Mismatch` unless the reductions of a factored tree equal those of the gradients that it stands for.
 
-    Compares `psg.tree.norm`, `gram`, `dot` (along one fixed direction) and `weighted_sum` (with fixed weights of both
-    signs). A reduction's terms may cancel, so in addition to `rtol` its error may be a thousand roundings of the terms.
+    Compares `psg.tree.norm`, `gram`, `dot` (along one fixed direction) and `weighted_sum` (with fixed weights of both signs). A reduction's
+    terms may cancel, so in addition to `rtol` its error may be a thousand roundings of the terms.
 
     Args:
         factored: tree of factors or of [n, *shape] tensors.

@@ -53,10 +53,10 @@ def assert_trees_close(
 ) -> float:
     """Raise `Mismatch` unless two trees have one structure and close leaves.
 
-    An entry may differ by `atol + rtol * max(leaf, tree / 100)`, where `leaf` and `tree` are the largest finite
-    magnitudes in the expected leaf and in the whole expected tree. So entries, and whole leaves, whose exact gradient
-    is zero may have the rounding errors of their neighbours. NaN agrees with NaN, and an infinity with itself. Shapes,
-    dtypes and devices must agree; leaves that are not tensors must be equal.
+    An entry may differ by `atol + rtol * max(leaf, tree / 100)`, where `leaf` and `tree` are the largest finite magnitudes in the expected
+    leaf and in the whole expected tree. So entries, and whole leaves, whose exact gradient is zero may have the rounding errors of their
+    neighbours. NaN agrees with NaN, and an infinity with itself. Shapes, dtypes and devices must agree; leaves that are not tensors must be
+    equal.
 
     Args:
         actual: a tree.

@@ -26,18 +26,17 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
     Args:
         fn: function of one sample that returns a scalar, or `(scalar, aux)` with `has_aux`.
         argnums: position, or positions, of the arguments to differentiate.
-        in_dims: as in `psg.per_sample_grad`; None shares the `argnums` arguments and batches every tensor of
-            the others along dimension 0.
+        in_dims: as in `psg.per_sample_grad`; None shares the `argnums` arguments and batches every tensor of the others along dimension 0.
         has_aux: whether `fn` returns `(scalar, aux)`, where `aux` is a tree of tensors.
 
     Returns:
-        A function of `(*args, **shared)` that returns `(values [n], grads)`, or `((values, aux), grads)` with
-        `has_aux`; every leaf of `grads` is [n, *shape] in the dtype of its parameter. For n = 0 `fn` is not
-        called: gradients are [0, *shape], and `aux`, whose structure is unknown, is None.
+        A function of `(*args, **shared)` that returns `(values [n], grads)`, or `((values, aux), grads)` with `has_aux`; every leaf of
+        `grads` is [n, *shape] in the dtype of its parameter. For n = 0 `fn` is not called: gradients are [0, *shape], and `aux`, whose
+        structure is unknown, is None.
 
     Raises:
-        InputError: at a call: no argument is batched, batch sizes disagree, `argnums` names no argument or one twice,
-            or `fn` does not return a scalar tensor.
+        InputError: at a call: no argument is batched, batch sizes disagree, `argnums` names no argument or one twice, or `fn` does not
+            return a scalar tensor.
 
     Example:
         >>> square = lambda w, x: (w * x).sum() ** 2
@@ -58,6 +57,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
                 _ambient.unmoved,
                 _autograd.in_this_thread(),
                 _pass.opened(called),
+                _ambient.linearizing,
                 Repaired(differentiated) as repaired,
             ):
                 value, aux = fn(*arguments, **shared) if has_aux else (fn(*arguments, **shared), None)
@@ -157,8 +157,8 @@ class Batch:
                 return leaf
             if dim is None:
                 return copy_of(leaf.detach())
-            # Contiguous: eager float64 convolutions give a wrong weight gradient for a batch of one that is a slice
-            # of a channels_last batch.
+            # Contiguous: eager float64 convolutions give a wrong weight gradient for a batch of one that is a slice of a channels_last
+            # batch.
             return contiguous_copy_of(leaf.detach().select(dim, i))
 
         return unflatten(self.spec, [own(leaf, dim) for leaf, dim in self.pairs()])

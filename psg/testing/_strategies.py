@@ -71,8 +71,7 @@ def batches(
 ) -> SearchStrategy[tuple[Tensor, ...]]:
     """Strategy for whole batches, the empty batch and the batch of one included.
 
-    For a classifier of 28 x 28 images: `@given(batch=psg.testing.batches((1, 28, 28), ((), 10)))`, then
-    `psg.check(loss)(params, *batch)`.
+    For a classifier of 28 x 28 images: `@given(batch=psg.testing.batches((1, 28, 28), ((), 10)))`, then `psg.check(loss)(params, *batch)`.
 
     Args:
         fields: for each batched argument the shape of one sample, or `(shape, high)` for integers below `high`.

@@ -30,7 +30,7 @@ def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor
             got = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
-        # A function that only selects, joins or forms samples takes any dtype: ids, say, beside the gradients.
+        # A function that only selects, joins or materialises samples takes any dtype: ids, say, beside the gradients.
         if computes and isinstance(leaf, Tensor) and not _trees.is_inexact(leaf):
             place = place_of(tree, "tree", i)
             raise InputError(

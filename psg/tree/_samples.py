@@ -132,8 +132,10 @@ def take(tree: Any, index: Any) -> Any:
         The same tree, with the same kinds of leaves, for those samples.
 
     Raises:
-        InputError: `index` is something else. A single integer would drop the batch dimension.
-        IndexError: An integer is out of range, or the mask has another length.
+        InputError: `index` is something else (a single integer would drop the batch dimension), the mask has another length, an integer
+            on the CPU is out of range, or `index` is on an accelerator and the gradients elsewhere.
+
+    Guarantee: nothing waits for an accelerator. Integers that are there, or in a trace, are left to torch, whose kernels check them.
 
     Example:
         >>> import torch
@@ -141,11 +143,35 @@ def take(tree: Any, index: Any) -> Any:
         tensor([[3.],
                 [1.]])
     """
-    found = index if isinstance(index, slice) else _indices(index)
-    if found is None or isinstance(found, slice) and found.step is not None and found.step < 1:
+    found = _slice(index) if isinstance(index, slice) else _indices(index)
+    if found is None:
         raise InputError(f"psg.tree.take: expected a slice, integers [m] or a mask [n], got {index!r}; for one sample k, slice(k, k + 1).")
     factors, _ = factors_of(tree, "take", computes=False)
+    if isinstance(found, Tensor):
+        _check_indices(found, factors, tree)
     return _in_the_form_of(tree, [factor.take(found) for factor in factors])
+
+
+def _slice(index: slice) -> slice | None:
+    """The slice; None if torch could not take it."""
+    if not all(end is None or hasattr(end, "__index__") for end in (index.start, index.stop, index.step)):
+        return None
+    return index if index.step is None or index.step >= 1 else None
+
+
+def _check_indices(index: Tensor, factors: list[Factor], tree: Any) -> None:
+    """Raise InputError unless `index` selects from the samples of all factors."""
+    n = factors[0].n
+    if index.dtype == torch.bool:
+        if len(index) != n:
+            raise InputError(f"psg.tree.take: got a mask of {len(index)} for {n} samples.")
+    elif len(index) and _functorch.can_read_now(index) and not (-n <= int(index.min()) and int(index.max()) < n):
+        raise InputError(f"psg.tree.take: the integers are from {int(index.min())} to {int(index.max())}, with {n} samples.")
+    for i, factor in enumerate(factors):
+        if index.device.type != "cpu" and index.device != factor.device:
+            raise InputError(
+                f"psg.tree.take: the index is on {index.device}, but {place_of(tree, 'tree', i)} on {factor.device}: move it there."
+            )
 
 
 def _indices(index: Any) -> Tensor | None:
@@ -259,12 +285,14 @@ def precondition(tree: Any, diagonal: Any) -> Any:
 
     Args:
         tree: Per-sample gradients.
-        diagonal: A tree like the parameters, with real tensors [*shape].
+        diagonal: A tree like the parameters, with real tensors [*shape], all finite: invert with an epsilon. Where an entry is inf or NaN,
+            gradients of zero become NaN in dense leaves. In factored ones those that no factor holds stay zero: of rows that a sample does
+            not look up, parts of a parameter that fn does not use; and a sum of terms, one of them zero, may be NaN instead of inf.
 
     Returns:
         The same tree, in the dtypes of the gradients, or float32 in place of 16-bit dtypes, whose range a diagonal soon leaves: for inner
         products (influence, LESS), norms, projections. Factors stay factors unless they are small; reductions of those that stay
-        materialise the gradients of a few samples at a time (Gram matrices may form all).
+        materialise the gradients of a few samples at a time (Gram matrices may materialise all).
 
     Raises:
         InputError: The diagonal's structure or shapes do not fit, or it is complex.
