@@ -52,8 +52,15 @@ def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     return torch.where(under, 1, clip_norm / torch.where(under, 1, norms))
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, (numbers.Real, Tensor)) and not isinstance(value, bool)
+def _fits(value: Any, fits: Callable[[float], bool]) -> bool:
+    """Whether a value is a number, or a scalar tensor of one, that fits; the tensor's is looked at where reading it is free."""
+    if isinstance(value, Tensor):
+        if value.ndim > 0 or value.is_complex():
+            return False
+        if not _functorch.can_read_now(value):
+            return True
+        value = value.item()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and fits(float(value))
 
 
 def automatic(gamma: float = 0.01) -> Policy:
@@ -73,7 +80,7 @@ def automatic(gamma: float = 0.01) -> Policy:
         >>> automatic(gamma=1.0)(torch.tensor([0.0, 1.0]), 2.0)
         tensor([1., 1.])
     """
-    if not (_is_real(gamma) and gamma > 0):
+    if not _fits(gamma, lambda gamma: gamma > 0):
         raise InputError(f"automatic(gamma={gamma!r}): expected a number greater than 0; policy='normalize' is the limit at 0.")
     return _Automatic(gamma)
 
@@ -215,11 +222,11 @@ def adapt(
         ("rate", rate, lambda rate: 0 <= rate < math.inf, "at least 0 and finite"),
         ("std", std, lambda std: 0 <= std < math.inf, "at least 0 and finite"),
     ):
-        if not (_is_real(value) and fits(value)):
+        if not _fits(value, fits):
             raise InputError(f"psg.clipping.adapt: {name}={value!r}: expected a number {expected}.")
     counts = (norms <= clip_norm).to(norms.dtype) - 0.5
     total = (counts if mask is None else torch.where(mask, counts, 0)).sum()
-    if std:
+    if isinstance(std, Tensor) or std:  # to look at a tensor might wait for the device
         total = total + std * torch.randn((), dtype=norms.dtype, device=norms.device, generator=generator)
     return clip_norm * torch.exp(-rate * (total / expected_batch_size + 0.5 - quantile))
 

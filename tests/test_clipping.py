@@ -464,6 +464,22 @@ def test_chunks_are_added_up_in_float32(device):
         assert_trees_close(total, torch.full_like(w, 512, dtype=torch.float32), rtol=0, per_sample=False)
 
 
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+def test_a_parameter_without_entries_spoils_no_norm(method, device):
+    """Its gradient has no entry that could be NaN, though the input of its layer is."""
+
+    def fn(params, x):
+        return F.linear(x, params["none"]).sum() + (x.expand(2, 4) @ params["no columns"]).sum() + params["b"].square().sum()
+
+    params = {"none": torch.ones(0, 4, device=device), "no columns": torch.ones(4, 0, device=device), "b": torch.ones(2, device=device)}
+    x = torch.randn(3, 4, device=device)
+    x[1, 0] = torch.nan
+    out = psg.clipped_grad(fn, 1.0, method=method)(params, x)
+    assert out.nonfinite == 0
+    assert_trees_close(out.norms, torch.full((3,), 8.0, device=device).sqrt())
+    assert [leaf.shape for leaf in out.grads.values()] == [leaf.shape for leaf in params.values()]
+
+
 # --- adaptive clip norms ---------------------------------------------------------------------------------------
 
 
@@ -504,6 +520,13 @@ def test_adapt_takes_the_ends_of_its_ranges(device):
         assert_trees_close(psg.clipping.adapt(1.0, norms, 2, rate=1, quantile=quantile), torch.exp(norms.new_tensor(quantile - 0.5)))
 
 
+def test_adapt_looks_at_no_tensor_in_a_trace(device):
+    norms, numbers = torch.arange(4.0, device=device), torch.tensor([4, 0.7, 0.3, 0.0], device=device)
+    plain = lambda norms, *own: psg.clipping.adapt(1.0, norms, own[0], quantile=own[1], rate=own[2], std=own[3])  # noqa: E731
+    fast = psg.jit(plain, backend="eager")
+    assert_trees_close(fast(norms, *numbers), plain(norms, *numbers.tolist()), per_sample=False)  # without a warning: it is traced
+
+
 def test_adapted_clip_norms_clip_their_share(args):
     params, x = args
     clip_norm = torch.tensor(10.0, device=x.device)
@@ -529,6 +552,14 @@ def test_adapted_clip_norms_clip_their_share(args):
         (lambda norms: psg.clipping.adapt(1.0, norms, "a"), r"adapt: expected_batch_size='a': expected a number greater than 0"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=1.5), r"adapt: quantile=1\.5: expected a number in \[0, 1\]"),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, rate=-1), r"adapt: rate=-1"),
+        (
+            lambda norms: psg.clipping.adapt(1.0, norms, torch.ones(2)),
+            r"adapt: expected_batch_size=tensor\(\[1\., 1\.\].*\): expected a number",
+        ),
+        (
+            lambda norms: psg.clipping.adapt(1.0, norms, 4, quantile=torch.tensor(1.5)),
+            r"adapt: quantile=tensor\(1\.5.*\): expected a number in",
+        ),
         (lambda norms: psg.clipping.adapt(1.0, norms, 4, std=math.nan), r"adapt: std=nan"),
         (lambda norms: psg.clipping.adapt(-1.0, norms, 4), r"clip_norm=-1\.0"),
         (lambda norms: psg.clipping.adapt(1.0, [1.0], 4), r"adapt: expected norms as a tensor \[n\], got a list\."),

@@ -761,6 +761,13 @@ def test_a_diagonal_that_does_not_fit(diagonal, message):
         psg.tree.precondition({"w": torch.ones(5, 3)}, diagonal)
 
 
+@pytest.mark.parametrize("factor", [lambda sides: sides[:, 0], lambda sides: Outer(sides, sides)], ids=["dense", "factored"])
+def test_a_complex_direction_of_real_gradients(factor, device):
+    g = factor(torch.randn(3, 2, 4, device=device))
+    direction = torch.randn(psg.tree.materialize(g).shape[1:], dtype=torch.complex128, device=device)
+    assert_trees_close(psg.tree.dot(g, direction), psg.tree.gram(g, direction[None])[:, 0])
+
+
 def test_zeros_that_a_factor_does_not_hold_stay_zero_under_an_infinite_diagonal(device):
     diagonal = torch.tensor([[torch.inf], [torch.inf], [2.0]], device=device)
     table = Rows(torch.tensor([[0], [2]], device=device), torch.ones(2, 1, 1, device=device), 3)

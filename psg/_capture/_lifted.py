@@ -133,6 +133,8 @@ class Lifted:
         """The terms as one factor of the parameter's dtype."""
         if not self.terms:
             return Sum([], self.leaf.new_empty(n, 0), self.leaf.shape[1:])
+        if self.leaf.shape[1:].numel() == 0:  # what is not finite in the sides of a gradient without entries makes no norm NaN
+            return Dense(self.leaf.new_empty(n, *self.leaf.shape[1:]))
         return merge(self.terms)
 
 

@@ -85,7 +85,9 @@ def dot(tree: Any, direction: Any) -> Tensor:
         tensor([-1., -1.])
     """
     factors, leaves = beside(tree, direction, "dot", "direction")
-    pairs = joined_pairs([(factor, Dense(leaf[None])) for factor, leaf in zip(factors, leaves, strict=True)])
+    # Real gradients are orthogonal to imaginary parts.
+    own = [leaf if factor.dtype.is_complex or not leaf.is_complex() else leaf.real for factor, leaf in zip(factors, leaves, strict=True)]
+    pairs = joined_pairs([(factor, Dense(leaf[None])) for factor, leaf in zip(factors, own, strict=True)])
     return _total([factor.dot(leaf.materialize()[0]) for factor, leaf in pairs])
 
 
