@@ -5,7 +5,7 @@ import itertools
 import threading
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
-from functools import cache, cached_property
+from functools import cached_property
 from numbers import Number
 from types import NoneType
 from typing import Any
@@ -36,16 +36,16 @@ def _adopt(kind: type) -> bool:
     Containers are dataclasses, types that torch's own pytree knows (transformers' model outputs), and mappings that can be made from a dict
     (transformers' batches).
     """
-    return _adopt_once(kind, kind in torch_pytree.SUPPORTED_NODES)  # the type may be registered there later
-
-
-@cache
-def _adopt_once(kind: type, known: bool) -> bool:
+    if kind in _LEAVES:
+        return False
     with _adopting:  # optree accepts a type only once, and two threads may come with it at the same time
         if kind not in _adopted and _register(kind):
             _adopted.add(kind)
         return kind in _adopted
 
+
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str})
+"""The types of most leaves."""
 
 _adopting = threading.Lock()
 _adopted: set[type] = set()

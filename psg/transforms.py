@@ -69,7 +69,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -522,20 +522,23 @@ def _over_batches(
 
     del transformed.__wrapped__
     made = _ambient.untraced(transformed)
-    MADE[made] = Batching(label, fn, pad)
+    mark(made, Batching(label, fn, pad))
     return made
 
 
-MADE: WeakKeyDictionary[Any, Batching] = WeakKeyDictionary()
-"""The functions that transforms have made. No attribute of theirs: functools.wraps would copy that to the user's wrappers."""
+def mark(made: Any, batching: Batching) -> None:
+    """Note how a function that a transform has made takes its batch: in an attribute, since a table would keep alive what fn belongs to.
+
+    fn may be the method of an object that holds the result of the transform. functools.wraps copies attributes to the user's wrappers,
+    which are told from the function by the reference.
+    """
+    made._psg_batching = ref(made), batching
 
 
 def batching_of(function: Any) -> Batching | None:
     """How a function that a transform has made takes its batch; None for every other."""
-    try:
-        return MADE.get(function)
-    except TypeError:  # it cannot be weakly referenced, so no transform has made it
-        return None
+    made, batching = getattr(function, "__dict__", {}).get("_psg_batching", (None, None))
+    return batching if made is not None and made() is function else None
 
 
 def expect_one_sample(name: str, fn: Any) -> None:

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
 import psg
 from psg._capture import _backward
 from psg._hardware import _memory
 from psg._ladder import _chunks, _ladder
 from psg._torch import _functorch
+from psg._torch._cached import cached
 from psg.testing import assert_trees_close
 
 
@@ -328,3 +330,119 @@ def test_nothing_is_left_in_cycles_by_samples_that_go_apart(apart, device):
         return (w @ x).sum() if apart(x) else (w @ x).sin().sum()
 
     assert not left_in_cycles(psg.clipped_grad(fn, 1.0), torch.randn(4, 3, device=device), torch.randn(6, 3, device=device))
+
+
+def defined_function(large):
+    class Scaled(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(a):
+            return a * len(large)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent * len(large)
+
+    return Scaled, Scaled.apply
+
+
+def defined_primitive(large):
+    @psg.primitive
+    def scaled(a):
+        return a * len(large)
+
+    return scaled, scaled
+
+
+def defined_op(large):
+    def scaled(a):
+        return handle_torch_function(scaled, (a,), a) if has_torch_function((a,)) else a * len(large)
+
+    return scaled, scaled
+
+
+def defined_subclass(large):
+    class Own(torch.Tensor):
+        def large(self):
+            return large
+
+    return Own, lambda a: a.as_subclass(Own).exp().as_subclass(torch.Tensor)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # not all of these can be traced
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("define", [defined_function, defined_primitive, defined_op, defined_subclass])
+def test_what_fn_defines_in_each_call_is_freed(define, method, compiled, device):
+    """Tables of what is known of functions must not keep them, nor the tensors in their closures."""
+    made = []
+
+    def fn(w, x):
+        large = torch.ones(3, device=device)
+        kept, run = define(large)
+        made.extend(map(weakref.ref, (large, kept)))
+        return run(w * x).sum()
+
+    transform = psg.per_sample_norm(fn, method=method)
+    transform = psg.jit(transform, backend="eager") if compiled else transform
+    transform(torch.ones(3, device=device), torch.randn(4, 3, device=device))
+    del transform  # a trace keeps the tensors that fn has made
+    gc.collect()
+    assert made and not any(reference() for reference in made)
+
+
+def test_classes_of_leaves_of_aux_are_freed(device):
+    made = []
+
+    def fn(w, x):
+        class Own:
+            pass
+
+        made.append(weakref.ref(Own))
+        return (w * x).sum(), Own()
+
+    psg.per_sample_norm(fn, has_aux=True)(torch.ones(3, device=device), torch.randn(4, 3, device=device))
+    gc.collect()
+    assert made and not any(reference() for reference in made)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_an_object_that_keeps_a_transform_of_its_method_is_freed(compiled, device):
+    class Trainer:
+        def __init__(self):
+            self.scale = torch.ones(3, device=device)
+            self.norms = psg.per_sample_norm(self.loss)
+            if compiled:
+                self.norms = psg.jit(self.norms, backend="eager")
+
+        def loss(self, w, x):
+            return (self.scale * w * x).sum()
+
+    trainer = Trainer()
+    trainer.norms(torch.ones(3, device=device), torch.randn(4, 3, device=device))
+    freed = weakref.ref(trainer), weakref.ref(trainer.norms), weakref.ref(trainer.scale)
+    del trainer
+    gc.collect()
+    assert not any(reference() for reference in freed)
+
+
+def test_what_is_known_of_functions_is_asked_once():
+    asked = []
+    known = cached(lambda func: asked.append(func) or func)
+    permanent = [func for functions in get_overridable_functions().values() for func in functions if not isinstance(func, type)]
+    permanent += [torch._functorch.autograd_function.custom_function_call, torch.ops.aten.add, torch.ops.aten.add.Tensor]
+    permanent = [func for func in permanent if not isinstance(getattr(func, "__self__", None), property)]
+    assert all(known(func) == func for _ in range(2) for func in permanent)
+    assert len(asked) == len(set(permanent))
+
+    times = []
+    named = cached(lambda func: times.append(1) or func.__name__)
+    (_, first), (_, second) = map(defined_primitive, (None, None))
+    assert [named(op) for op in (first, first, second, second)] == ["scaled"] * 4 and len(times) == 2
+    bound = [torch.ones(3).add, torch.ones(3).__len__, partial(torch.add).__call__]  # made anew by each access
+    assert [named(func) for func in bound for _ in range(2)] == ["add"] * 2 + ["__len__"] * 2 + ["__call__"] * 2

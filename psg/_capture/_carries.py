@@ -7,7 +7,6 @@ all entries, to one number gives multiples c_n E of one tensor E. So G is never 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._torch import _functorch
+from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
@@ -565,7 +565,7 @@ _DERIVING = _SIMPLE | frozenset(
 )
 
 
-@cache
+@cached
 def derives(func: Any) -> bool:
     """Whether an op is computed once on parameters and constants."""
     return name_of(func) in _DERIVING and is_torchs(func)

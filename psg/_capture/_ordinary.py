@@ -3,7 +3,6 @@
 A pass asks every table of psg's about a function. For these all tables have the same answer, found once but for rules, which users add.
 """
 
-import functools
 from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
+from psg._torch._cached import cached
 from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import (
     ARRAYS,
@@ -76,7 +76,7 @@ def _is_plain_slice(item: Any) -> bool:
     return type(item) is slice and not tensors_of((item.start, item.stop, item.step), {})
 
 
-@functools.cache
+@cached
 def reads(func: Any) -> bool:
     """Whether a function does no more than read its arguments; what rules, decompositions and leaks make of it is not asked here."""
     return _is_plain(func) and not may_write(func) and not may_copy(func)
@@ -89,6 +89,6 @@ _ELSEWHERE = {
 }
 
 
-@functools.cache
+@cached
 def _is_plain(func: Any) -> bool:
     return type(func) in FUNCTIONS and is_torchs(func) and func not in _ELSEWHERE

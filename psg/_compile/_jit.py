@@ -34,7 +34,7 @@ from psg.factors._base import BOUNDING
 from psg.rules._gates import FUSIBLE
 from psg.rules._registry import are_disabled
 from psg.testing import Mismatch, assert_trees_close
-from psg.transforms import MADE, batching_of, first_samples
+from psg.transforms import batching_of, first_samples, mark
 
 _log = logging.getLogger("psg.jit")
 
@@ -155,7 +155,7 @@ class Jitted:
                 "tell which of its arguments are batched. Pass the transform's result itself to jit, or leave buckets out."
             )
         if self._batching is not None:
-            MADE[self] = self._batching  # other functions must not take it for one of one sample
+            mark(self, self._batching)  # other functions must not take it for one of one sample
         # By signature, then by what a trace depends on beside it, then by the state that this was in.
         self._cache: dict[Hashable, dict[Guard, dict[Hashable, _Entry]]] = {}
         self._builds: Counter[Hashable] = Counter()

@@ -1,7 +1,6 @@
 """Function modes that watch fn where vmap or plain autograd runs its ops as they are, and the loop's backward passes."""
 
 from collections.abc import Collection, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from psg._call import Call
 from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError
 from psg._torch import _autograd, _functions, _functorch
 from psg._torch._autocast import cast_of
+from psg._torch._cached import cached
 from psg._torch._higher_order import refuse_others
 from psg._torch._ops import (
     ACCUMULATING,
@@ -161,14 +161,14 @@ def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:
             )
 
 
-@cache
-def _is_ordinary(func: Any, is_inside: bool) -> bool:
-    """Whether `Repaired` runs an op as it is, whatever its arguments: what all tables say of it, asked once."""
+@cached
+def _is_ordinary(func: Any) -> tuple[bool, bool]:
+    """Whether `Repaired` runs an op as it is, whatever its arguments, outside of transforms and inside: what all tables say of it."""
     if isinstance(func, HigherOrderOperator) or func in DIFFERENTIATING or is_misderived(func):
-        return False
-    if func in _kernels.BATCH_NORMS or func in _kernels.RECURRENT:
-        return False
-    return python_form(func) is None and not (is_inside and find_decomposition(func, differentiated=True))
+        return False, False
+    if func in _kernels.BATCH_NORMS or func in _kernels.RECURRENT or python_form(func) is not None:
+        return False, False
+    return True, not find_decomposition(func, differentiated=True)
 
 
 class Repaired(TorchFunctionMode):
@@ -193,7 +193,7 @@ class Repaired(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = torchs_names(func, kwargs)
-        if _is_ordinary(func, self.is_inside):
+        if _is_ordinary(func)[self.is_inside]:
             return func(*args, **kwargs)
         if (form := python_form(func)) is not None:
             with self:
@@ -250,7 +250,7 @@ class LoopGuard(Repaired, Looking):
         if func is F.dropout and self.draws_once and (output := _kernels.shared_dropout(*args, **kwargs)) is not NotImplemented:
             return output
         target = target_of(func, args, kwargs)
-        if target is None and "requires_grad" not in kwargs and _is_ordinary(func, self.is_inside):
+        if target is None and "requires_grad" not in kwargs and _is_ordinary(func)[self.is_inside]:
             return func(*args, **kwargs)
         refuse_updates(func, args, kwargs, target)
         if self.level >= 0:

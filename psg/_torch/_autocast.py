@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from psg._torch import _ambient
+from psg._torch._cached import cached
 from psg._torch._ops import base_name, is_torchs, substitute, tensors_of
 
 Kind = Literal["narrow", "float32", "widest", "unchanged"]
@@ -52,9 +53,9 @@ def cast_of(func: Any, args: Any, kwargs: Any) -> Cast | None:
     if first is None:
         return None
     device = first.device.type
-    kind = _kind_of(func, device)
+    kind = _kinds_of(func).get(device)
     if kind is None and _is_dot(func, tensors, args, kwargs):
-        kind = _kind_of(torch.dot, device)
+        kind = _kinds_of(torch.dot).get(device)
     if kind is None:
         return None
     if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
@@ -79,12 +80,14 @@ def _is_dot(func: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> boo
     return all(tensor.ndim == dims for tensor in tensors)
 
 
-@functools.cache
-def _kind_of(func: Any, device: str) -> Kind | None:
-    """In which dtype autocast runs an op; None if it leaves that to the op's parts, and on devices other than CPU and CUDA."""
+@cached
+def _kinds_of(func: Any) -> dict[str, Kind | None]:
+    """By device type, CPU or CUDA, in which dtype autocast runs an op; None if it leaves that to the op's parts."""
     name = _NAMES.get(base_name(func), base_name(func))
-    if device not in _KEYS or not is_torchs(func) or name not in _ops(_ALL):
-        return None
+    return {device: _kind_of(name, device) for device in _KEYS} if is_torchs(func) and name in _ops(_ALL) else {}
+
+
+def _kind_of(name: str, device: str) -> Kind | None:
     if (device, name) in _OTHERWISE:
         return _OTHERWISE[device, name]
     if name in _ops(_KEYS[device]):

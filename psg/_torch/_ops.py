@@ -1,7 +1,7 @@
 """What psg knows of torch's functions, and helpers that take their arguments apart."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
+
+from psg._torch._cached import cached
 
 _ATTRIBUTES = vars(torch._C.TensorBase)
 REQUIRES_GRAD, GRAD_FN, IS_LEAF = (_ATTRIBUTES[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
@@ -132,7 +134,7 @@ CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 _ALIASES = {"dsmm": "mm", "spmm": "mm", "hsmm": "hspmm", "saddmm": "sspaddmm"}
 
 
-@cache
+@cached
 def name_of(func: Any) -> str:
     """The name of an op. Those of `torch.library` have their library's in front, so that none is taken for an op of torch's."""
     library = _library_of(func)
@@ -154,7 +156,7 @@ def _library_of(func: Any) -> str | None:
     return None if name is None else name.partition("::")[0]
 
 
-@cache
+@cached
 def is_torchs(func: Any) -> bool:
     """Whether an op is one of torch's own: a user's may be anything, whatever its name and the names of its arguments."""
     library = _library_of(func)
@@ -173,7 +175,7 @@ def torchs_names(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in kwargs.items()}
 
 
-@cache
+@cached
 def _renamed(func: Any) -> dict[str, str]:
     """NumPy's names that an op of torch's takes in the place of its own, and these."""
     if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
@@ -183,7 +185,7 @@ def _renamed(func: Any) -> dict[str, str]:
     return {name: "input" if known == "self" else known for name, known in _NUMPYS.items() if name not in own and known in own}
 
 
-@cache
+@cached
 def may_draw(func: Any) -> bool:
     """Whether an op may draw random numbers; an op that is not torch's own may do anything."""
     name = base_name(func)
@@ -232,11 +234,11 @@ def may_write(func: Any) -> bool:
     return _target_finder(func) is not None
 
 
-@cache
+@cached
 def _target_finder(func: Any) -> Callable[[Any, Any], Any] | None:
     """The function that finds what a call of `func` writes into; None if that is at most its argument `out`."""
     if not is_torchs(func):
-        return partial(_mutated, func)
+        return partial(_mutated, _mutating(func))
     if _writes(func):
         return _first
     if base_name(func) in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
@@ -264,16 +266,14 @@ def _first_if_inplace(position: int, args: Any, kwargs: Any) -> Any:
     return kwargs.get("out")
 
 
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """The arguments that an op of `torch.library` says that it writes into; None if there are none."""
-    names = _mutating(func)
+def _mutated(names: dict[str, bool], args: Any, kwargs: Any) -> list[Any] | None:
+    """The arguments that an op of `torch.library` says that it writes into, by what `_mutating` gives; None if there are none."""
     if not names:
         return None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return leaves_of([given[name] for name, writes in names.items() if writes and name in given], {})
 
 
-@cache
 def _mutating(func: Any) -> dict[str, bool]:
     """For each argument of an op of `torch.library` whether it is written into; nothing if none is."""
     schemas = [func._schema] if isinstance(func, OpOverload) else [*getattr(func, "_schemas", {}).values()]
@@ -282,7 +282,6 @@ def _mutating(func: Any) -> dict[str, bool]:
     return found if any(found.values()) else {}
 
 
-@cache
 def _writes(func: Any) -> bool:
     name = base_name(func)
     if name in ("requires_grad_", "detach_") or func == SET_REQUIRES_GRAD:

@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from psg._errors import InputError
 from psg._torch._ambient import P, R
+from psg._torch._cached import cached
 from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import base_name, is_torchs, tensors_of
 from psg._torch._patches import assigned
@@ -385,7 +386,7 @@ def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | No
     return (_differentiated_decompositions.get(op) if differentiated else None) or _decompositions.get(op)
 
 
-@functools.cache
+@cached
 def known_as(op: Any) -> Any:
     """The function of torch under which an op of ATen's, as exported programs call them, may be registered; else the op itself."""
     registered = op in _decompositions or op in _differentiated_decompositions or op in _leaks
@@ -411,7 +412,7 @@ _OTHERWISE = {"to", "index_put", "index_put_", "_native_batch_norm_legit"}
 """Ops of ATen's whose overloads the function of that name does not take, or in another order."""
 
 
-@functools.cache
+@cached
 def _namesake(op: Any) -> Any:
     found = known_as(op)
     if not isinstance(found, (types.BuiltinFunctionType, types.MethodDescriptorType)) or found.__name__ in _OTHERWISE:

@@ -6,7 +6,6 @@ with other ops (repairs.py has those that can), and ops that would change a tens
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from psg._errors import StateError
 from psg._torch import _functions, _functorch
+from psg._torch._cached import cached
 from psg._torch._ops import GET_DATA, SET_DATA
 from psg._watch import _writes
 from psg.rules._registry import leak
@@ -80,7 +80,6 @@ leak(
 )
 
 
-@cache
 def _marks_dirty(function: Any) -> bool:
     """Whether an autograd.Function says that it writes into an argument."""
     codes = [getattr(part, "__code__", None) for part in (function.forward, function.setup_context)]
@@ -116,7 +115,7 @@ def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
         return
 
     def argument(position: int, name: str) -> Any:
-        return args[position] if position < len(args) else kwargs.get(name, _default(func, name))
+        return args[position] if position < len(args) else kwargs.get(name, _defaults(func).get(name))
 
     mean, flag = UPDATING[func]
     if isinstance(argument(mean, "running_mean"), Tensor) and argument(5, flag):  # a form without statistics has a flag in their place
@@ -126,9 +125,9 @@ def refuse_updates(func: Any, args: Any, kwargs: Any, target: Any) -> None:
         )
 
 
-@cache
-def _default(func: Any, name: str) -> Any:
-    return inspect.signature(func).parameters[name].default if inspect.isfunction(func) else None
+@cached
+def _defaults(func: Any) -> dict[str, Any]:
+    return {name: own.default for name, own in inspect.signature(func).parameters.items()} if inspect.isfunction(func) else {}
 
 
 # What no mode sees: ops inside TorchScript. These are right under vmap as they are.
