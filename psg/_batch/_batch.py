@@ -180,6 +180,8 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
                 raise
             raise InputError(f'method="batch": {why} {_FOR_ONE_SAMPLE}') from error
     pull_back(mode.values, values, n)
+    # fn may close over what does not depend on the samples.
+    outputs = [output if output in sampled else output.clone() for output in outputs]
     return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
 
 
