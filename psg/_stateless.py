@@ -154,7 +154,7 @@ def stateless(
             with _ambient.uncached(), lock:
                 return _call(module, criterion, params, run, lock, kept_elsewhere, memory)
         except TypeError as error:
-            if takes_target and not inputs and not shared:
+            if takes_target and not inputs and not shared and _needs_input(module):
                 unpack = " Unpack the batch: loss(params, *batch)." if isinstance(sample[0], (list, tuple)) else ""
                 raise InputError(
                     "stateless: the call has one argument after params, which is the criterion's target, so the module gets no input. Pass "
@@ -183,6 +183,17 @@ def _keywords(module: nn.Module, inputs: Sequence[Any]) -> set[str]:
     positional = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named.difference(positional[:given], *(argument for argument in inputs if isinstance(argument, Mapping)))
+
+
+def _needs_input(module: nn.Module) -> bool:
+    """Whether the module cannot be called without an input."""
+    signature = _signature(module)
+    try:
+        if signature is not None:
+            signature.bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _signature(module: nn.Module) -> inspect.Signature | None:
