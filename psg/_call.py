@@ -4,8 +4,9 @@ import inspect
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -315,6 +316,28 @@ def prepare(
         n=n,
         settles=settles,
     )
+
+
+KEYWORDS: WeakKeyDictionary[Any, Callable[[Sequence[Any]], set[str]]] = WeakKeyDictionary()
+"""For functions whose `**kwargs` hide them: from positional arguments to the names of the keywords that the function takes beside them."""
+
+
+def takes_keyword(fn: Callable[..., Any], name: str, args: Sequence[Any]) -> bool:
+    """Whether fn has an argument of this name that neither these positional arguments nor functools.partial give; not by `**kwargs`."""
+    while isinstance(fn, partial):
+        if name in fn.keywords:
+            return False
+        fn, args = fn.func, (*fn.args, *args)
+    try:
+        names_beside = KEYWORDS.get(fn)
+    except TypeError:  # it cannot be weakly referenced, so no function of psg's has made it
+        names_beside = None
+    if names_beside is not None:
+        return name in names_beside(args)
+    try:
+        return name in list(inspect.signature(fn).parameters)[len(args) :]
+    except (TypeError, ValueError):  # not every callable has a signature
+        return False
 
 
 class Paths:

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _trees
+from psg._call import KEYWORDS
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._torch import _ambient, _autograd, _functorch
 from psg._torch._ops import target_of, tensors_of
@@ -153,7 +154,7 @@ def stateless(
             with _ambient.uncached(), lock:
                 return _call(module, criterion, params, run, lock, kept_elsewhere, memory)
         except TypeError as error:
-            if takes_target and not inputs and not shared:
+            if takes_target and not inputs and not shared and _needs_input(module):
                 unpack = " Unpack the batch: loss(params, *batch)." if isinstance(sample[0], (list, tuple)) else ""
                 raise InputError(
                     "stateless: the call has one argument after params, which is the criterion's target, so the module gets no input. Pass "
@@ -166,7 +167,42 @@ def stateless(
             raise
 
     loss.__qualname__ = f"stateless({kind_of(module)}).loss"
+
+    def names_beside(args: Sequence[Any]) -> set[str]:
+        return _keywords(module, args[1 : len(args) - takes_target])
+
+    KEYWORDS[loss] = names_beside
     return loss, params
+
+
+def _keywords(module: nn.Module, inputs: Sequence[Any]) -> set[str]:
+    """The names of the arguments of a module, beside its `**kwargs`, that these inputs leave open."""
+    signature = _signature(module)
+    own = [] if signature is None else [*signature.parameters.values()]
+    given = sum(not isinstance(argument, Mapping) for argument in inputs)
+    positional = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named.difference(positional[:given], *(argument for argument in inputs if isinstance(argument, Mapping)))
+
+
+def _needs_input(module: nn.Module) -> bool:
+    """Whether the module cannot be called without an input."""
+    signature = _signature(module)
+    try:
+        if signature is not None:
+            signature.bind()
+    except TypeError:
+        return True
+    return False
+
+
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    """What the module's forward takes; None if Python cannot tell, as for a traced module."""
+    module = getattr(module, "_orig_mod", module)  # under torch.compile's wrapper, which takes anything
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return None
 
 
 _SHARDED = "its parameters are sharded over processes, which psg does not support"

@@ -351,11 +351,11 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
     return coefs
 
 
-def check_mask(name: str, mask: Any, n: int) -> None:
-    """Raise InputError unless a mask is None or booleans [n]."""
+def check_mask(name: str, mask: Any, n: int, hint: str = "") -> None:
+    """Raise InputError, whose message ends with the hint, unless a mask is None or booleans [n]."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (n,)):
         got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"{name}: mask: expected a bool tensor of shape ({n},), got {got}.")
+        raise InputError(f"{name}: mask: expected a bool tensor of shape ({n},), got {got}.{hint}")
 
 
 def is_bounded(policy: Policy) -> bool:

@@ -66,7 +66,6 @@ torch.compile does not trace psg's functions: it breaks the graph around them. C
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -75,7 +74,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees, clipping
-from psg._call import Call, Method, Options, Randomness, prepare
+from psg._call import Call, Method, Options, Randomness, prepare, takes_keyword
 from psg._clipped_sums import ClippedSums, clipped_sums, groups_of, sensitivity
 from psg._errors import InputError, received
 from psg._ladder import _chunks, _differentiable
@@ -378,13 +377,15 @@ def clipped_grad(
 
     Returns:
         A function that takes fn's arguments for a batch, and the keyword `mask`, booleans [n]: samples where it is False contribute
-        exactly zero. It returns a `ClippedGrad`. Rules materialise a parameter's per-sample gradients only where that is cheapest, and
-        keep them for the sum only if they take at most `plans.using(keep_bytes=)`, 512 MiB by default.
+        exactly zero. It never reaches fn or a module: pass a mask of theirs by position, or bind it with functools.partial. The function
+        returns a `ClippedGrad`. Rules materialise a parameter's per-sample gradients only where that is cheapest, and keep them for the
+        sum only if they take at most `plans.using(keep_bytes=)`, 512 MiB by default.
 
     Raises:
         InputError: A clip norm is negative or NaN, or an option has a value that is not allowed. At a call: `mask` is not booleans [n], or
-            fn has an argument `mask` too; the policy does not return [n]; the clip norm is inf and the policy, "automatic", "normalize" or
-            `bounded`, cannot use that; a leaf has no group, or a group no leaf. `help(psg.transforms)` has what every transform raises.
+            fn, or the module of `stateless`, has an argument `mask` too, which is not given otherwise; the policy does not return [n]; the
+            clip norm is inf and the policy, "automatic", "normalize" or `bounded`, cannot use that; a leaf has no group, or a group
+            no leaf. `help(psg.transforms)` has what every transform raises.
 
     Example:
         >>> import torch, psg
@@ -404,7 +405,7 @@ def clipped_grad(
 
     def clipped(call: Call, mask: Any) -> ClippedGrad:
         groups = groups_of(clip_norm, call.gradient_spec, chosen)
-        clipping.check_mask("clipped_grad", mask, call.n)
+        _check_mask(mask, call.n)
 
         def reduce(call: Call, result: Result, start: int) -> ClippedSums:
             # A policy may close over a tensor that the caller differentiates.
@@ -513,7 +514,7 @@ def _over_batches(
         if masked:
             kwargs = dict(kwargs)
             mask = _pop_mask(fn, args, kwargs)
-            clipping.check_mask("clipped_grad", mask, own.n)
+            _check_mask(mask, own.n)
             within = index < own.n
             kwargs[_PADDED] = within if mask is None else within & mask[source]
         if len(index) == own.n:
@@ -562,17 +563,16 @@ _PADDED = "mask and padding"
 
 def _pop_mask(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Remove clipped_grad's keyword `mask` from a call's and return it; InputError if fn has an argument `mask`, which may be meant."""
-    if "mask" not in kwargs:
-        return None
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # not every callable has a signature
-        names = []
-    if "mask" in names[len(args) :]:
+    if "mask" in kwargs and takes_keyword(fn, "mask", args):
         raise InputError(
-            "clipped_grad: mask= says which samples count, but fn has an argument of that name too. Pass fn's by position, or rename it."
+            "clipped_grad: mask= says which samples count, but fn has an argument of that name too. Pass fn's by position, for a module "
+            "also in a mapping, or bind it with functools.partial(fn, mask=...)."
         )
-    return kwargs.pop("mask")
+    return kwargs.pop("mask", None)
+
+
+def _check_mask(mask: Any, n: int) -> None:
+    clipping.check_mask("clipped_grad", mask, n, " It says which samples count, and does not reach fn: pass fn's own by position.")
 
 
 def first_samples(result: Any, n: int) -> Any:

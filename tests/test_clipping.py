@@ -637,6 +637,43 @@ def test_a_mask_that_may_be_fn_s_own(args, device):
     exact = psg.clipped_grad(lambda p, x: masked_loss(p, x, own), 1.0)(params, x)
     for found in (clipped(params, x, own), psg.jit(clipped, backend="eager", buckets=4)(params, x, own)):
         assert_trees_close(found.grads, exact.grads, per_sample=False)
+    bound = psg.clipped_grad(functools.partial(masked_loss, mask=own), 1.0)
+    assert_trees_close(bound(params, x, mask=torch.ones_like(mask)).grads, exact.grads, per_sample=False)
+
+
+class _Pooled(torch.nn.Module):
+    """A sum over the positions that its own mask selects."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, x, mask=None, **kwargs):
+        y = self.linear(x)
+        return (y if mask is None else y * mask[..., None]).sum(-2)
+
+
+@pytest.mark.parametrize("make", [_Pooled, lambda: torch.compile(_Pooled())], ids=["plain", "compiled"])
+def test_a_mask_that_may_be_the_module_s_own(make, device):
+    # As many positions as samples, so that the module's mask would pass for the samples'.
+    x, y = torch.rand(N, N, 3, device=device), torch.rand(N, 2, device=device)
+    mask, own = torch.arange(N, device=device) < 2, torch.rand(N, N, device=device) < 0.5
+    loss, params = psg.stateless(make().to(device), F.mse_loss)
+    clipped, shared = psg.clipped_grad(loss, 1.0, chunk_size=2), functools.partial(loss, mask=own[0])
+    for function in (clipped, psg.jit(clipped, backend="eager", buckets=4), psg.clipped_grad(functools.partial(loss), 1.0)):
+        with pytest.raises(psg.InputError, match="fn has an argument of that name too. Pass fn's by position, for a module also in a map"):
+            function(params, x, y, mask=mask)
+    expected = psg.per_sample_norm(loss)(params, x, own, y) * mask
+    assert_trees_close(clipped(params, x, own, y, mask=mask).norms, expected)
+    assert_trees_close(clipped(params, {"x": x, "mask": own}, y, mask=mask).norms, expected)
+    assert_trees_close(psg.clipped_grad(shared, 1.0)(params, x, y, mask=mask).norms, psg.per_sample_norm(shared)(params, x, y) * mask)
+
+
+def test_a_mask_that_kwargs_of_fn_would_take(args, device):
+    clipped = psg.clipped_grad(lambda p, x, **kwargs: loss(p, x), 1.0)
+    for function in (clipped, psg.jit(clipped, backend="eager", buckets=4)):
+        with pytest.raises(psg.InputError, match=r"expected a bool tensor of shape \(5,\).*does not reach fn: pass fn's own by position"):
+            function(*args, mask=torch.ones(7, device=device).bool())
 
 
 def test_second_derivatives_of_norms_over_groups(device):

@@ -668,6 +668,21 @@ def test_a_module_s_arguments_are_counted(x, device):
     assert "2 arguments after params, the last of them for criterion" in caught.value.__notes__[0]
 
 
+def test_a_type_error_of_the_criterion_of_a_module_without_inputs(x, device):
+    class Weight(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, *, squared=False):
+            return self.weight
+
+    # Its target alone is all that such a module's loss takes: the error is the criterion's.
+    loss, params = psg.stateless(Weight().to(device), lambda output, target: len(3))
+    with pytest.raises(TypeError, match=r"object of type 'int' has no len\(\)"):
+        psg.per_sample_norm(loss)(params, x)
+
+
 def test_a_criterion_of_three_arguments(x, device):
     loss, params = psg.stateless(torch.nn.Linear(3, 4, device=device), lambda output, y, weight: weight * F.mse_loss(output, y))
     with pytest.raises(TypeError, match="positional argument") as caught:

@@ -269,6 +269,51 @@ def test_check_names_what_differs_and_who_is_right(wrong_rule, args):
     assert str(caught.value).endswith("the loop is nearer.")
 
 
+def _in_mixed_dtypes(device):
+    """fn, its parameters and its data, where values are computed in other dtypes than that of the loss or of a leaf."""
+    w, x = torch.randn(50, 40, device=device, dtype=torch.float32), torch.randn(5, 30, 40, device=device, dtype=torch.float32)
+    temperature = torch.tensor(2.0, device=device, dtype=torch.float64)
+    half = torch.randn(40, device=device, dtype=torch.float16)
+    return {
+        "a loss in float64": (lambda w, x: sum(F.linear(x, w[k : k + 20]).double().sin().sum() for k in range(0, 50, 10)), w, x),
+        "a temperature in float64": (lambda p, x: (F.linear(x, p["w"]).sin() * p["t"]).sum(), {"w": w, "t": temperature}, x),
+        "layers in float16": (lambda p, x: (F.linear(x, p["w"]).half() * p["h"].sum()).double().sum(), {"w": w / 9, "h": half}, x),
+        "a parameter in float32": (lambda w, x: F.linear(x.double(), w.double()).sin().sum(), w, x),
+    }
+
+
+@pytest.mark.parametrize("name", _in_mixed_dtypes("cpu"))
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_check_in_mixed_dtypes(name, method, device):
+    fn, params, x = _in_mixed_dtypes(device)[name]
+    assert psg.check(fn, method=method)(params, x).samples == 5
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: F.linear(x.flatten().double(), w).sin().sum(),  # the data are in float16
+        lambda w, x: (F.linear(x.double(), w) * (x.sum() > 0).float()).sum(),  # the mask is in float32
+        lambda w, x: (F.linear(x.double(), w).sum() + w.detach().float().sum()).square(),
+    ],
+)
+def test_check_is_no_less_strict_where_no_parameter_s_value_is_rounded(fn, monkeypatch, device):
+    w, x = torch.randn(4, 3, device=device, dtype=torch.float64), torch.rand(5, 3, device=device, dtype=torch.float16)
+    psg.check(fn)(w, x)
+    right = psg.factors.Outer.materialize
+    monkeypatch.setattr(psg.factors.Outer, "materialize", lambda self: (1 + 1e-7) * right(self))
+    with pytest.raises(Mismatch, match="grads"):
+        psg.check(fn)(w, x)
+
+
+def test_check_of_values_says_nothing_of_gradients(monkeypatch, args):
+    right = psg._call.Call.detached
+    monkeypatch.setattr(psg._call.Call, "detached", lambda self, outputs: right(self, [output + 1 for output in outputs]))
+    with pytest.raises(Mismatch, match="^values, sample [0-9]") as caught:
+        psg.check(lambda p, x: loss(p, x).float())(*args)
+    assert "Central differences" not in str(caught.value)
+
+
 def test_check_tells_random_functions_from_wrong_gradients(args):
     def noisy(p, x):
         return F.dropout(loss(p, x) * torch.ones(8, device=x.device), 0.5).sum()

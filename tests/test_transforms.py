@@ -53,6 +53,37 @@ def test_aux_that_does_not_depend_on_the_sample(method, device):
     assert_trees_close(aux, constant.expand(N, 2))
 
 
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop", "batch"])
+@pytest.mark.parametrize("n", [1, N])
+def test_aux_is_not_the_memory_of_what_fn_closes_over(method, n, device):
+    params, x = linear_args(device)
+    held = torch.arange(2.0 * n, device=device).reshape((n, 2) if method == "batch" else (2 * n,))
+    before, rows = held.clone(), method == "batch"
+
+    def with_aux(p, x):
+        loss = linear_loss(p, x)
+        return (torch.stack([linear_loss(p, own) for own in x]) if rows else loss), {"whole": held, "part": held[:n], "shared": scale}
+
+    scale = torch.ones(n, device=device)
+    _, aux = psg.per_sample_grad(with_aux, has_aux=True, method=method)(params, x[:n])
+    if n == 1:
+        aux["whole"].add_(1)
+        aux["part"].add_(1)
+        assert torch.equal(held, before)
+    kept = {name: tensor.clone() for name, tensor in aux.items()}
+    held.zero_()
+    scale.zero_()
+    assert_trees_close(aux, kept)
+
+
+def test_aux_of_what_fn_closes_over_has_its_derivative(device):
+    params, x = linear_args(device)
+    held = torch.arange(2.0, device=device, requires_grad=True)
+    for method in ("auto", "vmap", "loop"):
+        _, aux = psg.per_sample_norm(lambda p, x: (linear_loss(p, x), 2 * held), has_aux=True, method=method)(params, x)
+        assert_trees_close(torch.autograd.grad(aux.sum(), held)[0], torch.full_like(held, 2 * N), per_sample=False)
+
+
 class Unequal:
     """Two instances are unequal, though they have the same repr."""
 

@@ -189,6 +189,8 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
             'method="batch": the backward of an autograd.Function that is given parameters cannot run for several cotangents at once: '
             f"{first_line(error).rstrip('.')}. {_FOR_ONE_SAMPLE}"
         ) from error
+    # fn may close over what does not depend on the samples.
+    outputs = [output if output in sampled else output.clone() for output in outputs]
     return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
 
 

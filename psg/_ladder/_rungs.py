@@ -233,7 +233,12 @@ def _vmap_together(call: Call, follows: bool) -> Result:
             _refuse_scripts(values[0])
         return values[0], values
 
-    gradient = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
+    derivative = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
+
+    def gradient(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        gradients, values = derivative(*tensors)
+        return gradients, _functorch.unaliased(values, _functorch.current_level())
+
     batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
     with torch.no_grad() if bare else contextlib.nullcontext():
         gradients, (values, *extra) = batched(*copies)

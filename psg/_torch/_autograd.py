@@ -96,6 +96,13 @@ def nodes_of(node: Any, seen: set[Any] | None = None) -> Iterator[Any]:
                 nodes.append(before)
 
 
+def dtypes_in(output: Tensor) -> set[torch.dtype]:
+    """The dtypes of the values in the graph that ends at this tensor: of what is computed from leaves, not of the leaves themselves."""
+    with torch._C.DisableTorchFunction():  # function modes watch fn, not this question
+        nodes = [node for node in nodes_of(output.grad_fn) if not hasattr(node, "variable")]
+    return {metadata.dtype for node in nodes for metadata in node._input_metadata}
+
+
 def leaves_in(nodes: Iterable[Any]) -> list[Any]:
     """Those of these nodes at which gradients of leaves arrive."""
     return [node for node in nodes if hasattr(node, "variable")]

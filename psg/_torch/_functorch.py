@@ -362,6 +362,14 @@ def lacks_batching(func: Any) -> bool:
 _TORCH = {"aten", "prim", "prims", "mkldnn", "quantized"}
 
 
+def unaliased(outputs: Iterable[Tensor], level: int) -> tuple[Tensor, ...]:
+    """What a function returns to the vmap at this level, with copies of tensors that it does not batch.
+
+    The function may close over such a tensor. For all samples vmap would return one view of its memory.
+    """
+    return tuple([output if is_batched(output, level) else output.clone() for output in outputs])
+
+
 def vmap(
     function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
     tensors: Sequence[Tensor],
@@ -369,12 +377,15 @@ def vmap(
     n: int,
     randomness: str,
 ) -> tuple[Tensor, ...]:
-    """`torch.func.vmap` of a function of a flat sequence of tensors, without the checks and the flattening that the caller has done."""
+    """`torch.func.vmap` of a function of a flat sequence of tensors, without the checks and the flattening that the caller has done.
+
+    No output shares memory with a tensor that the function closes over.
+    """
     _load_decompositions()
     level = _C._vmap_increment_nesting(n, randomness)
     try:
         samples = [tensor if dim is None else _C._add_batch_dim(tensor, dim, level) for tensor, dim in zip(tensors, in_dims, strict=True)]
-        outputs = function(samples)
+        outputs = unaliased(function(samples), level)
         return tuple(_C._remove_batch_dim(output, level, n, 0) for output in outputs)
     finally:
         _C._vmap_decrement_nesting()

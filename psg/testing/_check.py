@@ -9,9 +9,9 @@ from torch import Tensor
 from psg import transforms, tree
 from psg._call import Call, Method, Options, prepare
 from psg._errors import InputError, first_line
-from psg._torch import _ambient
+from psg._torch import _ambient, _autograd
 from psg._trees import Tree, flatten, tensors_in
-from psg.testing._compare import Mismatch, assert_trees_close, default_rtol
+from psg.testing._compare import Mismatch, assert_trees_close, compare, default_rtol
 from psg.testing._loop import Batch, loop_value_and_grad, tree_map
 from psg.testing._reference import reference_dot, reference_flat, reference_gram, reference_norm, reference_weighted_sum
 
@@ -56,7 +56,8 @@ def check(
         method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says that the samples
             do not interact. Arguments that all samples share go to it whole, so they must not hold the data of samples, as those of joined
             graphs do.
-        rtol: as in `assert_trees_close`; under autocast, None takes at least the tolerance of autocast's dtype.
+        rtol: as in `assert_trees_close`. Where dtypes are mixed (under autocast, or for a loss summed in float64), None takes at least the
+            tolerance of every dtype in which a value is computed from the arguments to differentiate.
         atol: as in `assert_trees_close`.
 
     Returns:
@@ -84,7 +85,15 @@ def check(
         scalar = (lambda *a, **k: fn(*a, **k)[0]) if has_aux else fn
         batch = prepare("check", scalar, options, args, shared) if method == "batch" else None
         single = scalar if batch is None else batch.with_sample_fn().fn
-        loop = loop_value_and_grad(single, argnums, in_dims=in_dims)
+        computed: set[torch.dtype] = set()
+
+        def watched(*sample: Any, **shared: Any) -> Any:
+            value = single(*sample, **shared)
+            if isinstance(value, Tensor):
+                computed.update(_autograd.dtypes_in(value))
+            return value
+
+        loop = loop_value_and_grad(watched, argnums, in_dims=in_dims)
         both = transforms.per_sample_value_and_grad(scalar, argnums, in_dims=in_dims, **route)
         found_values, found = both(*args, **shared)  # psg first: its errors say more
         try:
@@ -96,12 +105,15 @@ def check(
                 f"check: fn cannot run on batches of one, {type(error).__name__}: {first_line(error).rstrip('.')}. It gets {names} whole, "
                 f"which all samples share. {_NOT_CUT}"
             ) from error
-        allowed = rtol
-        if rtol is None and (narrow := _ambient.autocast_dtype(values)) is not None:
-            allowed = max(default_rtol(leaf.dtype) for leaf in [values.new_empty(0, dtype=narrow), *flatten(grads)[0]])
+        dtypes = {leaf.dtype for leaf in flatten(grads)[0]}
+        least = max(map(default_rtol, computed), default=0.0)
+
+        def rtol_of(dtype: torch.dtype) -> float:
+            return max(default_rtol(dtype), least) if rtol is None else rtol
+
         try:
-            assert_trees_close(found_values, values, allowed, atol, name="values")
-            error = assert_trees_close(found, grads, allowed, atol, name="grads")
+            compare(found_values, values, rtol_of, atol, "values")
+            error = compare(found, grads, rtol_of, atol, "grads")
         except Mismatch as mismatch:
             if not _repeatable(loop(*args, **shared), (values, grads)):
                 raise InputError(
@@ -109,8 +121,10 @@ def check(
                     " random numbers or changes state: compare it in evaluation mode, model.eval()."
                 ) from mismatch
             i = mismatch.sample
-            verdict = "" if i is None else _arbitrate(single, argnums, in_dims, args, shared, found, grads, i)
-            if batch is not None and mismatch.path == "values":
+            verdict = ""
+            if mismatch.path != "values":
+                verdict = "" if i is None else _arbitrate(single, argnums, in_dims, args, shared, found, grads, i)
+            elif batch is not None:
                 names = _shared_data(batch)
                 verdict = "\nThe loop has run fn on batches of one, so the samples interact" + (
                     f"; or {names}, which all samples share, hold their data. {_NOT_CUT}" if names else "."
@@ -118,7 +132,10 @@ def check(
             raise Mismatch(f"{mismatch}{verdict}", mismatch.path, i, mismatch.error) from None
         factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
         with _ambient.off():
-            assert_reductions_close(factored, grads, allowed, atol)
+            # Reductions have the widest dtype of any leaf, but the errors of all. (Those of 16-bit leaves are allowed for there.)
+            mixed = len(computed | dtypes) > 1
+            widest = max([least, *(default_rtol(dtype) for dtype in dtypes if dtype.itemsize >= 4)])
+            assert_reductions_close(factored, grads, widest if rtol is None and mixed else rtol, atol)
         return Checked(len(values), len(flatten(grads)[0]), error)
 
     return checked

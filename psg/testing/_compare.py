@@ -1,5 +1,7 @@
 """Comparison of trees, with an error that says where they differ."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -77,6 +79,13 @@ def assert_trees_close(
         Traceback (most recent call last):
         psg.testing.Mismatch: grads['w'], sample 1: got 2.5, expected 2.0, error 5.0e-01 where 2.0e-04 is allowed
     """
+    return compare(actual, expected, default_rtol if rtol is None else lambda dtype: rtol, atol, name, per_sample)
+
+
+def compare(
+    actual: Tree, expected: Tree, rtol_of: Callable[[torch.dtype], float], atol: float, name: str, per_sample: bool = True
+) -> float:
+    """`assert_trees_close` with a relative tolerance for each dtype of a leaf."""
     wants, structure = flatten(expected)
     gots, found = flatten(actual)
     if structure != found:
@@ -96,7 +105,7 @@ def assert_trees_close(
     worst, failures = 0.0, []
     for label, got, want in compared:
         scale = max(_magnitude(want), whole / 100)
-        allowed = atol + (default_rtol(want.dtype) if rtol is None else rtol) * scale
+        allowed = atol + rtol_of(want.dtype) * scale
         error = _error(got.detach(), want.detach())
         largest = error.max().item() if error.numel() else 0.0
         worst = max(worst, largest / scale if scale else float(largest > 0))
