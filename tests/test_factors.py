@@ -25,6 +25,7 @@ from psg.factors import (
     Geometry,
     Outer,
     Region,
+    Routed,
     Rows,
     Scaled,
     Segments,
@@ -221,6 +222,14 @@ def conv(n, size, generator):
     return Conv(cotangent, input, Geometry(kernel, stride, padding, dilation, groups)), tensor
 
 
+def routed(n, size, generator):
+    """Rows of four matrices, of which the last has none."""
+    t, a, b = SIZES[size]
+    index = torch.randint(3, (n, t), generator=generator)
+    left, right = randn(n, t, a, generator=generator), randn(n, t, b, generator=generator)
+    return Routed(index, left, right, 4), torch.einsum("ntg,nta,ntb->ngab", F.one_hot(index, 4).to(left.dtype), left, right)
+
+
 def vector(n, size, generator):
     values = randn(n, 7, generator=generator)
     return Dense(values), values
@@ -234,7 +243,8 @@ def scalar(n, size, generator):
 ALL = {**MATRICES, **ENTRY_BY_ENTRY, **SEGMENTS}
 MATRIX_ROWS = [(kind, size, recipe) for kind, recipe in ALL.items() for size in SIZES]
 CONV_ROWS = [(kind, size, recipe) for kind, recipe in (("Conv", conv), ("Segments", segments(conv))) for size in CONVS]
-ROWS = [*MATRIX_ROWS, *CONV_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
+ROUTED_ROWS = [(kind, size, recipe) for kind, recipe in (("Routed", routed), ("Segments", segments(routed))) for size in SIZES]
+ROWS = [*MATRIX_ROWS, *CONV_ROWS, *ROUTED_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
 each_matrix, each_factor = (
     pytest.mark.parametrize("kind, size, recipe", rows, ids=[f"{kind}, {size}" for kind, size, _ in rows]) for rows in (MATRIX_ROWS, ROWS)
 )
@@ -944,8 +954,60 @@ def test_outer_by_every_plan(size, norm, n, make):
         holds_all_operations(factor.settle(), tensor)
 
 
+@each_count
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("norm", ["keep", "gram", "chunks"])
+@pytest.mark.parametrize("size", [*SIZES, "whole blocks"])
+def test_routed_by_every_plan(size, norm, dtype, n, make, monkeypatch):
+    """Eager, in a trace, under vmap and with autograd: rows are sorted by group, or each group takes all rows."""
+    monkeypatch.setitem(SIZES, "whole blocks", (9, 4, 8))  # those torch._grouped_mm takes
+    factor, tensor = make(routed, n, size)
+    weights, direction = torch.linspace(-1, 2, n).to(tensor), torch.randn(tensor.shape[1:]).to(tensor)
+
+    def results(index, left, right):
+        own = Routed(index, left, right, 4)
+        return own.materialize(), own.norm(), own.weighted_sum(weights.to(dtype)), own.dot(direction.to(dtype)), own.inner(own), own.gram()
+
+    products = reference_gram(tensor)
+    expected = (tensor, products.diagonal().sqrt(), reference_weighted_sum(tensor, weights), reference_dot(tensor, direction))
+    expected = *expected, products.diagonal(), products
+    index, left, right = factor.index, factor.left.to(dtype), factor.right.to(dtype)
+    with psg.plans.using(norm=norm):
+        found = [results(index, left, right), make_fx(results)(index, left, right)(index, left, right)]
+        found.append(results(index, left.clone().requires_grad_(), right))
+        found.append([part[0] for part in torch.func.vmap(results, (None, 0, None))(index, left[None], right)])
+    for own in found:
+        for part, wanted in zip(own, expected, strict=True):
+            torch.testing.assert_close(part.detach().double(), wanted, rtol=1e-4, atol=1e-9 if dtype == torch.float64 else 1e-3)
+
+
+def test_maps_and_terms_of_routed(make):
+    (factor, tensor), (other, other_tensor) = make(routed, 3, "square"), make(routed, 3, "square")
+    both = merge([factor, other])
+    assert isinstance(both, Routed)
+    assert_trees_close(both.materialize(), tensor + other_tensor)
+    assert_trees_close(factor.inner(other), (tensor * other_tensor).flatten(1).sum(1))
+    assert_trees_close(factor.gram(other), reference_gram(tensor, other_tensor))
+    assert_trees_close(_maps.transposed(factor).materialize(), tensor.mT)
+    for dim in range(3):
+        assert_trees_close(_maps.narrowed(factor, dim, 1, 2).materialize(), tensor.narrow(1 + dim, 1, 2))
+    for shape in ((), (4, 1, 1), (1, 4, 1), (4, 1, 3), (3,)):
+        scale = torch.randn(shape).to(tensor)
+        assert_trees_close(_maps.scaled(factor, scale).materialize(), tensor * scale)
+
+
+def test_norms_of_routed_rows_that_nearly_cancel(device):
+    u, r, shift = torch.randn(3, 4, 1, 60, device=device, dtype=torch.float32)
+    index = torch.tensor([[2, 2]], device=device).expand(4, 2)
+    factor = Routed(index, torch.cat([r, -r], 1), torch.cat([u, u + 1e-4 * shift], 1), 3)
+    exact = factor.to(torch.float64).materialize().flatten(1).norm(dim=1)
+    with psg.plans.using(norm="gram"):
+        assert_norms(factor.norm(), exact, rtol=5e-5)
+
+
 def test_factors_are_saved_and_loaded(make, tmp_path):
     one = {
+        "routed": make(routed, 3, "square")[0],
         "conv": make(conv, 3, "depthwise")[0],
         "outer": make(outer, 3, next(iter(SIZES)))[0],
         "tied": make(sum_of(rows, outer), 3, next(iter(SIZES)))[0],

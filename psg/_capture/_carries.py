@@ -18,7 +18,7 @@ from psg import _trees
 from psg._torch import _functorch
 from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
-from psg.factors import Dense, Expanded, Factor, Outer, Region, Scaled, Sum, Views, merge
+from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Scaled, Sum, Views, merge
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
 
@@ -422,14 +422,20 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
 
 
 def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
-    if input.ndim != 2:
+    if input.ndim not in (2, 3):
         return _part(output, input)
-    turned = input.detach().mT
+    turned, views = input.detach().mT, [] if input.ndim == 2 else _part(output, input)
     if (output.shape, output.stride()) != (turned.shape, turned.stride()):
-        return []
+        return views
     if (output.shape, output.stride()) == (input.shape, input.stride()):
-        return []  # the strides do not tell whether it is transposed
-    return [(input, transposed)]
+        return views  # the strides do not tell whether it is transposed
+    if input.ndim == 2:
+        return [(input, transposed)]
+
+    def carry(factor: Factor) -> Factor | None:
+        return transposed(factor) if isinstance(factor, Routed) else views[0][1](factor)
+
+    return [(input, carry)] if views else []
 
 
 def _cast(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:

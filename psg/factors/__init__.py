@@ -1,11 +1,12 @@
 """Factors: per-sample gradients in factored form. Every kind of factor has the same few operations.
 
-For n samples and a parameter [*shape]; what positions t have is added up. A rule needs the first four; psg makes the others of them.
+For n samples and a parameter [*shape]; what positions t have is added up. A rule needs the first five; psg makes the others of them.
 
     kind                              tensors                                    for
     Dense(values)                     [n, *shape]                                what is small: biases, scales, normalisation layers
     Outer(left, right)                [n, t, a], [n, t, b]                       a matrix [a, b] that is multiplied with data
     Rows(index, cotangent, num_rows)  integers [n, t], [n, t, d]                 a table [num_rows, d] of which data choose rows
+    Routed(index, left, right, ...)   integers [n, t], [n, t, a], [n, t, b]      matrices [g, a, b] of which data choose one for each row
     Conv(cotangent, input, geometry)  [n, images, o, *out], [n, images, i, *in]  a convolution's weight
     Expanded(values, shape)           [n, *shape], with sizes of 1               one number for a whole row, or for all entries
     Scaled(factor, entries)           a factor, [n, *shape]                      a weight that is multiplied entry by entry, by a mask say
@@ -29,6 +30,7 @@ from psg.factors._arithmetic import one_after_another
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._outer import Outer
+from psg.factors._routed import Routed
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled, merge_scaled
 from psg.factors._segments import Segments
@@ -43,6 +45,7 @@ __all__ = [
     "Geometry",
     "Outer",
     "Region",
+    "Routed",
     "Rows",
     "Scaled",
     "Segments",
@@ -73,8 +76,8 @@ def is_factor(node: Any) -> bool:
 def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
-    Dense terms are added. Outer terms become one Outer over all their positions, Rows terms one Rows, Scaled terms of the same values one
-    Scaled, and Views of disjoint regions one Views. If several factors remain, a Sum holds them.
+    Dense terms are added. Outer terms become one Outer over all their positions, Rows terms one Rows, Routed terms one Routed, Scaled terms
+    of the same values one Scaled, and Views of disjoint regions one Views. If several factors remain, a Sum holds them.
 
     Args:
         terms: At least one, of the same samples and shape.
@@ -99,13 +102,17 @@ def merge(terms: list[Factor]) -> Factor:
     rows = [term for term in terms if isinstance(term, Rows)]
     if rows:
         merged.append(Rows(_along([term.index for term in rows]), _along([term.cotangent for term in rows]), rows[0].num_rows))
+    routed = [term for term in terms if isinstance(term, Routed)]
+    if routed:
+        index, left, right = (_along([getattr(term, name) for term in routed]) for name in Routed.fields)
+        merged.append(Routed(index, left, right, routed[0].num_groups))
     views = [term for term in terms if isinstance(term, Views)]
     if views:
         merged += merge_views(views, merge)
     scaled = [term for term in terms if isinstance(term, Scaled)]
     if scaled:
         merged += merge_scaled(scaled)
-    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Rows, Scaled, Views))]
+    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Routed, Rows, Scaled, Views))]
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
@@ -174,7 +181,7 @@ def _filled_up(factors: Sequence[Factor]) -> list[Factor]:
 
 
 # So that `torch.load` reads saved factors with its default `weights_only=True`.
-_SAVED = [Conv, Dense, Expanded, Geometry, Outer, Region, Rows, Scaled, Segments, Sum, Views]
+_SAVED = [Conv, Dense, Expanded, Geometry, Outer, Region, Routed, Rows, Scaled, Segments, Sum, Views]
 for _kind in _SAVED:
     _kind.__module__ = __name__  # saved files hold this name
 torch.serialization.add_safe_globals(_SAVED)

@@ -12,6 +12,7 @@ from psg.factors._arithmetic import widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
 from psg.factors._outer import Outer
+from psg.factors._routed import Routed
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sum import Sum
@@ -47,6 +48,19 @@ def _(factor: Rows, scale: Scale) -> Factor | None:
     if entries is not None:
         scale = entries[0] if len(entries) == 1 else entries[factor.index]
     return Rows(factor.index, factor.cotangent * scale, factor.num_rows)
+
+
+@scaled.register
+def _(factor: Routed, scale: Scale) -> Factor | None:
+    left, right, entries = factor.left, factor.right, _entries(scale, factor)
+    if entries is None:
+        return Routed(factor.index, left * scale, right, factor.num_groups)
+    if min(entries.shape[1:]) != 1:
+        return _entry_by_entry(factor, entries)
+    scale = entries.flatten(1)
+    scale = scale[0] if len(scale) == 1 else scale[factor.index]
+    left, right = (left * scale, right) if entries.shape[2] == 1 else (left, right * scale)
+    return Routed(factor.index, left, right, factor.num_groups)
 
 
 @scaled.register
@@ -165,7 +179,7 @@ def _(factor: Views, weights: Tensor, shape: torch.Size) -> Tensor | None:
 
 @singledispatch
 def transposed(factor: Factor) -> Factor | None:
-    """The gradient of the transposed matrix."""
+    """The gradient of the transposed matrix, or of the transposed matrices in a stack."""
     return None
 
 
@@ -177,6 +191,11 @@ def _(factor: Dense) -> Factor:
 @transposed.register
 def _(factor: Outer) -> Factor:
     return Outer(factor.right, factor.left)
+
+
+@transposed.register
+def _(factor: Routed) -> Factor:
+    return Routed(factor.index, factor.right, factor.left, factor.num_groups)
 
 
 @transposed.register
@@ -231,6 +250,18 @@ def _(factor: Rows, dim: int, start: int, length: int) -> Factor:
     index = factor.index - start
     among = (index >= 0) & (index < length)
     return Rows(torch.where(among, index, 0), torch.where(among[:, :, None], factor.cotangent, 0), length)
+
+
+@narrowed.register
+def _(factor: Routed, dim: int, start: int, length: int) -> Factor:
+    left, right = factor.left, factor.right
+    if dim == 0:
+        index = factor.index - start
+        among = (index >= 0) & (index < length)
+        left, right = (torch.where(among[:, :, None], side, 0) for side in (left, right))
+        return Routed(torch.where(among, index, 0), left, right, length)
+    left, right = (left.narrow(2, start, length), right) if dim == 1 else (left, right.narrow(2, start, length))
+    return Routed(factor.index, left, right, factor.num_groups)
 
 
 @narrowed.register

@@ -18,6 +18,7 @@ from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
 from psg.factors._maps import contracted
 from psg.factors._outer import Outer
+from psg.factors._routed import Routed
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._segments import Segments
@@ -265,6 +266,35 @@ def _(x: Rows, y: Outer) -> Tensor | None:
     left, right = widen(y.left), widen(y.right)
     rows = [(left[:, :, own] * (right @ cotangent.T)).sum((1, 2)) for own, cotangent in zip(x.index, widen(x.cotangent), strict=True)]
     return torch.stack(rows) if rows else left.new_zeros(0, y.n)
+
+
+# Routed x Routed: sum_{t,s} [index_t = index'_s] <left_t, left'_s> <right_t, right'_s>
+
+
+@inner.of(Routed, Routed)
+def _(x: Routed, y: Routed) -> Tensor | None:
+    t, s = x.positions, y.positions
+    if t * s * sum(x.shape[1:]) > (t + s) * x.shape[1:].numel():
+        return None
+    left, right = wide_bmm(x.left, y.left.transpose(1, 2)), wide_bmm(x.right, y.right.transpose(1, 2))
+    return torch.where(x.index[:, :, None] == y.index[:, None, :], left * right, 0).sum((1, 2))
+
+
+@gram.of(Routed, Routed)
+def _(x: Routed, y: Routed) -> Tensor | None:
+    pairs = x.n * x.positions * y.n * y.positions / x.num_groups
+    fresh, kept = _machine.fresh_byte(x.device, x.dtype), _machine.kept_byte(x.device, x.dtype)
+    factored = pairs * (2 * sum(x.shape[1:]) + 3 * fresh * x.dtype.itemsize)
+    dense = x.shape.numel() * (2 * x.n * y.n + (x.n if x is y else x.n + y.n) * kept * x.dtype.itemsize)
+    if factored > dense or x.is_differentiated or y.is_differentiated or not _functorch.can_read(x.index):
+        return None
+    # Group by group: each has its own rows, of all samples.
+    total = widen(x.left).new_zeros(x.n, y.n)
+    own = x.by_group()
+    for (samples, left, right), (others, other_left, other_right) in zip(own, own if x is y else y.by_group(), strict=True):
+        products = (left @ other_left.T) * (right @ other_right.T)
+        total.index_add_(1, others, products.new_zeros(x.n, len(others)).index_add_(0, samples, products))
+    return total
 
 
 # Conv x Conv: as Outer x Outer over patches, group by group

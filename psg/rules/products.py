@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg.factors import Dense, Factor, Outer, Region, Views
+from psg.factors import Dense, Factor, Outer, Region, Routed, Views
 from psg.factors._maps import reshaped
 from psg.factors._views import strides_of
 from psg.rules._registry import decomposition, reshape, rule, transposable_form, transpose
@@ -510,7 +510,12 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
     output = torch._grouped_mm(input.index_select(0, order), mat2, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
     output = output.index_select(0, order.argsort()).unflatten(0, (n, t))
 
-    def factor(cotangent: Tensor) -> Dense:
+    def factor(cotangent: Tensor) -> Factor:
+        if n * mat2.numel() * cotangent.itemsize > _FEW_BYTES and mat2.numel() > t * (sum(mat2.shape[1:]) + 2):
+            # A row beyond the last offset counts for the last matrix, with zeros on both sides.
+            rows = cotangent.masked_fill(beyond.unflatten(0, (n, t)), 0)
+            index = expert.unflatten(0, (n, t)).clamp(max=len(mat2) - 1)
+            return Routed(index, input.detach().unflatten(0, (n, t)), rows, len(mat2))
         ends = (offs + t * torch.arange(n, device=offs.device, dtype=offs.dtype)[:, None]).flatten()
         rows = cotangent.flatten(0, 1).masked_fill(beyond, 0)  # which count to the next sample, and may hold anything
         grads = torch._grouped_mm(input.detach().T, rows, offs=ends)  # pyright: ignore[reportPrivateImportUsage]
