@@ -34,6 +34,7 @@ from psg.factors import (
     _base,
     _division,
     _maps,
+    _products,
     _segments,
     merge,
 )
@@ -841,6 +842,16 @@ def test_gram_of_more_pairs_than_a_cache_holds(dtype, positions, chunk, monkeypa
     rounding = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-3}
     assert_trees_close(x.gram(y).double(), reference_gram(left, right), **rounding)
     assert_trees_close(x.gram().double(), reference_gram(left), **rounding)
+
+
+@each_factor
+def test_gram_of_materialised_gradients_a_column_at_a_time(kind, size, recipe, make, monkeypatch):
+    monkeypatch.setattr(psg._hardware._machine, "chunk_bytes", lambda device: 1)
+    (x, x_tensor), (y, y_tensor) = make(recipe, 3, size), make(recipe, 2, size)
+    assert_trees_close(_products.gram.materialized(x, y), reference_gram(x_tensor, y_tensor))
+    assert_trees_close(_products.gram.materialized(x, x), reference_gram(x_tensor))
+    if kind in ("Outer", "Rows", "Routed"):
+        assert len(_products._in_blocks([x, y])) == x.shape[1]
 
 
 @pytest.mark.parametrize("size", CONVS)

@@ -5,7 +5,7 @@ Each has a table with one function for each pair of kinds. Pairs that are not in
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from psg._torch import _functorch
 from psg.factors._arithmetic import real_rows, wide, wide_bmm, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
-from psg.factors._maps import contracted
+from psg.factors._maps import contracted, narrowed
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows
@@ -101,8 +101,34 @@ def _inner_materialized(x: Factor, y: Factor) -> Tensor:
 
 
 def _gram_materialized(x: Factor, y: Factor) -> Tensor:
-    left = real_rows(x.to(wide(x.dtype)).materialize())
-    return _matmul.pair_rows(left, left if x is y else real_rows(y.to(wide(y.dtype)).materialize()))
+    """<x[n], y[m]>, with some columns of the gradients at a time where nothing watches or records every op."""
+    return reduce(torch.add, map(_pairs, _in_blocks([factor.to(wide(factor.dtype)) for factor in ((x,) if x is y else (x, y))])))
+
+
+def _pairs(factors: Sequence[Factor]) -> Tensor:
+    """The inner products of all pairs of one or two factors, materialised."""
+    left, *right = [real_rows(factor.materialize()) for factor in factors]
+    return _matmul.pair_rows(left, *(right or [left]))
+
+
+def _in_blocks(factors: Sequence[Factor]) -> Sequence[Sequence[Factor]]:
+    """The factors of some columns of the gradients each; one block of all if these are small, or cannot be cut."""
+    columns = factors[0].shape[1] if len(factors[0].shape) > 1 else 1
+    nbytes = sum(factor.n * factor._bytes() for factor in factors) // max(1, columns)
+    count = -(-columns // _machine.items_at_a_time(factors[0].device, nbytes, chunks=8))  # in thinner blocks products take longer
+    is_whole = all(isinstance(factor, Dense) for factor in factors) or any(factor.is_differentiated for factor in factors)
+    if count < 2 or is_whole or _functorch.is_watched():
+        return [factors]
+    size = -(-columns // count)
+    blocks: list[list[Factor]] = []
+    for start in range(0, columns, size):
+        blocks.append([])
+        for factor in factors:
+            part = narrowed(factor, 1, start, min(size, columns - start))
+            if part is None:
+                return [factors]
+            blocks[-1].append(part)
+    return blocks
 
 
 inner = Product(_inner_materialized, swap=lambda product: product, shape=lambda n, m: (n,))
