@@ -987,9 +987,21 @@ def test_routed_by_every_plan(size, norm, dtype, n, make, monkeypatch):
         found = [results(index, left, right), make_fx(results)(index, left, right)(index, left, right)]
         found.append(results(index, left.clone().requires_grad_(), right))
         found.append([part[0] for part in torch.func.vmap(results, (None, 0, None))(index, left[None], right)])
+    rtol, atol = (1e-9, 1e-9) if dtype == torch.float64 else (1e-4, 1e-3)
     for own in found:
         for part, wanted in zip(own, expected, strict=True):
-            torch.testing.assert_close(part.detach().double(), wanted, rtol=1e-4, atol=1e-9 if dtype == torch.float64 else 1e-3)
+            torch.testing.assert_close(part.detach().double(), wanted, rtol=rtol, atol=atol)
+
+
+def test_derivatives_through_routed(device):
+    index, weights = torch.tensor([[1, 0, 1], [2, 2, 2]], device=device), torch.tensor([1.0, -2.0], device=device)
+    left, right, direction = (torch.randn(shape).to(device) for shape in ((2, 3, 4), (2, 3, 2), (3, 4, 2)))
+
+    def results(left, right):
+        factor = Routed(index, left, right, 3)
+        return factor.squared_norm(), factor.weighted_sum(weights), factor.materialize(), factor.dot(direction)
+
+    assert torch.autograd.gradcheck(results, (left.requires_grad_(), right.requires_grad_()))
 
 
 def test_maps_and_terms_of_routed(make):
@@ -1429,6 +1441,14 @@ def test_sums_of_different_lengths_stay_factored_when_they_are_joined(kind, make
         return ALL[kind](n, "of that length", generator)
 
     expect_joined(*zip(*(make(recipe, n, t) for n, t in ((2, 5), (0, 3), (3, 1), (1, 7))), strict=True))
+
+
+def test_rows_routed_to_matrices_stay_factored_when_they_are_joined(make, monkeypatch):
+    def recipe(n, t, generator):
+        monkeypatch.setitem(SIZES, "of that length", (t, 30, 20))
+        return routed(n, "of that length", generator)
+
+    expect_joined(*zip(*(make(recipe, n, t) for n, t in ((2, 5), (0, 3), (3, 1))), strict=True))
 
 
 def test_convolutions_of_different_numbers_of_images_stay_factored_when_they_are_joined(make, monkeypatch):
