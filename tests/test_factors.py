@@ -968,7 +968,7 @@ def test_outer_by_every_plan(size, norm, n, make):
 @each_count
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("norm", ["keep", "gram", "chunks"])
-@pytest.mark.parametrize("size", [*SIZES, "whole blocks"])
+@pytest.mark.parametrize("size", ["square", "one column", "no positions", "whole blocks"])
 def test_routed_by_every_plan(size, norm, dtype, n, make, monkeypatch):
     """Eager, in a trace, under vmap and with autograd: rows are sorted by group, or each group takes all rows."""
     monkeypatch.setitem(SIZES, "whole blocks", (9, 4, 8))  # those torch._grouped_mm takes
