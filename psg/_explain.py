@@ -83,11 +83,14 @@ def explain(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: As in `per_sample_grad`.
-        in_dims: As in `per_sample_grad`.
-        has_aux: As in `per_sample_grad`.
-        randomness: As in `per_sample_grad`.
-        method: As in `per_sample_grad`.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function that takes fn's arguments for a batch of at least one sample. It returns a `Report`, to print or to read: the

@@ -199,12 +199,16 @@ def per_sample_value_and_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: As in `per_sample_grad`.
-        in_dims: As in `per_sample_grad`.
-        has_aux: As in `per_sample_grad`.
-        randomness: As in `per_sample_grad`.
-        chunk_size: As in `per_sample_grad`.
-        method: As in `per_sample_grad`.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function that takes fn's arguments for a batch. It returns `(values, grads)`, values [n]; with has_aux `((values, aux), grads)`.
@@ -239,12 +243,16 @@ def per_sample_norm(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: As in `per_sample_grad`.
-        in_dims: As in `per_sample_grad`.
-        has_aux: As in `per_sample_grad`.
-        randomness: As in `per_sample_grad`.
-        chunk_size: As in `per_sample_grad`.
-        method: As in `per_sample_grad`.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function that takes fn's arguments for a batch. It returns the norms, [n], real and at least float32; with has_aux
@@ -289,12 +297,16 @@ def factored_grad(
 
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
-        argnums: As in `per_sample_grad`.
-        in_dims: As in `per_sample_grad`.
-        has_aux: As in `per_sample_grad`.
-        randomness: As in `per_sample_grad`.
-        chunk_size: As in `per_sample_grad`.
-        method: As in `per_sample_grad`.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function that takes fn's arguments for a batch. It returns the tree of the differentiated argument with a `psg.factors.Factor`,
@@ -350,14 +362,18 @@ def clipped_grad(
         clip_norm: C, in the units of the gradient: a number or scalar tensor for the norm over all leaves; `psg.clipping.PerLeaf` or
             `psg.clipping.PerGroup` to clip leaves or groups of leaves separately. 0 gives a zero sum; inf, with the policy "clip", the
             plain sum.
-        argnums: As in `per_sample_grad`.
+        argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
+            in_dims says otherwise.
         policy: "clip", "automatic", "normalize" or a function (norms, clip_norm) -> clip_coef; see `psg.clipping`. The function must be
             elementwise in the norms: with chunks and buckets it is called on parts of a batch and on padding.
-        in_dims: As in `per_sample_grad`.
-        has_aux: As in `per_sample_grad`.
-        randomness: As in `per_sample_grad`.
-        chunk_size: As in `per_sample_grad`.
-        method: As in `per_sample_grad`.
+        in_dims: The batch dimension of each positional argument: an integer, None (shared by all samples) or a tree of these. By default
+            the argnums arguments are shared, and tensors in the others are batched along dim 0.
+        has_aux: Whether fn returns (loss, aux).
+        randomness: "different" draws new random numbers for every sample, "same" draws once for all samples, "error" forbids drawing.
+        chunk_size: The most samples to run at a time: an integer; a size, such as "512 MiB", for as many as fit; "auto", for as many as
+            fit in a quarter of the free memory; None for the whole batch.
+        method: "auto" takes the first that can run fn of "capture" (rules and factors), "vmap" (`vmap(grad)`) and "loop" (one sample after
+            another); a name forces that method. "batch" is for an fn of a whole batch, losses [n]: see `help(psg.transforms)`.
 
     Returns:
         A function that takes fn's arguments for a batch, and the keyword `mask`, booleans [n]: samples where it is False contribute
