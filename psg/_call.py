@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -318,8 +318,13 @@ def prepare(
     )
 
 
-KEYWORDS: WeakKeyDictionary[Any, Callable[[Sequence[Any]], set[str]]] = WeakKeyDictionary()
-"""For functions whose `**kwargs` hide them: from positional arguments to the names of the keywords that the function takes beside them."""
+def note_keywords(fn: Any, names_beside: Callable[[Sequence[Any]], set[str]]) -> None:
+    """Note which keywords a function takes by its `**kwargs`: from positional arguments to the names that it takes beside them.
+
+    In an attribute, since a table would keep alive a module that holds its own function. functools.wraps copies attributes to the user's
+    wrappers, which are told from the function by the reference.
+    """
+    fn._psg_keywords = ref(fn), names_beside
 
 
 def takes_keyword(fn: Callable[..., Any], name: str, args: Sequence[Any]) -> bool:
@@ -328,11 +333,8 @@ def takes_keyword(fn: Callable[..., Any], name: str, args: Sequence[Any]) -> boo
         if name in fn.keywords:
             return False
         fn, args = fn.func, (*fn.args, *args)
-    try:
-        names_beside = KEYWORDS.get(fn)
-    except TypeError:  # it cannot be weakly referenced, so no function of psg's has made it
-        names_beside = None
-    if names_beside is not None:
+    noted, names_beside = getattr(fn, "__dict__", {}).get("_psg_keywords", (None, None))
+    if noted is not None and noted() is fn:
         return name in names_beside(args)
     try:
         return name in list(inspect.signature(fn).parameters)[len(args) :]

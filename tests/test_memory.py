@@ -431,6 +431,16 @@ def test_an_object_that_keeps_a_transform_of_its_method_is_freed(compiled, devic
     assert not any(reference() for reference in freed)
 
 
+def test_a_module_that_keeps_its_stateless_loss_is_freed(device):
+    module = nn.Linear(2, 1).to(device)
+    module.loss, params = psg.stateless(module, lambda output: output.sum())
+    psg.clipped_grad(module.loss, 1.0)(params, torch.ones(3, 2, device=device), mask=torch.ones(3, dtype=torch.bool, device=device))
+    freed = weakref.ref(module)
+    del module, params
+    gc.collect()
+    assert freed() is None
+
+
 def test_what_is_known_of_functions_is_asked_once():
     asked = []
     known = cached(lambda func: asked.append(func) or func)
