@@ -754,12 +754,8 @@ class Binary(torch.autograd.Function):
         return (cotangent * scale * (w.abs() <= 1)).clamp(-0.5, 0.5), None
 
 
-class Reading(torch.autograd.Function):
-    """An autograd.Function whose backward reads a number."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 3
+class Reading(Unseen):
+    """The same function, whose backward reads a number."""
 
     @staticmethod
     def backward(ctx, cotangent):

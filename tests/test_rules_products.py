@@ -398,6 +398,7 @@ def test_rows_by_the_matrices_of_their_experts(n, beyond, transposed, device):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_of_large_matrices_are_not_materialised(transposed, device):
+    # The op takes no float64; tests of Routed itself do.
     w = (torch.randn(8, *((96, 128) if transposed else (128, 96)), device=device) / 10).float()
     x, choice = torch.randn(4, 5, 128, device=device).float(), torch.randint(7, (4, 5), device=device).sort(1).values
 
@@ -408,11 +409,11 @@ def test_rows_of_large_matrices_are_not_materialised(transposed, device):
     plain = lambda w, x, choice: torch.einsum("ti,tio->to", x, (w.mT if transposed else w)[choice])[:4].sin().sum()  # noqa: E731
     assert isinstance(psg.factored_grad(fn)(w, x, choice), Routed)
     grads = loop_grad(plain)(w, x, choice)
-    assert_trees_close(psg.per_sample_grad(fn)(w, x, choice), grads, rtol=1e-4, atol=1e-4)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x, choice), grads)
     for transform in (psg.clipped_grad(fn, 1.0), psg.jit(psg.clipped_grad(fn, 1.0), backend="eager")):
         out, expected = transform(w, x, choice), psg.tree.clip(Dense(grads), 1.0)
-        assert_trees_close(out.norms, expected.norms, rtol=1e-4)
-        assert_trees_close(out.grads, expected.grads, rtol=1e-3, atol=1e-4, per_sample=False)
+        assert_trees_close(out.norms, expected.norms)
+        assert_trees_close(out.grads, expected.grads, per_sample=False)
 
 
 def test_rows_beyond_the_last_expert_reach_no_other_sample(device):

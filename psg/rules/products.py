@@ -24,7 +24,7 @@ from psg.rules._registry import decomposition, reshape, rule, transposable_form,
 from psg.rules.linear import flatten_positions, linear
 
 _FEW_BYTES = 1 << 20
-"""To form the gradients of one of several products, if they take no more than this, takes less time than the ops for its factor."""
+"""To materialise the gradients of one of several products, if they take no more than this, takes less time than ops for its factor."""
 
 
 def contract(
@@ -96,7 +96,7 @@ def _together(others: list[tuple[Tensor, str]], out: str, labels: str, most: int
 
 
 def _factored(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
-    """The factor, if each label of the parameter is in the data or in the output; None for others, and if to form the gradient is faster.
+    """The factor, if each label of the parameter is in the data or in the output; None for others, and where the gradient is best dense.
 
     Labels in both (heads, experts, blocks) make one product for each of their values.
     """
