@@ -25,8 +25,8 @@ def dtype(request, monkeypatch):
     return request.param
 
 
-@given(data=st.data())
-def test_norms_of_convolutions(data, dtype, device):
+def draw_conv(data, device, images=1):
+    """A drawn convolution in one or two dimensions without groups, in float32."""
     dims = data.draw(st.integers(1, 2))
     each = lambda low, high: tuple(data.draw(st.integers(low, high)) for _ in range(dims))  # noqa: E731
     geometry = Geometry(each(1, 4), each(1, 3), each(0, 2), each(1, 2), 1)
@@ -34,17 +34,44 @@ def test_norms_of_convolutions(data, dtype, device):
     reach = [dilation * (taps - 1) + 1 for taps, dilation in zip(geometry.kernel, geometry.dilation, strict=True)]
     out = [(s + 2 * p - r) // stride + 1 for s, p, r, stride in zip(size, geometry.padding, reach, geometry.stride, strict=True)]
     assume(min(out) > 0)
-    n, i, o = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 3], [1, 3, 16, 70], [1, 5, 64, 130]))
-    input, cotangent = torch.randn(n, 1, i, *size, device=device), torch.randn(n, 1, o, *out, device=device)
-    if dims == 2 and dtype != torch.float32 and data.draw(st.booleans()):
-        input, cotangent = (x.squeeze(1).contiguous(memory_format=torch.channels_last).unsqueeze(1) for x in (input, cotangent))
-    factor = Conv(cotangent.to(dtype), input.to(dtype), geometry)
+    n, i, o = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 3], [1, 3, 16, 32, 70, 192], [1, 5, 64, 130]))
+    input, cotangent = torch.randn(n, images, i, *size, device=device), torch.randn(n, images, o, *out, device=device)
+    if dims == 2 and data.draw(st.booleans()):
+        input, cotangent = (
+            x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (n, images)) for x in (input, cotangent)
+        )
+    return Conv(cotangent, input, geometry)
+
+
+@given(data=st.data())
+def test_norms_of_convolutions(data, dtype, device):
+    factor = draw_conv(data, device).to(dtype)
     with psg.plans.using(norm="chunks"):
         assert factor.plan().startswith("kernel")
         found = factor.squared_norm()
     # TF32 rounds every factor of a product by up to 2^-11: few terms do not average that out.
     rtol = 4 * 2**-11 if dtype == torch.float32 else 1e-4
     assert_trees_close(found.double(), factor.to(torch.float64).materialize().flatten(1).norm(dim=1).square(), rtol=rtol)
+
+
+@given(data=st.data())
+def test_sums_of_convolutions(data, dtype, device):
+    if dtype == torch.float32:
+        pytest.skip("torch's own sums of float32 are as exact")
+    factor = draw_conv(data, device, images=data.draw(st.integers(1, 2))).to(dtype)
+    assert factor.plan().endswith("one kernel")
+    weights = torch.randn(factor.n, device=device).float()
+    exact = factor.to(torch.float64).weighted_sum(weights.double())
+    found = factor.weighted_sum(weights)
+    assert found.dtype == torch.float32 and found.is_contiguous()
+    assert_trees_close(found.double(), exact, rtol=1e-5, per_sample=False)
+    # Samples that do not count are left out, whatever they hold.
+    keep = torch.arange(factor.n, device=device) % 2 == 1
+    factor.cotangent[~keep], factor.input[~keep] = torch.nan, torch.inf
+    left_out = torch.where(keep, weights, 0)
+    found = factor.weighted_sum_of(left_out, keep, torch.ones_like(keep))
+    assert_trees_close(found.double(), factor.zero(keep).to(torch.float64).weighted_sum(left_out.double()), rtol=1e-5, per_sample=False)
+    assert factor.weighted_sum(left_out).isnan().any()
 
 
 def test_tf32_does_not_make_norms_smaller(device, monkeypatch):
@@ -88,7 +115,7 @@ def test_sums_of_samples_with_more_entries_than_32_bits_count(device):
 
 
 @pytest.mark.parametrize("stride", [(1 << 30, 5, 1), (1, 1, 1 << 29)], ids=["channels", "positions"])
-def test_norms_of_convolutions_with_cotangents_in_a_larger_tensor(stride, device):
+def test_convolutions_with_cotangents_in_a_larger_tensor(stride, device):
     # The places of the last channels or positions, counted in 32 bits, were negative.
     memory = torch.empty((1 << 31) + (1 << 29), dtype=torch.float16, device=device)  # 5 GiB
     cotangent, input = memory.as_strided((1, 3, 1, 5), (1, *stride)), torch.randn(1, 3, 3, 7, device=device)
@@ -99,6 +126,7 @@ def test_norms_of_convolutions_with_cotangents_in_a_larger_tensor(stride, device
         found = factor.squared_norm()
     exact = Conv(cotangent.double()[:, None].contiguous(), factor.input.double(), factor.geometry).materialize()
     assert_trees_close(found.double(), exact.flatten(1).norm(dim=1).square(), rtol=1e-4)
+    assert_trees_close(factor.weighted_sum(torch.ones(1, device=device)).double(), exact[0], rtol=1e-5, per_sample=False)
 
 
 class Mixer(nn.Module):

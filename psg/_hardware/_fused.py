@@ -1,10 +1,11 @@
 """What one kernel of ours does in the place of several of torch's, on CUDA devices with Triton.
 
-Norms of gradients that are never written to memory, and sums that leave out samples without a mask for every tensor.
+Norms and sums of gradients that are never written to memory, and sums that leave out samples without a mask for every tensor.
 """
 
 import functools
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ def takes_conv(tensor: Tensor) -> bool:
     if tensor.dtype == torch.float32 and (_functorch.is_traced() or not tensor.is_contiguous()):
         return False  # to round channels-last images, as compilers make them, takes longer than the kernel saves (measured)
     return multiplies_by_tensor_cores(tensor) and _can_launch(tensor)
+
+
+def takes_conv_sum(tensor: Tensor) -> bool:
+    """Whether `conv_weighted_sum` can take this tensor, and pays: torch's own sums of 16-bit numbers are rounded to 16 bits."""
+    return tensor.dtype in (torch.float16, torch.bfloat16) and _can_launch(tensor)
 
 
 def takes_product(tensor: Tensor) -> bool:
@@ -60,46 +66,99 @@ def conv_squared_norm(
     Returns:
         The squared norms [n], in float32.
     """
-    run = _conv_op if _functorch.is_traced() else _conv_squared_norm
+    run = _norm_op if _functorch.is_traced() else _conv_squared_norm
     return run(cotangent, input, kernel, stride, padding, dilation)
 
 
 def _conv_squared_norm(
     cotangent: Tensor, input: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    n, outs, _, width = cotangent.shape
-    ins = input.shape[1]
+    n = len(cotangent)
     with torch.cuda.device_of(cotangent):
-        # 16-bit numbers are best read in runs of channels. Tensor cores take 32-bit ones in runs of positions.
-        is_last = cotangent.dtype != torch.float32
-        if is_last:
-            padded = _padded_last(input, padding)
-            (x_n, line, pace, channel), flat = padded.stride(), cotangent.flatten(2)
-        else:
-            padded = _padded_rounded(input, padding)
-            (x_n, channel, line, pace), flat = padded.stride(), _padded_rounded(cotangent, (0, 0)).flatten(2)
-        entries, positions = ins * kernel[0] * kernel[1], flat.shape[2]
-        tile = [min(most, max(16, 1 << (size - 1).bit_length())) for size, most in ((outs, 128), (entries, 128))]
-        if tile[0] <= 64:
-            tile[1] = min(tile[1], 64)
-        tiles = -(-outs // tile[0]) * -(-entries // tile[1])
+        tensors, sizes, options, tiles = _conv_arguments(cotangent, input, kernel, stride, padding, dilation)
         norms = torch.empty(n, tiles, dtype=torch.float32, device=cotangent.device)
-        _kernels().conv_norms[(n * tiles,)](
-            flat, padded, norms, tiles, positions, outs, ins, width, pace, line, channel,
-            *stride, kernel[1], *dilation, entries, *flat.stride(), x_n,
-            LAST=is_last, OUTS=tile[0], ENTRIES=tile[1], POSITIONS=32, num_warps=8 if tile[0] > 64 else 4, num_stages=3,
-        )  # fmt: skip
+        _kernels().conv_norms[(n * tiles,)](*tensors, norms, tiles, *sizes, **options)
         return norms.sum(1)
 
 
+def conv_weighted_sum(
+    weights: Tensor,
+    cotangent: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    skips: bool,
+) -> Tensor:
+    """The sum of the same gradients, times weights[n] -> [o, i, *kernel], in float32, however few bits the tensors have.
+
+    If `skips`, samples of weight zero are left out, even where they hold inf or NaN.
+    """
+    run = _sum_op if _functorch.is_traced() else _conv_weighted_sum
+    return run(weights, cotangent, input, kernel, stride, padding, dilation, skips)
+
+
+def _conv_weighted_sum(
+    weights: Tensor,
+    cotangent: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    skips: bool,
+) -> Tensor:
+    n, outs, ins = *cotangent.shape[:2], input.shape[1]
+    with torch.cuda.device_of(cotangent):
+        tensors, sizes, options, tiles = _conv_arguments(cotangent, input, kernel, stride, padding, dilation)
+        # Several parts of the sum at a time keep the device busy; each is a tensor of its own, so that the order of additions is fixed.
+        each = -(-n // max(1, min(n, 2 * _multiprocessors(cotangent.device) // tiles)))
+        parts = -(-n // each)
+        sums = torch.empty(parts, outs, *kernel, ins, dtype=torch.float32, device=cotangent.device)
+        _kernels().conv_sums[(tiles, parts)](*tensors, weights.float().contiguous(), sums, n, each, *sizes, SKIPS=skips, **options)
+        return sums.sum(0).movedim(-1, 1).contiguous()
+
+
+def _conv_arguments(
+    cotangent: Tensor, input: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[Tensor, Tensor], list[int], dict[str, Any], int]:
+    """The tensors, sizes and options of a kernel, and the number of tiles of a gradient."""
+    outs, ins = cotangent.shape[1], input.shape[1]
+    entries = ins * math.prod(kernel)
+    tile = [min(most, max(16, 1 << (size - 1).bit_length())) for size, most in ((outs, 128), (entries, 128))]
+    if tile[0] <= 64:
+        tile[1] = min(tile[1], 64)
+    # 16-bit numbers are best read in runs of channels. Tensor cores take 32-bit ones in runs of positions.
+    is_last = cotangent.dtype != torch.float32
+    whole = math.gcd(ins, tile[1])
+    is_one_tap = is_last and whole >= 32
+    if is_one_tap:
+        tile[1] = whole
+        images = input.contiguous(memory_format=torch.channels_last)
+    else:
+        images = _padded_last(input, padding) if is_last else _padded_rounded(input, padding)
+        padding = (0, 0)
+    flat = (cotangent if is_last else _padded_rounded(cotangent, (0, 0))).flatten(2)
+    sizes = [flat.shape[2], *images.shape[2:], cotangent.shape[3], outs, ins, entries]
+    sizes += [*stride, *padding, kernel[1], *dilation, *flat.stride(), *images.stride()]
+    options = {"LAST": is_last, "ONE_TAP": is_one_tap, "OUTS": tile[0], "ENTRIES": tile[1], "POSITIONS": 32}
+    options |= {"num_warps": 8 if tile[0] > 64 else 4, "num_stages": 3}
+    return (flat, images), sizes, options, -(-outs // tile[0]) * -(-entries // tile[1])
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _padded_last(images: Tensor, padding: Sequence[int]) -> Tensor:
-    """[n, i, h, w] -> [n, h + 2 p, w + 2 p, i], contiguous."""
-    last = images.movedim(1, -1)
+    """[n, i, h, w] -> [n, i, h + 2 p, w + 2 p], the channels innermost in memory."""
     if not any(padding):
-        return last.contiguous()
+        return images.contiguous(memory_format=torch.channels_last)
     (top, left), (height, width) = padding, images.shape[2:]
-    padded = images.new_zeros(len(images), height + 2 * top, width + 2 * left, images.shape[1])
-    padded[:, top : top + height, left : left + width] = last
+    padded = images.new_zeros(len(images), height + 2 * top, width + 2 * left, images.shape[1]).movedim(-1, 1)
+    padded[:, :, top : top + height, left : left + width] = images
     return padded
 
 
@@ -154,7 +213,11 @@ def _mended(product: Tensor, left: Tensor, right: Tensor, finite: Tensor) -> Ten
 
 # Custom ops, opaque to tracers. The kernels go by strides: no compiler need lay out anything anew for them.
 _layout = [torch.Tag.flexible_layout]
-_conv_op = torch.library.custom_op("psg::conv_squared_norm", _conv_squared_norm, mutates_args=(), tags=_layout)
-_conv_op.register_fake(lambda cotangent, *_: cotangent.new_empty(len(cotangent), dtype=torch.float32))
+_norm_op = torch.library.custom_op("psg::conv_squared_norm", _conv_squared_norm, mutates_args=(), tags=_layout)
+_norm_op.register_fake(lambda cotangent, *_: cotangent.new_empty(len(cotangent), dtype=torch.float32))
+_sum_op = torch.library.custom_op("psg::conv_weighted_sum", _conv_weighted_sum, mutates_args=(), tags=_layout)
+_sum_op.register_fake(
+    lambda weights, cotangent, input, kernel, *_: weights.new_empty(cotangent.shape[1], input.shape[1], *kernel, dtype=torch.float32)
+)
 _mended_op = torch.library.custom_op("psg::without_spoiled", _mended, mutates_args=(), tags=_layout)
 _mended_op.register_fake(lambda product, left, right, finite: torch.empty_like(product))

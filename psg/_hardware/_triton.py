@@ -23,40 +23,95 @@ def pad_rounded(x, out, channels, height, width, rows, columns, top, left, x_n, 
 
 
 @triton.jit
-def conv_norms(
-    cotangent, input, out, tiles, positions, outs, ins, width, pace, line, channel,
-    row_stride, column_stride, kernel_width, row_gap, column_gap, entries, c_n, c_o, c_t, x_n,
-    LAST: tl.constexpr, OUTS: tl.constexpr, ENTRIES: tl.constexpr, POSITIONS: tl.constexpr,
+def _conv_tile(
+    cotangent, input, first_out, first_entry, positions, height, width, out_width, outs, ins, entries,
+    row_stride, column_stride, top, left, kernel_width, row_gap, column_gap, c_o, c_t, channel, line, pace,
+    LAST: tl.constexpr, ONE_TAP: tl.constexpr, OUTS: tl.constexpr, ENTRIES: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """out[n, tile] = the squares of one tile of the weight gradient of sample n, added up.
+    """One tile of the weight gradient of the sample at whose first entries `cotangent` and `input` point, in registers.
 
-    gradient[n, o, (i k)] = sum_t cotangent[n, o, t] input[n, i, stride t + dilation k]. The gradient lives in registers alone.
+    gradient[o, (i k)] = sum_t cotangent[o, t] input[i, stride t + dilation k - padding].
 
-    Args: cotangent by its strides c_n, c_o, c_t, which reach beyond 32 bits if it is part of a larger tensor; the padded input, from pixel
-    to pixel `pace`, from line to line `line` and from channel to channel `channel` apart. Entries are numbered with the channels innermost
-    if LAST, and outermost otherwise: as memory is.
+    Args: the cotangent by its strides c_o, c_t, which reach beyond 32 bits if it is part of a larger tensor; the input, of height x width
+    pixels, from channel to channel `channel`, from line to line `line` and from pixel to pixel `pace` apart. Entries are numbered with the
+    channels innermost if LAST, and outermost otherwise: as memory is. If ONE_TAP, all entries of a tile belong to one tap of the kernel,
+    and what it reads outside of the input counts as zero; otherwise padding is part of the input, and `top` and `left` are zero.
     """
-    program = tl.program_id(0)
-    sample = (program // tiles).to(tl.int64)
-    tile = program % tiles
-    across = tl.cdiv(entries, ENTRIES)
-    o = tile // across * OUTS + tl.arange(0, OUTS)
-    entry = tile % across * ENTRIES + tl.arange(0, ENTRIES)
-    if LAST:
+    o = first_out + tl.arange(0, OUTS)
+    entry = first_entry + tl.arange(0, ENTRIES)
+    if ONE_TAP:
+        tap = first_entry // ins
+        i = entry - tap * ins
+    elif LAST:
         tap, i = entry // ins, entry % ins
     else:
         tap, i = entry % (entries // ins), entry // (entries // ins)
-    start = i * channel + tap // kernel_width * row_gap * line + tap % kernel_width * column_gap * pace
-    left = cotangent + sample * c_n + o[:, None].to(tl.int64) * c_o
-    right = input + sample * x_n + start[None, :]
+    row = tap // kernel_width * row_gap - top
+    column = tap % kernel_width * column_gap - left
+    start = i * channel + row * line + column * pace
     gradient = tl.zeros((OUTS, ENTRIES), dtype=tl.float32)
     for first in range(0, positions, POSITIONS):
         t = first + tl.arange(0, POSITIONS)
-        place = t // width * row_stride * line + t % width * column_stride * pace
-        a = tl.load(left + t[None, :].to(tl.int64) * c_t, mask=(t[None, :] < positions) & (o[:, None] < outs), other=0.0)
-        b = tl.load(right + place[:, None], mask=(t[:, None] < positions) & (entry[None, :] < entries), other=0.0)
+        y = t // out_width * row_stride
+        x = t % out_width * column_stride
+        inside = t < positions
+        if ONE_TAP:
+            inside = inside & (y + row >= 0) & (y + row < height) & (x + column >= 0) & (x + column < width)
+        places = cotangent + o[:, None].to(tl.int64) * c_o + t[None, :].to(tl.int64) * c_t
+        a = tl.load(places, mask=(t[None, :] < positions) & (o[:, None] < outs), other=0.0)
+        b = tl.load(input + start[None, :] + (y * line + x * pace)[:, None], mask=inside[:, None] & (entry[None, :] < entries), other=0.0)
         gradient = tl.dot(a, b, gradient, input_precision="tf32")
+    return gradient
+
+
+@triton.jit
+def conv_norms(
+    cotangent, input, out, tiles, positions, height, width, out_width, outs, ins, entries,
+    row_stride, column_stride, top, left, kernel_width, row_gap, column_gap, c_n, c_o, c_t, x_n, channel, line, pace,
+    LAST: tl.constexpr, ONE_TAP: tl.constexpr, OUTS: tl.constexpr, ENTRIES: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """out[n, tile] = the squares of one tile of the weight gradient of sample n, added up; for the arguments see `_conv_tile`."""
+    sample = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    across = tl.cdiv(entries, ENTRIES)
+    gradient = _conv_tile(
+        cotangent + sample * c_n, input + sample * x_n, tile // across * OUTS, tile % across * ENTRIES,
+        positions, height, width, out_width, outs, ins, entries,
+        row_stride, column_stride, top, left, kernel_width, row_gap, column_gap, c_o, c_t, channel, line, pace,
+        LAST, ONE_TAP, OUTS, ENTRIES, POSITIONS,
+    )  # fmt: skip
     tl.store(out + sample * tiles + tile, tl.sum(gradient * gradient))
+
+
+@triton.jit(do_not_specialize=["samples", "each"])
+def conv_sums(
+    cotangent, input, weights, out, samples, each, positions, height, width, out_width, outs, ins, entries,
+    row_stride, column_stride, top, left, kernel_width, row_gap, column_gap, c_n, c_o, c_t, x_n, channel, line, pace,
+    SKIPS: tl.constexpr, LAST: tl.constexpr, ONE_TAP: tl.constexpr, OUTS: tl.constexpr, ENTRIES: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """out[part, o, (i k)] = sum over `each` samples of weights[n] gradient[n, o, (i k)]; for the arguments see `_conv_tile`.
+
+    Every sample's gradient is multiplied by its weight where it lies, in float32. If SKIPS, samples of weight zero are not read.
+    """
+    across = tl.cdiv(entries, ENTRIES)
+    first_out = tl.program_id(0) // across * OUTS
+    first_entry = tl.program_id(0) % across * ENTRIES
+    part = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((OUTS, ENTRIES), dtype=tl.float32)
+    for sample in range(part * each, min(part * each + each, samples)):
+        weight = tl.load(weights + sample)
+        if not SKIPS or weight != 0:
+            gradient = _conv_tile(
+                cotangent + sample * c_n, input + sample * x_n, first_out, first_entry,
+                positions, height, width, out_width, outs, ins, entries,
+                row_stride, column_stride, top, left, kernel_width, row_gap, column_gap, c_o, c_t, channel, line, pace,
+                LAST, ONE_TAP, OUTS, ENTRIES, POSITIONS,
+            )  # fmt: skip
+            total += weight * gradient
+    o = first_out + tl.arange(0, OUTS)
+    entry = first_entry + tl.arange(0, ENTRIES)
+    place = out + part * outs * entries + o[:, None] * entries + entry[None, :]
+    tl.store(place, total, mask=(o[:, None] < outs) & (entry[None, :] < entries))
 
 
 @triton.jit

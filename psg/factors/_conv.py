@@ -223,24 +223,36 @@ class Conv(Planned):
         return self.n > 0 and self.positions > 0
 
     @property
+    def _has_kernel(self) -> bool:
+        """Whether this is a convolution that `_fused` has kernels for, whatever its dtype."""
+        if self.geometry.groups > 1 or len(self.geometry.kernel) > 2 or self.is_differentiated or not self.shape.numel():
+            return False
+        entries = max(self._pixels() * self.input.shape[2], self.positions * self.shape[0])
+        return entries < 1 << 30  # the kernels count those of a sample in 32 bits
+
+    @property
     def _is_fused(self) -> bool:
         """Whether a kernel of its own computes norms from gradients that it never writes."""
-        images, dims = self.cotangent.shape[1], len(self.geometry.kernel)
-        if self.geometry.groups > 1 or images > 1 or dims > 2 or self.is_differentiated:
-            return False
         takes = _fused.takes_conv(self.cotangent) and _fused.takes_conv(self.input)
-        entries = max(self._pixels() * self.input.shape[2], self.positions * self.shape[0])
-        return takes and entries < 1 << 30  # the kernel counts those of a sample in 32 bits
+        return takes and self.cotangent.shape[1] == 1 and self._has_kernel
+
+    @property
+    def _is_sum_fused(self) -> bool:
+        """Whether another computes weighted sums."""
+        takes = _fused.takes_conv_sum(self.cotangent) and _fused.takes_conv_sum(self.input)
+        return takes and self._is_planned and self._has_kernel
+
+    def _as_images(self) -> tuple[Any, ...]:
+        """The arguments of the kernels: cotangents [n images, o, h, w], inputs [n images, i, h, w], and pairs of options."""
+        cotangent, input = self.cotangent.flatten(0, 1), self.input.flatten(0, 1)
+        kernel, stride, padding, dilation, _ = self.geometry
+        if len(kernel) == 2:
+            return cotangent, input, kernel, stride, padding, dilation
+        # One line of pixels is an image.
+        return cotangent.unsqueeze(2), input.unsqueeze(2), (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
 
     def _chunked_norm(self) -> Tensor:
-        if not self._is_fused:
-            return super()._chunked_norm()
-        cotangent, input = self.cotangent.squeeze(1), self.input.squeeze(1)
-        kernel, stride, padding, dilation, _ = self.geometry
-        if len(kernel) == 1:  # one line of pixels is an image
-            cotangent, input = cotangent.unsqueeze(2), input.unsqueeze(2)
-            kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
-        return _fused.conv_squared_norm(cotangent, input, kernel, stride, padding, dilation)
+        return _fused.conv_squared_norm(*self._as_images()) if self._is_fused else super()._chunked_norm()
 
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         return self._gram_sums_by(plans.choose("gram", self._gram_costs(), self, self._gram_sums_by))
@@ -284,10 +296,26 @@ class Conv(Planned):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._is_correlated:
             return Dense(self.materialize()).weighted_sum(weights)
+        if self._is_sum_fused and not weights.requires_grad:
+            return self._fused_sum(weights, skips=False)
         if self._is_summed_at_once:
             return self._unfolded().weighted_sum(weights).reshape(self.shape)
         cotangent, input = scale_rows(widen(self.cotangent), weights).flatten(0, 1), widen(self.input).flatten(0, 1)
         return self._native_gradient(cotangent, input, tuple(self.shape), groups=self.geometry.groups)
+
+    @property
+    def is_zeroed_in_sums(self) -> bool:
+        return self._is_sum_fused
+
+    def weighted_sum_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> Tensor:
+        if not self._is_sum_fused or weights.requires_grad:
+            return super().weighted_sum_of(weights, keep, finite)
+        return self._fused_sum(weights, skips=True)
+
+    def _fused_sum(self, weights: Tensor, skips: bool) -> Tensor:
+        images = self.cotangent.shape[1]
+        weights = weights if images == 1 else weights.repeat_interleave(images)
+        return _fused.conv_weighted_sum(weights, *self._as_images(), skips=skips).reshape(self.shape)
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
         if self.geometry.groups > 1 or self.positions != 1:
@@ -324,7 +352,8 @@ class Conv(Planned):
             plan = f"Gram of {plans.choose('gram', self._gram_costs(), self, self._gram_sums_by)}"
         else:
             plan = "kernel" if self._is_fused else "materialised in chunks"
-        return f"{plan}, {'and once more' if self._is_correlated else 'native weight gradient'}"
+        summed = "and once more" if self._is_correlated else "one kernel" if self._is_sum_fused else "native weight gradient"
+        return f"{plan}, {summed}"
 
     # Costs, in operations for one sample
 
