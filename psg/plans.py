@@ -1,6 +1,6 @@
 """How norms and sums of per-sample gradients are computed where there is a choice, and who chooses.
 
-Three questions have several answers:
+Four questions have several answers:
 
     norm:        For layers that use their weight at several positions of a sample, and for parameters that are used several times. "keep":
                  materialise the gradients once, for the norm and the sum. "gram": the norm from inner products between positions (the
@@ -10,6 +10,8 @@ Three questions have several answers:
     gram:        For convolutions: from the inner products of all "pixels", or of all "patches".
     materialize: For convolutions: by one grouped "convolution", by the native weight gradient of each of the "samples", by products of
                  "patches" or, if depthwise, by a "correlation": a convolution with the cotangents as kernels.
+    sum:         For convolutions of 16-bit numbers on CUDA devices: by the "native" weight gradient, in float32, or by a "kernel" that
+                 multiplies 16-bit numbers and adds up in float32.
 
 All answers give the same result, up to rounding. A cost model chooses: it counts operations and bytes, and weighs a byte as the device
 does. `using` overrides the choice, and `psg.explain` shows it.
@@ -40,6 +42,7 @@ _ANSWERS = {
     "norm": ("keep", "gram", "chunks"),
     "gram": ("pixels", "patches"),
     "materialize": ("convolution", "samples", "patches", "correlation"),
+    "sum": ("native", "kernel"),
 }
 
 
@@ -59,6 +62,7 @@ def using(
     norm: Choice | None = None,
     gram: Choice | None = None,
     materialize: Choice | None = None,
+    sum: Choice | None = None,
     keep_bytes: int | None = None,
     measure: bool | None = None,
 ) -> contextlib.AbstractContextManager[None]:
@@ -72,6 +76,7 @@ def using(
             operations a sample, and returns one of them; `min(costs, key=costs.get)` is what the cost model chooses.
         gram: "pixels" or "patches", or such a function.
         materialize: "convolution", "samples", "patches" or "correlation", or such a function.
+        sum: "native" or "kernel", or such a function.
         keep_bytes: The most bytes of materialised gradients that may be kept for one parameter; 512 MiB by default. Small ones that are
             reduced together do not count.
         measure: Whether to time all answers once for each shape, dtype, device and number of threads, and use the fastest from then on.
@@ -91,7 +96,7 @@ def using(
         ...     psg.explain(loss)(params, x, y).leaves[1].plan
         'Gram of patches, native weight gradient'
     """
-    answers = {"norm": norm, "gram": gram, "materialize": materialize}
+    answers = {"norm": norm, "gram": gram, "materialize": materialize, "sum": sum}
     for question, answer in answers.items():
         if answer is not None and not callable(answer) and answer not in _ANSWERS[question]:
             raise InputError(f"psg.plans.using({question}={answer!r}): expected one of {_ANSWERS[question]}, or a function.")
@@ -132,7 +137,7 @@ def choose(question: str, costs: Mapping[str, float], factor: Any, run: Callable
     """The answer to a question.
 
     Args:
-        question: One of the three questions above.
+        question: One of the four questions above.
         costs: The possible answers, with their costs in operations; inf for one that is taken only if it is asked for.
         factor: The factor in question.
         run: Carries out an answer and returns the result; called to time it.

@@ -38,6 +38,7 @@ from psg.factors import (
     _segments,
     merge,
 )
+from psg.factors._arithmetic import WIDENING
 from psg.factors._sketch import Sketch
 from psg.testing import (
     assert_trees_close,
@@ -703,7 +704,9 @@ def test_norms_of_terms_that_cancel_are_those_of_what_is_added_up(kind, norm, de
         clipped = psg.tree.clip(factor, 2.0**-20)
         for norms in (factor.norm(), clipped.norms):
             assert_norms(norms, exact.flatten(1).norm(dim=1), rtol=1e-5)
-        assert_trees_close(clipped.grads, (2.0**-20 * exact[0] / clipped.norms).float(), per_sample=False)
+        # On devices whose products of 16-bit matrices return float32, one side times its weights is rounded to 16 bits.
+        rtol = 2.0**-8 if device.type in WIDENING else None
+        assert_trees_close(clipped.grads, (2.0**-20 * exact[0] / clipped.norms).float(), rtol=rtol, per_sample=False)
         assert torch.equal(factor.materialize(), exact.bfloat16())
         assert torch.equal(factor.moment_sums()[0], exact[0].float())
 

@@ -243,7 +243,10 @@ def test_the_rule_is_taken(name, device):
     op, own, sample, kind = RULED[name]
     params = {key: torch.randn(shape) for key, shape in own.items()}
     problem = on(Problem(lambda p, x: score(op(p, x)), (params, torch.randn(2, *sample))), device)
-    for leaf in psg.explain(problem.fn)(*problem.args).leaves:
+    # On an accelerator some of these gradients are best materialised.
+    with psg.plans.using(keep_bytes=0 if kind == "Views" and device.type != "cpu" else None):
+        leaves = psg.explain(problem.fn)(*problem.args).leaves
+    for leaf in leaves:
         assert [use.split(": ")[1] for use in leaf.uses] == ["rule"], leaf
         assert leaf.kind == (kind if leaf.path.endswith("['w']") else "Dense")
 

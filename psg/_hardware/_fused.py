@@ -112,8 +112,10 @@ def _conv_weighted_sum(
     n, outs, ins = *cotangent.shape[:2], input.shape[1]
     with torch.cuda.device_of(cotangent):
         tensors, sizes, options, tiles = _conv_arguments(cotangent, input, kernel, stride, padding, dilation)
-        # Several parts of the sum at a time keep the device busy; each is a tensor of its own, so that the order of additions is fixed.
-        each = -(-n // max(1, min(n, 2 * _multiprocessors(cotangent.device) // tiles)))
+        # Several parts of the sum at a time keep the device busy, more of them where entries are gathered one by one. Each is a tensor of
+        # its own, so that the order of additions is fixed.
+        programs = (2 if options["ONE_TAP"] else 4) * _multiprocessors(cotangent.device)
+        each = -(-n // max(1, min(n, round(programs / tiles))))
         parts = -(-n // each)
         sums = torch.empty(parts, outs, *kernel, ins, dtype=torch.float32, device=cotangent.device)
         _kernels().conv_sums[(tiles, parts)](*tensors, weights.float().contiguous(), sums, n, each, *sizes, SKIPS=skips, **options)
@@ -139,11 +141,19 @@ def _conv_arguments(
     else:
         images = _padded_last(input, padding) if is_last else _padded_rounded(input, padding)
         padding = (0, 0)
-    flat = (cotangent if is_last else _padded_rounded(cotangent, (0, 0))).flatten(2)
+    if not is_last:
+        cotangent = _padded_rounded(cotangent, (0, 0))
+    elif cotangent.shape[2:].numel() % 8:
+        cotangent = cotangent.contiguous(memory_format=torch.channels_last)  # positions that are not whole blocks of 16 bytes are slow
+    flat = cotangent.flatten(2)
     sizes = [flat.shape[2], *images.shape[2:], cotangent.shape[3], outs, ins, entries]
     sizes += [*stride, *padding, kernel[1], *dilation, *flat.stride(), *images.stride()]
-    options = {"LAST": is_last, "ONE_TAP": is_one_tap, "OUTS": tile[0], "ENTRIES": tile[1], "POSITIONS": 32}
-    options |= {"num_warps": 8 if tile[0] > 64 else 4, "num_stages": 3}
+    options = {"LAST": is_last, "ONE_TAP": is_one_tap, "OUTS": tile[0], "ENTRIES": tile[1]}
+    options |= {
+        "POSITIONS": 64 if is_last and flat.shape[2] > 256 else 32,
+        "num_warps": 8 if math.prod(tile) > 1 << 13 else 4,
+        "num_stages": 3,
+    }
     return (flat, images), sizes, options, -(-outs // tile[0]) * -(-entries // tile[1])
 
 

@@ -1,6 +1,7 @@
 """Conv: the gradient of a convolution. In effect an Outer over unfolded patches, which are formed only where that is cheapest."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from psg import plans
 from psg._hardware import _fused, _machine, _matmul
 from psg._torch import _functorch
-from psg.factors._arithmetic import scale_rows, squared_terms_of, wide_bmm, widen
+from psg.factors._arithmetic import scale_rows, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
 from psg.factors._outer import Outer
 from psg.factors._planned import Costs, Planned, remembered
@@ -237,10 +238,18 @@ class Conv(Planned):
         return takes and self.cotangent.shape[1] == 1 and self._has_kernel
 
     @property
-    def _is_sum_fused(self) -> bool:
-        """Whether another computes weighted sums."""
+    def _can_fuse_sum(self) -> bool:
+        """Whether another can compute weighted sums."""
         takes = _fused.takes_conv_sum(self.cotangent) and _fused.takes_conv_sum(self.input)
         return takes and self._is_planned and self._has_kernel
+
+    @property
+    def _is_sum_fused(self) -> bool:
+        """Whether it does."""
+        return self._can_fuse_sum and plans.choose("sum", self._sum_costs(), self, self._sum_by) == "kernel"
+
+    def _kernels(self) -> Hashable:
+        return (self._is_fused, self._can_fuse_sum) if self.cotangent.is_cuda else ()
 
     def _as_images(self) -> tuple[Any, ...]:
         """The arguments of the kernels: cotangents [n images, o, h, w], inputs [n images, i, h, w], and pairs of options."""
@@ -298,19 +307,22 @@ class Conv(Planned):
             return Dense(self.materialize()).weighted_sum(weights)
         if self._is_sum_fused and not weights.requires_grad:
             return self._fused_sum(weights, skips=False)
+        return self._native_sum(weights)
+
+    def _native_sum(self, weights: Tensor) -> Tensor:
         if self._is_summed_at_once:
             return self._unfolded().weighted_sum(weights).reshape(self.shape)
         cotangent, input = scale_rows(widen(self.cotangent), weights).flatten(0, 1), widen(self.input).flatten(0, 1)
         return self._native_gradient(cotangent, input, tuple(self.shape), groups=self.geometry.groups)
 
-    @property
-    def is_zeroed_in_sums(self) -> bool:
-        return self._is_sum_fused
-
     def weighted_sum_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> Tensor:
         if not self._is_sum_fused or weights.requires_grad:
             return super().weighted_sum_of(weights, keep, finite)
         return self._fused_sum(weights, skips=True)
+
+    def _sum_by(self, plan: str) -> Tensor:
+        weights = torch.ones(self.n, device=self.device)
+        return self._fused_sum(weights, skips=True) if plan == "kernel" else self._native_sum(weights)
 
     def _fused_sum(self, weights: Tensor, skips: bool) -> Tensor:
         images = self.cotangent.shape[1]
@@ -364,19 +376,20 @@ class Conv(Planned):
         return {"gram": min(self._gram_costs().values()), "chunks": chunks}
 
     def _fused_cost(self, byte: float) -> float:
-        """The cost of a norm by `_fused`, which lays out both tensors anew."""
-        # Measured on an H200: four times as slow as cuBLAS is at its best, in TF32 and in bfloat16.
-        read = self.positions * self.shape[0] + self._pixels() * self.input.shape[2]
-        return 4 * 2 * self.positions * self.shape.numel() + 2 * byte * read * self.dtype.itemsize
+        """The cost of a norm by `_fused`, which lays out both tensors anew, unless a compiler has."""
+        # Measured on an H200 (benchmarks/results/kernels_h200.json): four times as slow as cuBLAS is at its best, in TF32 and in bfloat16;
+        # few positions do not fill the steps of its loop.
+        copies = 0 if _functorch.is_traced() else 2 * self._bytes_of(self._pixels())
+        return 4 * 2 * (self.positions + 32) * self.shape.numel() + byte * (copies + self._bytes_of(self._pixels_read()))
 
     @remembered
     def _gram_costs(self) -> Costs:
-        t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, self.cotangent.element_size()
+        t, pixels, groups, size = self.positions, self._pixels(), self.geometry.groups, wide(self.dtype).itemsize
         byte, out, patch = _machine.reused_byte(self.device, self.dtype), self.shape[0], groups * self.shape[1:].numel()
         # The sum over the taps of a dimension clears its result; each tap reads the result and a summand, and writes the result.
         passes = 4 + sum(1 + 3 * taps for taps in self.geometry.kernel)
         return {
-            "patches": t * t * (2 * (out + patch) + 3 * byte * groups * size) + 2 * byte * self._patch_bytes(),
+            "patches": t * t * (2 * (out + patch) + 3 * byte * groups * size) + self._patch_cost(),
             "pixels": 2 * (t * t * out + pixels * pixels * self.input.shape[2]) + passes * byte * groups * size * max(t, pixels) ** 2,
         }
 
@@ -459,19 +472,44 @@ class Conv(Planned):
         return self._is_depthwise and slow and self.positions > 1
 
     def _materialize_cost(self) -> float:
-        products, byte = 2 * self.positions * self.shape.numel(), _machine.reused_byte(self.device, self.dtype)
-        if self.device.type == "cpu":
-            return products + 2 * byte * self._patch_bytes()
-        return 4 * products + 3 * byte * self._patch_bytes()  # small products, and copies that are not in order (measured on an H200)
+        # Small products: measured on an H200.
+        return (1 if self.device.type == "cpu" else 4) * 2 * self.positions * self.shape.numel() + self._patch_cost()
+
+    def _patch_cost(self) -> float:
+        """The cost of forming patches."""
+        # On an accelerator, copies that are not in order are slow, and those of every other pixel read them all (measured on an H200).
+        passes = 2 if self.device.type == "cpu" else 6 * self.geometry.stride[-1]
+        return passes * _machine.reused_byte(self.device, self.dtype) * self._patch_bytes()
 
     def _sum_cost(self) -> float:
+        return min(self._sum_costs().values())
+
+    @remembered
+    def _sum_costs(self) -> Costs:
+        products, byte = 2 * self.positions * self.shape.numel(), _machine.reused_byte(self.device, self.dtype)
         if self._is_correlated:
-            return 8 * self.positions * self.shape.numel()  # at a quarter of the pace of products
-        # The native kernels reorder their inputs first.
-        read = (self.positions * self.shape[0] + self._pixels() * self.input.shape[2]) * self.dtype.itemsize
+            return {"native": 4 * products + self._masking_cost()}  # at a quarter of the pace of products
         is_native = self.device.type == "cpu" and not self._is_summed_at_once
         call = 2 * _NATIVE_CALL * torch.get_num_threads() / max(1, self.n) if is_native else 0
-        return call + 2 * self.positions * self.shape.numel() + 2 * _machine.reused_byte(self.device, self.dtype) * read
+        # The native kernels reorder their inputs first.
+        read = byte * self._bytes_of(self._pixels())
+        costs = {"native": call + products + 2 * read + self._masking_cost()}
+        if not self._can_fuse_sum:
+            return costs
+        # Measured on an H200 (benchmarks/results/kernels_h200.json). Native sums of 16-bit numbers run in TensorFloat-32, to which the
+        # tensors are converted first; the kernel comes to the end of a loop with every sample, which weighs as much as 96 positions.
+        return {
+            "native": 3 * products + 13 * read,
+            "kernel": 3 * (products + 2 * 96 * self.shape.numel()) + byte * self._bytes_of(self._pixels_read()),
+        }
+
+    def _bytes_of(self, pixels: int) -> int:
+        """The bytes of one sample's cotangent and of so many pixels of its input."""
+        return (self.positions * self.shape[0] + pixels * self.input.shape[2]) * self.dtype.itemsize
+
+    def _pixels_read(self) -> int:
+        """How many pixels of a sample's input the convolution reads: with a stride that is larger than the kernel, not all."""
+        return min(self._pixels(), self.positions * math.prod(self.geometry.kernel))
 
     def _patch_bytes(self) -> int:
         return self.positions * self.geometry.groups * self.shape[1:].numel() * self.cotangent.element_size()

@@ -1,7 +1,7 @@
 """Outer: a sum over positions of outer products, the gradient of every matrix product."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -126,6 +126,7 @@ class Outer(Planned):
 
     @property
     def is_zeroed_in_sums(self) -> bool:
+        """Whether `weighted_sum_of` leaves samples out by a kernel, and does not zero them in the factor's tensors."""
         return not self.is_differentiated and _fused.takes_product(self.left)
 
     def weighted_sum_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> Tensor:
@@ -169,7 +170,10 @@ class Outer(Planned):
         return 2 * self.positions * self.shape.numel()
 
     def _sum_cost(self) -> float:
-        return self._materialize_cost()
+        return self._materialize_cost() + (0 if self.is_zeroed_in_sums else self._masking_cost())
+
+    def _kernels(self) -> Hashable:
+        return self.left.is_cuda and self.is_zeroed_in_sums
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:

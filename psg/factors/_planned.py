@@ -31,7 +31,7 @@ def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
     def costs(factor: "Planned") -> Costs:
         if _functorch.is_traced():
             return compute(factor)  # sizes may be symbols, and the program is traced only once
-        key = compute, factor._layout, _machine.settings(factor._lead.device)
+        key = compute, factor._layout, factor._kernels(), _machine.settings(factor._lead.device)
         found = _known.get(key)
         if found is None:
             found = compute(factor)
@@ -46,7 +46,8 @@ def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
 class Planned(Additive):
     """A factor with several plans for its norm, and for its norm and weighted sum together: the question "norm" of `psg.plans`.
 
-    All its fields are tensors. Its costs depend on their shapes, dtype and device, on its constants, and on `_machine.settings`.
+    All its fields are tensors. Its costs depend on their shapes, dtype and device, on its constants, its kernels, and on
+    `_machine.settings`.
     """
 
     @abstractmethod
@@ -67,7 +68,15 @@ class Planned(Additive):
 
     @abstractmethod
     def _sum_cost(self) -> float:
-        """The cost of a weighted sum, in operations for one sample."""
+        """The cost of a weighted sum that leaves samples out, in operations for one sample."""
+
+    def _masking_cost(self) -> float:
+        """The cost of zeroing samples in the factor's tensors, in operations for one sample."""
+        return _machine.masked_byte(self.device, self.dtype) * (self.nbytes // max(1, self.n))
+
+    def _kernels(self) -> Hashable:
+        """Which kernels of its own take this factor now: they take no tensors of transforms."""
+        return ()
 
     def _chunks_cost(self, byte: float) -> float:
         """The cost of a norm by "chunks": materialising, then reading from cache at `byte` operations a byte."""
@@ -103,8 +112,7 @@ class Planned(Additive):
     @remembered
     def _joint_costs(self) -> Costs:
         """The costs of a norm and a weighted sum together."""
-        byte = _machine.masked_byte(self.device, self.dtype)
-        weighted = self._sum_cost() + (0 if self.is_zeroed_in_sums else byte * (self.nbytes // max(1, self.n)))
+        byte, weighted = _machine.masked_byte(self.device, self.dtype), self._sum_cost()
         costs = {plan: cost + weighted for plan, cost in self._norm_costs().items()}
         return costs | {"keep": self._materialize_cost() + (_machine.kept_byte(self.device, self.dtype) + byte) * self._bytes()}
 
@@ -125,11 +133,6 @@ class Planned(Additive):
             dense = Dense(self.materialize())
             return dense, dense.norm(), dense.weighted_sum(weights)
         return self._norm_by(plan), self.weighted_sum(weights)
-
-    @property
-    def is_zeroed_in_sums(self) -> bool:
-        """Whether `weighted_sum_of` leaves samples out at no cost, and does not zero them in the factor's tensors."""
-        return False
 
     @property
     def is_made_anew(self) -> bool:

@@ -181,7 +181,7 @@ class Routed(Planned):
         return 2 * self.positions * self.shape[1:].numel()
 
     def _sum_cost(self) -> float:
-        return self._materialize_cost()
+        return self._materialize_cost() + self._masking_cost()
 
 
 def _in_order(side: Tensor, division: Division) -> Tensor:
