@@ -50,6 +50,7 @@ def outer(device, n=3):
     [
         *({"norm": norm, "gram": gram} for norm in ("keep", "gram", "chunks") for gram in ("pixels", "patches")),
         *({"materialize": materialize} for materialize in ("convolution", "samples", "patches", "correlation")),
+        *({"sum": answer, "norm": "chunks"} for answer in ("native", "kernel")),
         {"keep_bytes": 0},
         {"measure": True},
         {"norm": lambda factor, costs: max(costs, key=costs.get)},
@@ -265,6 +266,7 @@ def test_a_trace_is_not_measured(problem, monkeypatch):
     [
         ({"norm": "grams"}, r"psg\.plans\.using\(norm='grams'\): expected one of \('keep', 'gram', 'chunks'\)"),
         ({"gram": "keep"}, r"psg\.plans\.using\(gram='keep'\): expected one of \('pixels', 'patches'\)"),
+        ({"sum": "gram"}, r"psg\.plans\.using\(sum='gram'\): expected one of \('native', 'kernel'\)"),
         ({"materialize": 3}, r"psg\.plans\.using\(materialize=3\)"),
         ({"keep_bytes": "1 MiB"}, r"psg\.plans\.using\(keep_bytes='1 MiB'\): expected a number of bytes"),
         ({"keep_bytes": -1}, r"psg\.plans\.using\(keep_bytes=-1\): expected .* at least 0"),

@@ -171,7 +171,7 @@ class Conv(Planned):
         mask = [False, True, False]
         arguments = cotangent, input, weight, None, stride, padding, dilation, False, none, groups, mask
         gradient = torch.ops.aten.convolution_backward(*arguments)[1]
-        if cotangent.dtype.itemsize < 4:
+        if cotangent.dtype.itemsize < 4 and cotangent.device.type == "cpu":
             # oneDNN's kernel (torch 2.13) leaves taps that only meet padding uninitialised.
             for dim, dead in enumerate(self.geometry.dead_taps(input.shape[2:], cotangent.shape[2:]), start=2):
                 if dead:
