@@ -317,6 +317,20 @@ def test_a_sum_inside_of_jit_is_not_traced(found):
         assert own["traced"].tolist() == [6, 6, 6]
 
 
+def test_a_collective_of_torch_s_own_inside_of_jit_is_not_traced(alone):
+    """Nor did it wait for these."""
+
+    def step(w, x):
+        norms = psg.per_sample_norm(lambda w, x: w @ x)(w, x)
+        dist.all_reduce(norms)
+        return norms
+
+    fast = psg.jit(step, backend="eager")
+    w, x = torch.ones(2), torch.ones(3, 2)
+    with pytest.warns(psg.FallbackWarning, match="c10d.allreduce_.*would not wait for its end"):
+        assert torch.equal(fast(w, x), step(w, x))
+
+
 def test_a_clipped_gradient_as_a_whole_has_no_sum(alone):
     out = psg.clipped_grad(lambda w, x: (w * x).sum(), 1.0)(torch.ones(2), torch.ones(3, 2))
     with pytest.raises(psg.InputError, match="got a ClippedGrad, .*pass its grads"):

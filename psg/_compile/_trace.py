@@ -168,8 +168,9 @@ def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphMo
 class _ConstantsAsInputs(TorchDispatchMode):
     """Makes the tensors that fn closes over inputs of the trace: of a constant, the tracer would give Python values, and bake them in.
 
-    It also refuses outputs whose size depends on the data, since the size is a Python value too, on which all later ops may depend; and
-    writes into inputs or closed-over tensors, since the trace, the comparison and the call would each write.
+    It also refuses outputs whose size depends on the data, since the size is a Python value too, on which all later ops may depend;
+    writes into inputs or closed-over tensors, since the trace, the comparison and the call would each write; and collectives, since
+    Python waits for them outside of any op.
 
     What fn computes from numbers alone (a grid of times, a mask of positions) is known in the trace: its Python values are baked in.
 
@@ -203,6 +204,8 @@ class _ConstantsAsInputs(TorchDispatchMode):
             args = args[0], [self._literal(index) if mask and not counts else index for mask, index in zip(masks, args[1], strict=True)]
         if counts and kwargs.get("output_size") is None and get_proxy_mode() is not None:
             raise PsgError(f"the size of the output of {func} depends on the data")
+        if getattr(func, "namespace", "") == "c10d" and get_proxy_mode() is not None:
+            raise PsgError(f"it calls {func}, and a graph would not wait for its end: call it outside")
         output = self._run(func, args, kwargs)
         if known or func is torch.ops.aten.lift_fresh.default:
             self._known |= set(map(_functorch.storage_of, _strided(_trees.flatten(output)[0])))
