@@ -62,7 +62,7 @@ def test_sums_of_convolutions(data, dtype, device):
     weights = torch.randn(factor.n, device=device).float()
     exact = factor.to(torch.float64).weighted_sum(weights.double())
     with psg.plans.using(norm="chunks", sum="kernel"):
-        assert factor.plan().endswith("one kernel")
+        assert factor.plan().endswith("sum by a kernel")
         found = factor.weighted_sum(weights)
     assert found.dtype == torch.float32 and found.is_contiguous()
     assert_trees_close(found.double(), exact, rtol=1e-5, per_sample=False)
@@ -124,7 +124,7 @@ def test_convolutions_with_cotangents_in_a_larger_tensor(stride, device):
     cotangent.copy_(torch.randn(1, 3, 1, 5, device=device))
     factor = Conv(cotangent[:, None], input.to(torch.float16)[:, None], Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1))
     with psg.plans.using(norm="chunks", sum="kernel"):
-        assert factor.plan() == "kernel, one kernel"
+        assert factor.plan() == "kernel, sum by a kernel"
         found, total = factor.squared_norm(), factor.weighted_sum(torch.ones(1, device=device))
     exact = Conv(cotangent.double()[:, None].contiguous(), factor.input.double(), factor.geometry).materialize()
     assert_trees_close(found.double(), exact.flatten(1).norm(dim=1).square(), rtol=1e-4)

@@ -364,7 +364,7 @@ class Conv(Planned):
             plan = f"Gram of {plans.choose('gram', self._gram_costs(), self, self._gram_sums_by)}"
         else:
             plan = "kernel" if self._is_fused else "materialised in chunks"
-        summed = "and once more" if self._is_correlated else "one kernel" if self._is_sum_fused else "native weight gradient"
+        summed = "and once more" if self._is_correlated else "sum by a kernel" if self._is_sum_fused else "native weight gradient"
         return f"{plan}, {summed}"
 
     # Costs, in operations for one sample
@@ -376,7 +376,7 @@ class Conv(Planned):
         return {"gram": min(self._gram_costs().values()), "chunks": chunks}
 
     def _fused_cost(self, byte: float) -> float:
-        """The cost of a norm by `_fused`, which lays out both tensors anew, unless a compiler has."""
+        """The cost of a norm by `_fused`, which lays out both tensors anew; compilers lay out some so themselves."""
         # Measured on an H200 (benchmarks/results/kernels_h200.json): four times as slow as cuBLAS is at its best, in TF32 and in bfloat16;
         # few positions do not fill the steps of its loop.
         copies = 0 if _functorch.is_traced() else 2 * self._bytes_of(self._pixels())
