@@ -116,12 +116,12 @@ def test_sums_of_samples_with_more_entries_than_32_bits_count(device):
     assert_trees_close(found, (left[0].double().T @ right[0].double()).float(), rtol=1e-5, per_sample=False)
 
 
-@pytest.mark.parametrize("stride", [(1 << 30, 5, 1), (1, 1, 1 << 29)], ids=["channels", "positions"])
+@pytest.mark.parametrize("stride", [(1 << 30, 8, 1), (1, 1, 5 << 26)], ids=["channels", "positions"])
 def test_convolutions_with_cotangents_in_a_larger_tensor(stride, device):
     # The places of the last channels or positions, counted in 32 bits, were negative.
     memory = torch.empty((1 << 31) + (1 << 29), dtype=torch.float16, device=device)  # 5 GiB
-    cotangent, input = memory.as_strided((1, 3, 1, 5), (1, *stride)), torch.randn(1, 3, 3, 7, device=device)
-    cotangent.copy_(torch.randn(1, 3, 1, 5, device=device))
+    cotangent, input = memory.as_strided((1, 3, 1, 8), (1, *stride)), torch.randn(1, 3, 3, 10, device=device)
+    cotangent.copy_(torch.randn(1, 3, 1, 8, device=device))
     factor = Conv(cotangent[:, None], input.to(torch.float16)[:, None], Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1))
     with psg.plans.using(norm="chunks", sum="kernel"):
         assert factor.plan() == "kernel, sum by a kernel"

@@ -6,14 +6,17 @@ Norms and sums of gradients that are never written to memory, and sums that leav
 import functools
 import importlib.util
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from psg._hardware._processor import multiplies_by_tensor_cores
 from psg._torch import _functorch
+
+_P = ParamSpec("_P")
+_LAYOUT = [torch.Tag.flexible_layout]  # of custom ops: the kernels go by strides, so that no compiler need lay out anything anew for them
 
 
 def takes_conv(tensor: Tensor) -> bool:
@@ -24,7 +27,7 @@ def takes_conv(tensor: Tensor) -> bool:
 
 
 def takes_conv_sum(tensor: Tensor) -> bool:
-    """Whether `conv_weighted_sum` can take this tensor, and pays: torch's own sums of 16-bit numbers are rounded to 16 bits."""
+    """Whether `conv_weighted_sum` can take this tensor. Of 16-bit numbers, torch's own sums are rounded to 16 bits."""
     return tensor.dtype in (torch.float16, torch.bfloat16) and _can_launch(tensor)
 
 
@@ -50,6 +53,23 @@ def _kernels() -> Any:
     return importlib.import_module("psg._hardware._triton")
 
 
+def _opaque(fake: Callable[..., Tensor]) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
+    """Makes a function that launches a kernel one op to tracers. `fake` gives a tensor like its result."""
+
+    def decorate(launch: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+        op = torch.library.custom_op(f"psg::{launch.__name__}", launch, mutates_args=(), tags=_LAYOUT)
+        op.register_fake(fake)
+
+        @functools.wraps(launch)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+            return (op if _functorch.is_traced() else launch)(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+@_opaque(lambda cotangent, *_: cotangent.new_empty(len(cotangent), dtype=torch.float32))
 def conv_squared_norm(
     cotangent: Tensor, input: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
@@ -66,13 +86,6 @@ def conv_squared_norm(
     Returns:
         The squared norms [n], in float32.
     """
-    run = _norm_op if _functorch.is_traced() else _conv_squared_norm
-    return run(cotangent, input, kernel, stride, padding, dilation)
-
-
-def _conv_squared_norm(
-    cotangent: Tensor, input: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
     n = len(cotangent)
     with torch.cuda.device_of(cotangent):
         tensors, sizes, options, tiles = _conv_arguments(cotangent, input, kernel, stride, padding, dilation)
@@ -81,6 +94,9 @@ def _conv_squared_norm(
         return norms.sum(1)
 
 
+@_opaque(
+    lambda weights, cotangent, input, kernel, *_, **__: weights.new_empty(cotangent.shape[1], input.shape[1], *kernel, dtype=torch.float32)
+)
 def conv_weighted_sum(
     weights: Tensor,
     cotangent: Tensor,
@@ -95,20 +111,6 @@ def conv_weighted_sum(
 
     If `skips`, samples of weight zero are left out, even where they hold inf or NaN.
     """
-    run = _sum_op if _functorch.is_traced() else _conv_weighted_sum
-    return run(weights, cotangent, input, kernel, stride, padding, dilation, skips)
-
-
-def _conv_weighted_sum(
-    weights: Tensor,
-    cotangent: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    skips: bool,
-) -> Tensor:
     n, outs, ins = *cotangent.shape[:2], input.shape[1]
     with torch.cuda.device_of(cotangent):
         tensors, sizes, options, tiles = _conv_arguments(cotangent, input, kernel, stride, padding, dilation)
@@ -221,13 +223,5 @@ def _mended(product: Tensor, left: Tensor, right: Tensor, finite: Tensor) -> Ten
     return product
 
 
-# Custom ops, opaque to tracers. The kernels go by strides: no compiler need lay out anything anew for them.
-_layout = [torch.Tag.flexible_layout]
-_norm_op = torch.library.custom_op("psg::conv_squared_norm", _conv_squared_norm, mutates_args=(), tags=_layout)
-_norm_op.register_fake(lambda cotangent, *_: cotangent.new_empty(len(cotangent), dtype=torch.float32))
-_sum_op = torch.library.custom_op("psg::conv_weighted_sum", _conv_weighted_sum, mutates_args=(), tags=_layout)
-_sum_op.register_fake(
-    lambda weights, cotangent, input, kernel, *_: weights.new_empty(cotangent.shape[1], input.shape[1], *kernel, dtype=torch.float32)
-)
-_mended_op = torch.library.custom_op("psg::without_spoiled", _mended, mutates_args=(), tags=_layout)
+_mended_op = torch.library.custom_op("psg::without_spoiled", _mended, mutates_args=(), tags=_LAYOUT)
 _mended_op.register_fake(lambda product, left, right, finite: torch.empty_like(product))
