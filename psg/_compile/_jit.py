@@ -101,7 +101,8 @@ def jit(
     Args:
         fn: The function.
         backend: As in torch.compile: "inductor", "aot_eager", "eager", another name or a function of a graph and its inputs.
-        mode: As in torch.compile, for the backend "inductor": "reduce-overhead" uses CUDA graphs, "max-autotune" tunes kernels.
+        mode: As in torch.compile, for the backend "inductor": "reduce-overhead" uses CUDA graphs, whose results a later call may overwrite
+            (clone those that you keep); "max-autotune" tunes kernels.
         buckets: Pad batches to a few sizes, so that a varying number of samples (Poisson sampling) does not compile anew for each: an
             integer b for multiples of b, or a sequence of sizes (beyond the largest, its multiples). Padding repeats the last sample; it
             contributes exactly zero to sums and does not appear in the result; random numbers are those of the padded batch. Only for
