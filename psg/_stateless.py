@@ -21,7 +21,7 @@ from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, rece
 from psg._torch import _ambient, _autograd, _functorch
 from psg._torch._ops import target_of, tensors_of
 from psg._watch import _pass, _writes
-from psg._watch._effects import Attributes, Writes, changing, kind_of, restore_if_given_up
+from psg._watch._effects import Attributes, Writes, changing, kind_of, note_attributes
 from psg._watch._modules import CALLED, LOCKS
 from psg._watch._outside import UNDIFFERENTIATED, is_looked_at, owning, refuse_own
 
@@ -296,7 +296,7 @@ def _call(
     held = partial(_scripted_holding, module, params | rest) if scripted else partial(_holding, slots, params | rest, buffers, layers)
     given = {id(parameter): name for name, parameter in own.items() if name in params}
     writes, attributes = Writes(children, kept, params), Attributes(children)
-    restore_if_given_up((id(module), id(criterion)), partial(_restore, lock, attributes))
+    note_attributes((id(module), id(criterion)), lock, attributes)
     # psg's passes see every write. A call by others must see those into buffers, to tell whether they change one.
     seen = contextlib.nullcontext() if not buffers or is_looked_at() else _WriteWatch(writes.refuse)
     try:
@@ -330,11 +330,6 @@ def _call(
 def _versions(tensors: dict[str, Tensor]) -> dict[str, int]:
     with torch._C.DisableTorchFunction():
         return {name: tensor._version for name, tensor in tensors.items()}
-
-
-def _restore(lock: Any, attributes: Attributes) -> None:
-    with lock:
-        attributes.restore()
 
 
 def _warn_of_stale_params(module: nn.Module, params: dict[str, Tensor], own: dict[str, Tensor], memory: dict[str, int]) -> None:

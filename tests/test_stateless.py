@@ -1415,30 +1415,100 @@ def test_a_kept_tensor_that_was_filled_through_a_view_is_an_error(method, device
 
 
 class _Keeping(nn.Module):
-    """Keeps a value of a parameter, and writes into a tensor after a reshape: psg runs it a second time."""
+    """Keeps a value of a parameter, or of the samples, in some way, and writes into a tensor after a reshape: psg runs it a second time."""
 
-    def __init__(self):
+    def __init__(self, place, value):
         super().__init__()
-        self.linear, self.bias, self.kept = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), {}
+        self.linear, self.bias, self.place, self.value = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), place, value
+        self.entries, self.items, self.empty = {}, [], None
 
     def forward(self, x):
-        if "bias" not in self.kept:
-            self.kept["bias"] = self.bias[torch.arange(4, device=x.device)]
-        return torch.relu_((self.linear(x) + self.kept["bias"]).reshape(-1, 2, 2)).sum((1, 2))
+        if self.place == "list":
+            self.items.append(self.value(self, x))
+            kept = self.items[0]
+        elif self.place == "dict":
+            kept = self.entries["kept"] if self.entries else self.entries.setdefault("kept", self.value(self, x))
+        elif self.place == "empty":
+            kept = self.empty = self.value(self, x) if self.empty is None else self.empty
+        else:
+            self.new = getattr(self, "new", None) or (self.value(self, x), 1)
+            kept = self.new[0]
+        return torch.relu_((self.linear(x) + kept).reshape(-1, 2, 2)).sum((1, 2))
+
+    def holds_nothing(self):
+        return not self.entries and not self.items and self.empty is None and not hasattr(self, "new")
 
 
-def test_a_kept_value_may_be_cleared(device):
-    """What a pass that is given up has kept is taken back; what a call has kept is met by the next."""
-    module = _Keeping().to(device)
-    loss, params = psg.stateless(module, lambda output: output.sum())
+def _total(output):
+    return output.sum()
+
+
+KEPT = {"parameter": lambda m, x: m.bias[torch.arange(4, device=x.device)], "sample": lambda m, x: 2 * x.detach() * m.bias.detach()}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # random numbers, with a history
+@pytest.mark.parametrize("place", ["list", "dict", "empty", "new"])
+@pytest.mark.parametrize("value", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop", "batch"])
+def test_what_a_module_keeps_is_gone_after_a_pass(place, value, method, device):
+    module = _Keeping(place, value).to(device)
+    batched = method == "batch"
+    loss, params = psg.stateless(module, (lambda output: output) if batched else _total, batch_dim=None if batched else 0)
     x = torch.randn(3, 4, device=device)
+    rows = []
+    for row in x:
+        fresh = _Keeping(place, value).to(device)
+        fresh.load_state_dict(module.state_dict())
+        fresh(row[None]).sum().backward()
+        rows.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in fresh.named_parameters()})
+    expected = {name: torch.stack([row[name] for row in rows]) for name in params}
     for _ in range(2):
-        module.kept.clear()
-        grads = psg.per_sample_grad(loss)(params, x)
-        alive = (x @ params["linear.weight"].T + params["linear.bias"] + params["bias"] > 0).to(x.dtype)
-        assert_trees_close(grads["bias"], alive)
-    with pytest.raises(psg.StateError, match="kept from an earlier call"):
-        psg.per_sample_grad(loss)(params, x)
+        assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), expected)
+        assert module.holds_nothing()
+    psg.check(loss, method=method)(params, x)
+    live = {name: p.requires_grad_() for name, p in params.items()}
+    norms = psg.per_sample_norm(loss, method=method)(live, x)  # a history: batch runs vmap, and compares it with the whole batch
+    norms.sum().backward()
+    assert module.holds_nothing()
+    module(x)
+
+
+def test_what_a_module_has_kept_before_does_not_come_back(device):
+    """Neither in the place of a result, nor where a flag says that the result is there."""
+
+    class Logging(nn.Linear):
+        last, steps = None, 0
+
+        def forward(self, x):
+            self.last, self.steps = super().forward(x), self.steps + self.counts
+            return self.last
+
+    x = torch.randn(3, 2, device=device)
+    for counts, before in ((0, True), (1, False)):
+        module = Logging(2, 2).to(device)
+        module.counts = counts
+        if before:
+            module(x)
+        own = module.last
+        loss, params = psg.stateless(module, _total)
+        psg.per_sample_norm(loss)(params, x)
+        assert module.last is not own
+        assert psg._torch._functorch.is_wrapped(module.last)
+
+
+def test_a_module_keeps_its_constants(device):
+    class Masked(nn.Linear):
+        mask = None
+
+        def forward(self, x):
+            if self.mask is None:
+                self.mask = torch.ones(2, device=x.device)
+            return super().forward(x) * self.mask
+
+    module = Masked(2, 2).to(device)
+    loss, params = psg.stateless(module, _total)
+    psg.per_sample_norm(loss, method="capture")(params, torch.randn(3, 2, device=device))
+    assert_trees_close(module.mask, torch.ones(2, device=device))
 
 
 def test_a_wrapper_that_a_transform_has_left_in_a_module(device):

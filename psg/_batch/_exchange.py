@@ -19,6 +19,7 @@ from psg._errors import InputError, PsgError, StateError, code_of, warn_once
 from psg._torch import _functorch, _random
 from psg._torch._ops import draws, tensors_of
 from psg._watch import _copies
+from psg._watch._effects import forgetting
 from psg.rules import _kernels
 
 
@@ -160,7 +161,7 @@ def _losses(call: Call, mode: "_Undropped") -> Tensor:
     for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
         if dim is None and position not in call.params and isinstance(leaf, Tensor):
             leaves[position] = _copies.copy_of(leaf)
-    with torch.enable_grad(), mode:  # fn may differentiate for its data
+    with torch.enable_grad(), mode, forgetting():  # fn may differentiate for its data
         return call.evaluate(leaves, batch=True, copies=True)[0].detach()
 
 

@@ -13,7 +13,7 @@ from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVm
 from psg._ladder._rungs import RUNGS, Result
 from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
-from psg._watch._effects import Attempt
+from psg._watch._effects import Attempt, forget_results
 from psg.rules._registry import are_disabled
 
 
@@ -47,6 +47,7 @@ def run(call: Call, method: str) -> Result:
         try:
             with Attempt(), _pass.opened(None):  # this call may be made inside another call's pass
                 result = RUNGS[rung](own)
+                forget_results()
             break
         except Exception as error:
             _refuse_stale(call, error)

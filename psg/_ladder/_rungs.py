@@ -22,6 +22,7 @@ from psg._ladder._guards import LoopGuard, RerunGuard, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
 from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
+from psg._watch._effects import forgetting
 from psg._watch._habits import Retry
 from psg._watch._outside import Outside
 from psg.factors import Dense, Factor, Sum, concat
@@ -293,7 +294,8 @@ def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs
             _random.rewind(state)
         leaves = call.sample(i)
         before = outputs.tree
-        rows.append(gradient(call, leaves, outputs))
+        with forgetting():
+            rows.append(gradient(call, leaves, outputs))
         if i:
             _trees.expect_same(before, outputs.tree, "aux")
         if call.randomness == "error":
@@ -439,7 +441,8 @@ def _batch_together(call: Call) -> Result:
 
     def function(tensors: Sequence[Tensor], copies: bool) -> tuple[Tensor, ...]:
         states[:] = [_random.Snapshot.take(call.tensors)]
-        values = outputs.of(_trees.fill(call.leaves, tensors), copies)
+        with forgetting():
+            values = outputs.of(_trees.fill(call.leaves, tensors), copies)
         states.append(_random.Snapshot.take(call.tensors))
         return values
 

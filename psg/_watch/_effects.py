@@ -1,16 +1,19 @@
 """What the forward pass of a module does beside computing: writes into its tensors, and changes of its attributes."""
 
+import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from psg import _trees
 from psg._errors import StateError
 from psg._torch import _functorch
 from psg._watch import _writes
+from psg._watch._marks import is_marked
 
 
 class Writes:
@@ -69,8 +72,32 @@ class Attributes:
             for value in held.values():
                 if type(value) in _COLLECTIONS:
                     value.clear()
-                    add = value.extend if isinstance(value, list) else value.update
-                    add(self._contents.get(id(value), ()))
+                    _add_to(value, self._contents.get(id(value), ()))
+
+    def forget_results(self, constants: bool) -> None:
+        """Take out again what a pass has computed from the samples or the parameters and left where nothing was, as in a cache.
+
+        It is of no use after the pass, and the next one would meet it. What was there before does not come back in the place of a result:
+        who reads that would take the one for the other. Nor is anything changed in a module of which a flag or a number has changed, which
+        may say that the result is there.
+
+        Args:
+            constants: Whether to take out all tensors, after a pass that does not mark what depends on the samples.
+        """
+        for prefix, held in self._held.items():
+            attributes = vars(self._children[prefix])
+            for name in attributes.keys() - _MODULES_OWN:
+                value = attributes[name]
+                if type(value) in _COLLECTIONS and value is held.get(name):
+                    before = self._contents.get(id(value), ())
+                    if len(value) > len(before) and _holds_results(value, constants) and not self._changed_marks(prefix):
+                        value.clear()
+                        _add_to(value, before)
+                elif value is not None and held.get(name) is None and _holds_results(value, constants) and not self._changed_marks(prefix):
+                    if name in held:
+                        attributes[name] = None
+                    else:
+                        del attributes[name]
 
     def adopt(self, given: dict[int, Tensor]) -> None:
         """Put the module's own parameters, by the ids of the call's, under the further names that the call has registered."""
@@ -85,28 +112,49 @@ class Attributes:
         Raises:
             StateError: An attribute that is a flag, a number or a string, or was one, has changed.
         """
-        for prefix, before in self._held.items():
-            child = self._children[prefix]
-            now = vars(child)
-            names = [name for name in (*before, *now) if _mark_of(now.get(name)) != _mark_of(before.get(name))]
-            if names:
+        for prefix in self._held:
+            if names := self._changed_marks(prefix):
                 self.restore()
                 raise StateError(
                     f"stateless: the forward pass writes into the parameter {written!r} and changes {names[0]!r} of "
-                    f"{prefix or 'the module'} ({kind_of(child)}). If later calls then do not write again: each sample starts from the "
-                    "parameters that it is given, so run the module once, in this mode, before stateless sees it. Else take the write, or "
-                    "the change, out of forward."
+                    f"{prefix or 'the module'} ({kind_of(self._children[prefix])}). If later calls then do not write again: each sample "
+                    "starts from the parameters that it is given, so run the module once, in this mode, before stateless sees it. Else "
+                    "take the write, or the change, out of forward."
                 )
+
+    def _changed_marks(self, prefix: str) -> list[str]:
+        """The attributes of a module that are flags, numbers or strings, or were, and have changed."""
+        before, now = self._held[prefix], vars(self._children[prefix])
+        return [name for name in (*before, *now) if _mark_of(now.get(name)) != _mark_of(before.get(name))]
 
 
 _COLLECTIONS = {dict, OrderedDict, list, set}
+_MODULES_OWN = vars(nn.Module()).keys()
+
+
+def _add_to(collection: Any, items: Any) -> None:
+    add = collection.extend if isinstance(collection, list) else collection.update
+    add(items)
+
+
+def _holds_results(value: Any, constants: bool) -> bool:
+    """Whether a value holds tensors that a pass has made from the samples or the parameters, or any."""
+    with torch._C.DisableTorchFunction():  # a pass around this one would look at each question
+        return any(constants or tensor.requires_grad or is_marked(tensor) for tensor in _trees.tensors_in(_trees.flatten(value)[0]))
+
+
+class _Changes(NamedTuple):
+    """What a module held before a pass has called it, and the lock under which psg's passes change it."""
+
+    lock: Any
+    attributes: Attributes
 
 
 class _Open(threading.local):
-    """The passes of this thread that may be given up, the innermost last: what takes back the changes of each key."""
+    """The passes of this thread, the innermost last: for each key, the changes that one may have to take back."""
 
     def __init__(self) -> None:
-        self.passes: list[dict[Hashable, Callable[[], None]]] = []
+        self.passes: list[dict[Hashable, _Changes]] = []
 
 
 _open = _Open()  # no context variable: to set one slows down every look at another
@@ -116,8 +164,8 @@ class Attempt:
     """A context for a pass that may be given up: if it raises, modules get back the attributes that they had before."""
 
     def __enter__(self) -> "Attempt":
-        self._restoring: dict[Hashable, Callable[[], None]] = {}
-        _open.passes.append(self._restoring)
+        self._changes: dict[Hashable, _Changes] = {}
+        _open.passes.append(self._changes)
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -125,19 +173,35 @@ class Attempt:
         if kind is not None:
             self.give_up()
         else:
-            for key, restore in self._restoring.items():
-                restore_if_given_up(key, restore)
+            for key, own in self._changes.items():
+                note_attributes(key, *own)
 
     def give_up(self) -> None:
         """Give the pass up after it has ended."""
-        for restore in reversed(self._restoring.values()):  # modules may share submodules
-            restore()
+        for lock, attributes in reversed(self._changes.values()):  # modules may share submodules
+            with lock:
+                attributes.restore()
 
 
-def restore_if_given_up(key: Hashable, restore: Callable[[], None]) -> None:
-    """Note what takes back the changes of this key, unless the pass that is open has noted that before."""
+def note_attributes(key: Hashable, lock: Any, attributes: Attributes) -> None:
+    """Note what the modules of this key held before a call, unless the pass that is open has called them before."""
     if _open.passes:
-        _open.passes[-1].setdefault(key, restore)
+        _open.passes[-1].setdefault(key, _Changes(lock, attributes))
+
+
+def forget_results(constants: bool = False) -> None:
+    """Let the modules that the open pass has called forget its results; see `Attributes.forget_results`."""
+    for lock, attributes in reversed(_open.passes[-1].values()):
+        with lock:
+            attributes.forget_results(constants)
+
+
+@contextlib.contextmanager
+def forgetting() -> Iterator[None]:
+    """A context for one of several calls of fn in a pass without marks: each starts with the modules as the first has found them."""
+    with Attempt():
+        yield
+        forget_results(constants=True)
 
 
 def _mark_of(value: Any) -> Any:

@@ -90,6 +90,11 @@ class Marks:
         return tensor.__dict__.get("_psg_pass") is self.drawn
 
 
+def is_marked(tensor: Tensor) -> bool:
+    """Whether a pass has made this tensor from the samples or the parameters."""
+    return "_psg_pass" in vars(tensor)
+
+
 def _is_of_running_pass(mark: object) -> bool:
     """Whether a mark is that of a pass around this one, whose fn has called psg."""
     passes = (getattr(mode, "own", None) for mode in _get_current_function_mode_stack())

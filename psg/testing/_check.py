@@ -11,6 +11,7 @@ from psg._call import Call, Method, Options, prepare
 from psg._errors import InputError, first_line
 from psg._torch import _ambient, _autograd
 from psg._trees import Tree, flatten, tensors_in
+from psg._watch._effects import forgetting
 from psg.testing._compare import Mismatch, assert_trees_close, compare, default_rtol
 from psg.testing._loop import Batch, loop_value_and_grad, tree_map
 from psg.testing._reference import reference_dot, reference_flat, reference_gram, reference_norm, reference_weighted_sum
@@ -233,7 +234,8 @@ def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: di
         arguments = batch.sample(i)
         for k, along in zip(batch.positions, line, strict=True):
             arguments[k] = tree_map(lambda leaf, d: leaf + shift * d, arguments[k], along)
-        return fn(*arguments, **shared).item()
+        with forgetting():
+            return fn(*arguments, **shared).item()
 
     slope = (value(step) - value(-step)) / (2 * step)
     slopes = {"psg": reference_dot(ours, line).item(), "the loop": reference_dot(theirs, line).item()}

@@ -14,6 +14,7 @@ from psg._torch import _ambient, _autograd, _random
 from psg._trees import NAMESPACE, Tree, broadcast, flatten, tensors_in, unflatten
 from psg._watch import _pass
 from psg._watch._copies import contiguous_copy_of, copy_of
+from psg._watch._effects import forgetting
 
 tree_map: Any = partial(optree.tree_map, namespace=NAMESPACE)  # optree's own annotations do not allow users' trees
 
@@ -49,7 +50,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         """Value, aux and gradient of sample i; once more, `differentiated`, if fn differentiates gradients that only this makes right."""
         called, state = _pass.Pass(), _random.get_state(tensors_in(batch.leaves))
         # Autograd is on even if the caller has switched it off: inference mode would make every gradient a silent zero.
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), forgetting():
             arguments = batch.sample(i)
             targets = [tree_map(Tensor.requires_grad_, arguments[k]) for k in batch.positions]
             with (
