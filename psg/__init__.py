@@ -17,22 +17,25 @@ Modules: `tree` (norms, Gram matrices, weighted sums, projections, moments, nois
 `distributed` (several processes), `plans` (how norms and sums are computed), `rules`, `factors`, `testing`.
 """
 
-from psg import clipping, distributed, factors, plans, rules, testing, tree
-from psg._compile._jit import jit
-from psg._errors import FallbackWarning, InputError, PsgError, StateError
-from psg._explain import explain
-from psg._hardware._memory import keep_pages
-from psg._stateless import stateless
-from psg.rules import primitive, rule
-from psg.testing import check
-from psg.transforms import (
-    ClippedGrad,
-    clipped_grad,
-    factored_grad,
-    per_sample_grad,
-    per_sample_norm,
-    per_sample_value_and_grad,
-)
+from psg._torch._replaced import torchs_own
+
+with torchs_own():  # the tables of these modules are keyed by torch's functions
+    from psg import clipping, distributed, factors, plans, rules, testing, tree
+    from psg._compile._jit import jit
+    from psg._errors import FallbackWarning, InputError, PsgError, StateError
+    from psg._explain import explain
+    from psg._hardware._memory import keep_pages
+    from psg._stateless import stateless
+    from psg.rules import primitive, rule
+    from psg.testing import check
+    from psg.transforms import (
+        ClippedGrad,
+        clipped_grad,
+        factored_grad,
+        per_sample_grad,
+        per_sample_norm,
+        per_sample_value_and_grad,
+    )
 
 __version__ = "0.1.0"
 

@@ -963,6 +963,14 @@ STAYS = {
     "index_add, columns that are viewed": lambda w, x: score(
         torch.zeros_like(w * x).index_add(1, x[:3].abs().long() % 4, (w * x)[:, :3]).view(-1)
     ),
+    "a write after index_select": lambda w, x: (
+        lambda y: (y.index_select(0, torch.arange(2, device=x.device)) * x[0]).sum() + y.mul_(2).sin().sum()
+    )(w * x + x),
+    "index_select by a number": lambda w, x: score((w * x).index_select(1, x[0].abs().long() % 4) * x[:, None]),
+    "rows of scatter_add, of numbers": lambda w, x: score(x.new_zeros(4).scatter_add(0, x[:3].abs().long() % 4, (w @ x)[:3])),
+    "scatter_add into more columns": lambda w, x: score(
+        w.exp().scatter_add(0, (x[:3].abs().long() % 4)[:, None].expand(3, 2), (w * x)[:3, :2])
+    ),
     "interpolation": lambda w, x: (F.interpolate(w[None, None], (4, 6), mode="bilinear")[0, 0, :, 1:5] @ x).sin().sum(),
 }
 CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
@@ -981,6 +989,49 @@ def assert_stays_on_the_first_rung(fn, device):
 def test_stays_on_the_first_rung(fn, device):
     assert_stays_on_the_first_rung(fn, device)
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+def by_rows(index, dim, like):
+    """An index of rows along `dim`, expanded along all other dimensions."""
+    return index.reshape([-1 if d == dim % like.ndim else 1 for d in range(like.ndim)]).expand(
+        [len(index) if d == dim % like.ndim else size for d, size in enumerate(like.shape)]
+    )
+
+
+@pytest.mark.parametrize("n", [4, 1, 0])
+@pytest.mark.parametrize("dim", [0, 1, -1, -3])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+def test_rows_that_are_gathered_and_scattered(method, shared, dim, n, device):
+    """As between the nodes and edges of a graph."""
+
+    def fn(w, x, source, target):
+        nodes = (w * x).sin()
+        edges = nodes.index_select(dim, source) * torch.index_select(x, dim, target)
+        sums = torch.zeros_like(nodes).scatter_add_(dim, by_rows(target, dim, nodes), edges)
+        sums = torch.scatter_add(sums, dim, by_rows(source, dim, nodes), edges.exp())
+        return score(sums)
+
+    w, x = torch.randn(5, 5, 5, device=device), torch.randn(n, 5, 5, 5, device=device)
+    edges = [torch.randint(5, (7,) if shared else (n, 7), device=device) for _ in range(2)]
+    in_dims = (None, 0, *[None if shared else 0] * 2)
+    assert_trees_close(psg.per_sample_grad(fn, in_dims=in_dims, method=method)(w, x, *edges), loop_grad(fn, in_dims=in_dims)(w, x, *edges))
+
+
+@pytest.mark.parametrize("bad", [5, -1])
+@pytest.mark.parametrize("op", ["index_select", "scatter_add"])
+def test_rows_out_of_range_are_an_error(op, bad, device):
+    """Not rows of another sample."""
+    if device.type != "cpu":
+        pytest.skip("a kernel's own assertion ends the process there")
+
+    def fn(w, x, index):
+        y = w * x
+        return (y.index_select(0, index) if op == "index_select" else y.scatter_add(0, by_rows(index, 0, y), y[:1])).sum()
+
+    index = torch.tensor([[1], [bad], [2]])
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        psg.per_sample_grad(fn, method="capture")(torch.randn(5, 2), torch.randn(3, 5, 2), index)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool])

@@ -1,5 +1,8 @@
 """Rules of the user's own: registering, declining, listing, and the errors of wrong registrations."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -226,3 +229,31 @@ def test_functions_that_are_equal_have_one_name(alias, name):
     """Otherwise what psg remembers of an op would depend on which alias came first."""
     assert getattr(torch, alias) == getattr(torch, name)
     assert _ops.name_of(getattr(torch, alias)) == _ops.name_of(getattr(torch, name)) == name
+
+
+def test_functions_that_others_have_replaced_before(device):
+    """A library may put wrappers in the place of torch's functions, as torch_geometric does; these call the builtin ones."""
+    program = f"""
+import torch
+import torch.nn.functional as F
+
+def wrapped(old):
+    return lambda *args, **kwargs: old(*args, **kwargs)
+
+torch.set_default_dtype(torch.float64)
+torch.index_select, F.linear, torch.Tensor.index_select = map(wrapped, (torch.index_select, F.linear, torch.Tensor.index_select))
+theirs = torch.index_select, F.linear
+import psg
+from psg.testing import assert_trees_close, loop_grad
+
+assert theirs == (torch.index_select, F.linear)
+w, i = torch.randn(7, 4, device={str(device)!r}), torch.tensor([1, 5, 2], device={str(device)!r})
+for select in (torch.index_select, torch.Tensor.index_select):
+    fn = lambda w, i: (select(1.5 * w, 1, i % 4) ** 3).sum()
+    assert_trees_close(psg.per_sample_grad(fn)(w, i), loop_grad(fn)(w, i))
+table = psg.factored_grad(lambda w, i: torch.index_select(w, 0, i.reshape(1)).sum())(w, i)
+layer = psg.factored_grad(lambda w, i: F.linear(i * torch.ones(2, 4, device=w.device), w).sum())(w, i)
+print(type(table).__name__, type(layer).__name__)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["Rows", "Outer"], done.stderr

@@ -32,6 +32,33 @@ decomposition(torch.ops.aten.sym_size.int)(Tensor.size)
 decomposition(torch.moveaxis, Tensor.moveaxis)(torch.movedim)
 
 
+@rule(torch.index_select, Tensor.index_select, params=())
+def index_select(input: Tensor, dim: int, index: Tensor) -> Any:
+    """Rows as they lie in memory, of each sample's own index or a shared one: ([n,*], [n,t]) -> [n,*].
+
+    vmap would gather each entry by itself, and save the input for the backward pass, so that fn could not write into it.
+    """
+    dims = input.ndim - 1
+    if index.ndim != 2 or not -dims <= dim < dims or index.dtype not in (torch.int32, torch.int64) or not index.numel():
+        return NotImplemented
+    place = 1 + dim % dims
+    if index.stride(0) == 0:
+        return torch.index_select(input, place, index[0]), {}
+    rows = _rows_of_samples(index, input.shape[place], input)
+    if rows is None:
+        return NotImplemented
+    output = input.movedim(place, 1).flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, index.shape).movedim(1, place).contiguous()
+    return reshape(output, output.shape), {}
+
+
+def _rows_of_samples(index: Tensor, size: int, input: Tensor) -> Tensor | None:
+    """The index of each sample into its own rows, as an index into the rows of all; None if an entry is, or may be, out of range."""
+    # It would address a row of another sample.
+    if not _functorch.can_read_now(index) or input.numel() == 0 or ((index < 0) | (index >= size)).any():
+        return None
+    return index + size * torch.arange(len(index), device=index.device)[:, None]
+
+
 @rule(torch.index_add, Tensor.index_add, params=())
 def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
     """One call on the rows of all samples, if each has an index of its own (the edges of a graph): ([n,*], [n,t], [n,*]) -> [n,*]."""
@@ -43,10 +70,9 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
         return NotImplemented
     if [*source.shape[1 : 1 + dim], *source.shape[2 + dim :]] != shape[:dim] + shape[dim + 1 :] or source.shape[1 + dim] != edges[0]:
         return NotImplemented  # torch raises its own error
-    # An index out of range for its sample would address a row of another sample.
-    if not _functorch.can_read_now(index) or input.numel() == 0 or ((index < 0) | (index >= shape[dim])).any():
+    rows = _rows_of_samples(index, shape[dim], input)
+    if rows is None:
         return NotImplemented
-    rows = index + shape[dim] * torch.arange(n, device=index.device)[:, None]
     table, added = input.movedim(1 + dim, 1).flatten(0, 1), source.movedim(1 + dim, 1).flatten(0, 1)
     output = table.index_add(0, rows.flatten(), added, alpha=alpha).unflatten(0, (n, shape[dim])).movedim(1, 1 + dim).contiguous()
     return reshape(output, output.shape), {}
@@ -69,6 +95,37 @@ def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha:
     if alpha != 1:
         source = (alpha * source).to(input.dtype)
     return input.scatter_add(dim, index.reshape(shape).expand(source.shape), source)
+
+
+@rule(torch.scatter_add, Tensor.scatter_add, params=())
+def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    """Whole rows at a time, where an index of rows was expanded along all other dimensions: ([n,*], [n,*], [n,*]) -> [n,*]."""
+    dims = input.ndim - 1
+    if not -dims <= dim < dims or not _is_of_rows(index, 1 + dim % dims) or index.shape != src.shape:
+        return NotImplemented
+    place = 1 + dim % dims
+    rows = index[tuple(slice(None) if d in (0, place) else 0 for d in range(index.ndim))]
+    if rows.stride(0) or src.dtype != input.dtype:
+        return index_add(input, dim, rows, src)
+    if [*src.shape[:place], *src.shape[place + 1 :]] != [*input.shape[:place], *input.shape[place + 1 :]]:
+        return NotImplemented  # other entries of the input stay as they are
+    return torch.index_add(input, place, rows[0], src), {}
+
+
+def _is_of_rows(index: Tensor, *dims: int) -> bool:
+    """Whether an index was expanded along all dimensions but these and the first."""
+    sizes = enumerate(zip(index.shape, index.stride(), strict=True))
+    return index.ndim > 1 and index.numel() > 0 and all(d in (0, *dims) or size == 1 or not stride for d, (size, stride) in sizes)
+
+
+@decomposition(Tensor.scatter_add_)
+def _scatter_add_in_place(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    """The same, for the sake of the rule above."""
+    ndim = input.ndim
+    if ndim < 2 or index.ndim != ndim or not -ndim <= dim < ndim:
+        return NotImplemented
+    expanded = all(d == dim % ndim or size == 1 or not index.stride(d) for d, size in enumerate(index.shape))
+    return input.copy_(torch.scatter_add(input, dim, index, src)) if expanded else NotImplemented
 
 
 @decomposition(Tensor.index_add_)
