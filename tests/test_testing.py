@@ -322,6 +322,17 @@ def test_check_tells_random_functions_from_wrong_gradients(args):
         psg.check(noisy)(*args)
 
 
+def test_check_names_a_tensor_that_fn_keeps(device):
+    kept = []
+
+    def fn(w, x):
+        kept[:] = kept or [2 * x]
+        return (w * kept[0]).sum()
+
+    with pytest.raises(psg.StateError, match="check: fn uses a tensor that it has kept from an earlier call"):
+        psg.check(fn)(torch.randn(3, device=device), torch.randn(4, 3, device=device))
+
+
 def test_check_holds_the_reductions_too(monkeypatch, args):
     right = psg.factors.Outer.squared_norm
     monkeypatch.setattr(psg.factors.Outer, "norm", lambda self: 2 * right(self).sqrt())

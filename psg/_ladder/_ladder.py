@@ -50,7 +50,7 @@ def run(call: Call, method: str) -> Result:
                 forget_results()
             break
         except Exception as error:
-            _refuse_stale(call, error)
+            refuse_stale(call.name, error)
             if _ambient.may_compile() and not compiles:
                 # fn has imported the compiler, by `torch.cond` say, and run into it. From now on psg keeps it from compiling.
                 compiles, rungs = True, [rung, *rungs]
@@ -100,10 +100,11 @@ def warn_of_unused(call: Call) -> None:
     )
 
 
-def _refuse_stale(call: Call, error: Exception) -> None:
+def refuse_stale(name: str, error: Exception) -> None:
+    """Raise StateError, for the function of this name, if an error comes of a tensor that fn has kept from an earlier call."""
     if Stale.seen_in(error):
         raise StateError(
-            f"{call.name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
+            f"{name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
             "made from the samples or the parameters of that call, and cannot be used any more. Make it anew in every call, and clear "
             "the one that is kept now; a tensor that depends on neither samples nor parameters may be made outside of fn. (Or fn uses "
             "samples or parameters in a thread that it starts, where only method='loop' can follow.)"

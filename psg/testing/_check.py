@@ -9,6 +9,7 @@ from torch import Tensor
 from psg import transforms, tree
 from psg._call import Call, Method, Options, prepare
 from psg._errors import InputError, first_line
+from psg._ladder._ladder import refuse_stale
 from psg._torch import _ambient, _autograd
 from psg._trees import Tree, flatten, tensors_in
 from psg._watch._effects import forgetting
@@ -68,6 +69,7 @@ def check(
         InputError: `fn` was made by a transform, or an option has a value that is not allowed. At a call: results differ, but so do two
             runs of the loop; with method "batch", `fn` cannot run on batches of one, and all samples share some tensors beside the
             parameters.
+        StateError: At a call: `fn` uses a tensor that it has kept from an earlier call.
 
     Example:
         >>> result = check(lambda w, x: (w * x).sin().sum())(torch.ones(3), torch.rand(5, 3))
@@ -100,6 +102,7 @@ def check(
         try:
             values, grads = loop(*args, **shared)
         except Exception as error:
+            refuse_stale("check", error)
             if batch is None or isinstance(error, torch.OutOfMemoryError) or not (names := _shared_data(batch)):
                 raise
             raise InputError(
