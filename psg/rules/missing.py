@@ -101,9 +101,11 @@ def _index_add(input: Tensor, dim: Any, index: Tensor, source: Tensor, *, alpha:
 def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     """Whole rows at a time, where an index of rows was expanded along all other dimensions: ([n,*], [n,*], [n,*]) -> [n,*]."""
     dims = input.ndim - 1
-    if not -dims <= dim < dims or not _is_of_rows(index, 1 + dim % dims) or index.shape != src.shape:
+    if not -dims <= dim < dims or index.shape != src.shape or index.dtype != torch.int64:
         return NotImplemented
     place = 1 + dim % dims
+    if not _is_of_rows(index, place):
+        return NotImplemented
     rows = index[tuple(slice(None) if d in (0, place) else 0 for d in range(index.ndim))]
     if rows.stride(0) or src.dtype != input.dtype:
         return index_add(input, dim, rows, src)
@@ -112,10 +114,10 @@ def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     return torch.index_add(input, place, rows[0], src), {}
 
 
-def _is_of_rows(index: Tensor, *dims: int) -> bool:
-    """Whether an index was expanded along all dimensions but these and the first."""
+def _is_of_rows(index: Tensor, place: int) -> bool:
+    """Whether an index was expanded along all dimensions but this and the first."""
     sizes = enumerate(zip(index.shape, index.stride(), strict=True))
-    return index.ndim > 1 and index.numel() > 0 and all(d in (0, *dims) or size == 1 or not stride for d, (size, stride) in sizes)
+    return index.numel() > 0 and all(d in (0, place) or size == 1 or not stride for d, (size, stride) in sizes)
 
 
 @decomposition(Tensor.scatter_add_)
