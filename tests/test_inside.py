@@ -1,5 +1,6 @@
 """Rules inside transforms that fn applies, and inside derivatives that fn takes."""
 
+import contextlib
 import functools
 import math
 
@@ -670,3 +671,115 @@ def test_constants_of_a_pass_around_psg(constant, method):
 
     w, x = torch.randn(4), torch.randn(3, 4)
     assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
+
+
+# --- Python values and masks inside of derivatives --------------------------------------------------------------------------------
+
+
+# Each reads values of q, for which fn differentiates, of the integers z or of the parameter w: [2, 3], [2] and [3].
+
+READS = {
+    "int": lambda w, q, z: (q @ w).tanh().sum() * int(z.max() < 5),
+    "bool": lambda w, q, z: (q @ w).tanh().sum() if q.norm() < 9 else q.sum(),
+    "a branch": lambda w, q, z: (q @ w).tanh().sum() if q.sum() > 0 else (q @ w).sin().sum(),
+    "item": lambda w, q, z: (q @ w).tanh().sum() * z.sum().item(),
+    "float": lambda w, q, z: (q @ w).tanh().sum() * float(q.sum() > 0),
+    "tolist": lambda w, q, z: (q @ w).tanh().sum() * sum((z * 2).tolist()),
+    "format": lambda w, q, z: (q @ w).tanh().sum() * len(f"{z.max() * 6}"),
+    "a size": lambda w, q, z: (q[: z.max()] @ w).tanh().sum(),
+    "of a parameter": lambda w, q, z: (q @ w).tanh().sum() * float(w.detach().norm()) if w.norm() > 0 else q.sum(),
+    "in a vmap": lambda w, q, z: vmap(lambda row: (row @ w).tanh() * int(z.max() < 5))(q).sum(),
+    "a mask": lambda w, q, z: (q[q[:, 0] > -9] @ w).tanh().sum(),
+    "a mask of each sample's own": lambda w, q, z: (q[q[:, 0] == q[:, 0].max()] @ w).tanh().sum(),
+    "a mask of different counts": lambda w, q, z: (q[z > 0] @ w).tanh().sum() + q.square().sum(),
+    "masked_select": lambda w, q, z: (q * w).masked_select(z[:, None] > 0).tanh().sum(),
+    "nonzero": lambda w, q, z: (q @ w)[torch.nonzero(z)[:, 0]].tanh().sum(),
+    "where": lambda w, q, z: (q @ w)[torch.where(q[:, 0] == q[:, 0].max())].tanh().sum(),
+    "a write": lambda w, q, z: written(q * w, q[:, 0] == q[:, 0].max(), w * q.sum()).tanh().sum(),
+}
+
+
+def written(tensor, index, value):
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+@pytest.mark.parametrize("n", [0, 1, 9])
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev", "grad of grad", "jvp of grad", "grad of jvp"])
+@pytest.mark.parametrize("read", READS)
+def test_values_read_inside_of_derivatives(read, transform, n, normal, device):
+    z = torch.tensor([[0, 1], [1, 1]], device=device).repeat(5, 1)[:n]
+
+    def fn(w, x, z):
+        return TRANSFORMS[transform](lambda w, q: READS[read](w, q, z), w, x)
+
+    assert_agrees(Problem(fn, (normal(3), normal(n, 2, 3), z)))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda row: row.sum() > 0, lambda row: int(row.sum()), lambda row: row[row > 0], torch.nonzero],
+    ids=["bool", "int", "mask", "nonzero"],
+)
+def test_what_a_vmap_of_fn_batches_has_no_value_inside_of_derivatives_either(read, normal):
+    def fn(w, x):
+        return grad(lambda q: vmap(lambda row: (row @ w).sin() if read(row) is not None and bool(read(row).sum()) else row.sum())(q).sum())(
+            x
+        ).sum()
+
+    with pytest.raises(RuntimeError, match="vmap: "):
+        psg.per_sample_grad(fn)(normal(3), normal(4, 2, 3))
+
+
+def noisy(x):
+    return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: grad(lambda q: (q @ w).sin() if noisy(q).sum() > 0 else (q @ w).cos())(x).sum(),
+        lambda w, x: grad(lambda q: (q @ w).sin() if q.sum() > 0 else (q @ w).cos())(noisy(x)).sum(),
+        lambda w, x: grad(lambda q: (q[noisy(q) > -99] * w).prod())(x).sum(),
+        lambda w, x: (w @ x).sin() * int(grad(lambda q: (q * noisy(q)).sum())(x).sum() > 0),
+        lambda w, x: (w @ x).sin() * int(vmap(torch.sin)(noisy(x)).sum() > 0),
+        lambda w, x: grad(lambda q: (w @ q).sin() * int(torch.func.jvp(torch.sin, (x,), (noisy(x),))[1].sum() > 0))(x).sum(),
+    ],
+    ids=["inside", "outside", "a mask", "out of grad", "out of vmap", "a tangent"],
+)
+def test_random_numbers_read_inside_of_derivatives_or_after_them(fn, normal):
+    """Samples that agree must not draw again together; marks of random numbers do not pass through transforms of fn's own."""
+    with pytest.warns(psg.FallbackWarning, match="takes a Python value from random numbers"):
+        psg.per_sample_grad(fn)(normal(3), normal(4, 3))
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+def test_values_read_before_random_numbers_are_drawn(normal):
+    def fn(w, x):
+        return F.dropout(grad(lambda q: (q @ w).sin() * int(q.norm() < 99))(x)).sum()
+
+    psg.per_sample_grad(fn)(normal(3), normal(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@pytest.mark.parametrize("write", [written, lambda t, index, value: t.clone().index_put_((index,), value)], ids=["setitem", "index_put_"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda write, w, x, index: vmap(lambda c: write(x * w * c, index, w * c))(x[0, :2]),
+        lambda write, w, x, index: vmap(lambda c: write(x * w * c, index, x[:2]))(x[0, :2]),
+        lambda write, w, x, index: vmap(lambda c: torch.func.jvp(lambda q: write(q * w, index, q[0] * w), (x,), (x * c,))[1])(x[0, :2]),
+    ],
+    ids=["values", "what is written into", "tangents"],
+)
+def test_writes_at_indices_under_a_vmap_of_fn(inner, write, method, normal):
+    """Two vmaps, one of which does not batch the indices: torch takes the dimension of one for that of the indices."""
+
+    def fn(w, x):
+        return inner(write, w, x, x[:, 0].topk(2).indices).sin().sum()
+
+    w, x = normal(3), normal(4, 5, 3)
+    with pytest.raises(psg.PsgError, match="nested vmaps") if method == "vmap" else contextlib.nullcontext():
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))

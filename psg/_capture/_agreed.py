@@ -1,4 +1,8 @@
-"""Ops under vmap whose result must be one for all samples: Python values, selections by masks, constants that fn may keep."""
+"""Ops under vmap whose result must be one for all samples: Python values, selections by masks, constants that fn may keep.
+
+Inside a derivative that fn takes by torch.func, its transform has wrapped the tensors once more: the values beneath are what counts. A
+tensor that a `vmap` of fn's own has batched has no single value, not even for one sample: such calls are left to torch.
+"""
 
 import contextlib
 from typing import Any
@@ -30,13 +34,15 @@ class Drawn(Unsupported):
     """The function turned random numbers, of which every sample draws its own, into a Python value."""
 
 
-def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], constants: bool) -> Any:
+def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: bool, constants: bool) -> Any:
     """Run a call that returns a Python value, selects by a mask or, if `constants`, makes a constant; NotImplemented for any other call.
+
+    Unless it is called `here`, outside of fn's own transforms, constants and NumPy arrays are left to these: torch has no arrays there.
 
     Raises:
         Diverged: The Python value, or the number of selected entries, is not the same for all samples.
     """
-    if (func in CONVERSIONS or func in ARRAYS) and _functorch.is_batched(args[0], watch.level):
+    if (func in CONVERSIONS or func in ARRAYS and here) and _is_own(watch, args[0]):
         if func is not Tensor.__format__ or not args[0].ndim:  # a tensor with dimensions is formatted as print shows it
             return python_value(watch, func, args, kwargs)
     if func in MASKED:
@@ -44,9 +50,9 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
             args, kwargs = (*args, kwargs["mask"]), {}
         if len(args) > 1 and any(_is_own_mask(watch, leaf) for leaf in tensors_of(args[1:2], {})):
             return _select(watch, func, *args, **kwargs)
-    if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _functorch.is_batched(args[0], watch.level):
+    if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _is_own(watch, args[0]):
         return _locate(watch, func, *args, **kwargs)
-    if func in CONSTANTS and constants and args and _functorch.is_batched(args[0], watch.level):
+    if func in CONSTANTS and here and constants and args and _functorch.is_batched(args[0], watch.level):
         if not any(map(_functorch.is_wrapped, tensors[1:])):
             # Only a sample's shape, dtype and device matter: all samples share the result, and fn may keep it for a later call.
             with _functorch.below():
@@ -60,9 +66,10 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         Diverged: The samples do not agree.
     """
-    watch.expect_agreed(args[0])
-    with _functorch.below():
-        given = _functorch.physical(args[0], watch.level, watch.n)
+    own = _functorch.under_derivatives(args[0], watch.level)
+    watch.expect_agreed(own)
+    with _functorch.below(watch.level):
+        given = _functorch.physical(own, watch.level, watch.n)
         values, count = given.detach(), given[0].numel()
         if count == 0 or count > 1 and func is not Tensor.tolist and func not in ARRAYS:
             return func(values[0], *args[1:], **kwargs)  # raises torch's own error, but for what is empty
@@ -100,7 +107,7 @@ def with_numbers(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
             return slice(number(leaf.start), number(leaf.stop), number(leaf.step))
         if not isinstance(leaf, Tensor) or leaf.ndim or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
             return leaf
-        if not _functorch.is_batched(leaf, watch.level):
+        if not _is_own(watch, leaf):
             return leaf
         found = True
         return python_value(watch, Tensor.__index__, (leaf,), {})
@@ -111,8 +118,13 @@ def with_numbers(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _is_own(watch: Watch, tensor: Tensor) -> bool:
+    """Whether a tensor has a value for each sample, and no other vmap batches it."""
+    return _functorch.is_batched(_functorch.under_derivatives(tensor, watch.level), watch.level)
+
+
 def _is_own_mask(watch: Watch, leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.bool and _functorch.is_batched(leaf, watch.level)
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.bool and _is_own(watch, leaf)
 
 
 def _select(watch: Watch, func: Any, tensor: Tensor, index: Any, *values: Any) -> Any:
@@ -140,9 +152,10 @@ def _locate(watch: Watch, func: Any, tensor: Tensor, as_tuple: bool = False) -> 
 
 def _places(watch: Watch, func: Any, mask: Tensor) -> list[Tensor]:
     """Index tensors, one for each dimension, that select what each sample's mask selects; the mask itself if all samples share it."""
-    watch.expect_agreed(mask)
-    with _functorch.below():
-        values = _functorch.physical(mask, watch.level, watch.n)
+    own = _functorch.under_derivatives(mask, watch.level)
+    watch.expect_agreed(own)
+    with _functorch.below(watch.level):
+        values = _functorch.physical(own, watch.level, watch.n)
         flat = values.reshape(watch.n, mask.numel())
         if mask.numel() == 0 or (flat == flat[0]).all():
             return [values[0]]

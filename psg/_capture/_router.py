@@ -132,6 +132,7 @@ class Router(Watch, Looking):
                 output = self.aliases.note(func, args, kwargs, tensors, output)
             if self.state is not None and draws(func, args, kwargs) and not _random.same_state(self.state, now := _random.now(self.state)):
                 mark, self.state = self.own.drawn, now
+                self.own.assumed = self.own.drawn
             if mark is not None:
                 self.own.claim(output, target, mark)
                 if target is None and self.constants and self.own.has_marked(tensors):
@@ -226,11 +227,11 @@ class Router(Watch, Looking):
         output = self._run_known(func, args, kwargs, here)
         if output is not NotImplemented or _registry.body_of(func) is not None:
             return output
-        if not here:
-            return self._run_elsewhere(func, args, kwargs)
-        output = run_agreed(self, func, args, kwargs, tensors, constants=not self.habits.fills)
+        output = run_agreed(self, func, args, kwargs, tensors, here, constants=not self.habits.fills)
         if output is not NotImplemented:
             return output
+        if not here:
+            return self._run_elsewhere(func, args, kwargs)
         lifted = self.lifted_among(tensors)
         return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
 
@@ -434,7 +435,7 @@ class Router(Watch, Looking):
                 value.uses.append(f"{name_of(func)}: lifted")
         if func is torch.autograd.grad:
             return _differentiate_elsewhere(*args, **kwargs)
-        return func(*args, **kwargs)
+        return self._call(func, args, kwargs)
 
     def _run_unlifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that uses no lifted value; if it makes a tensor that the function may write into, make one for every sample."""

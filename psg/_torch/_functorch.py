@@ -134,6 +134,13 @@ def innermost(tensor: Tensor, level: int) -> Tensor:
     return tensor
 
 
+def under_derivatives(tensor: Tensor, level: int) -> Tensor:
+    """A tensor without the outer wrappers of transforms above this level that differentiate, which leave its values as they are."""
+    while _C.is_gradtrackingtensor(tensor) and level_of(tensor) > level:
+        tensor = value_of(tensor)
+    return tensor
+
+
 def _has_tangent(tensor: Tensor, level: int) -> bool:
     """Whether a tensor that the transform at this level has wrapped carries a tangent there."""
     with below(level + 1):

@@ -26,11 +26,13 @@ class Marks:
     Attributes:
         made: The mark of tensors that the pass has made.
         drawn: The mark of tensors that depend on random numbers, of which every sample draws its own.
+        assumed: The mark that `is_drawn` assumes where there is none, as on what comes out of fn's own transforms: `drawn`, once fn draws.
     """
 
     def __init__(self, *levels: int) -> None:
         self._levels = levels
         self.made, self.drawn = object(), object()
+        self.assumed: object | None = None
         self._unmarked: dict[StorageWeakRef, list[ref[Tensor]]] = {}  # outputs noted, by their storage
 
     def claim(self, output: Any, target: Any = None, mark: object | None = None) -> None:
@@ -86,8 +88,8 @@ class Marks:
         return found
 
     def is_drawn(self, tensor: Tensor) -> bool:
-        """Whether this tensor depends on random numbers, of which every sample draws its own."""
-        return tensor.__dict__.get("_psg_pass") is self.drawn
+        """Whether this tensor depends, or may depend, on random numbers, of which every sample draws its own."""
+        return tensor.__dict__.get("_psg_pass", self.assumed) is self.drawn
 
 
 def is_marked(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from psg._errors import StateError
 from psg._torch import _functions, _functorch
 from psg._torch._cached import cached
-from psg._torch._ops import GET_DATA, SET_DATA
+from psg._torch._ops import GET_DATA, SET_DATA, tensors_of
 from psg._watch import _writes
 from psg.rules._registry import leak
 
@@ -76,6 +76,23 @@ leak(
     torch.linalg.lstsq,
     reason="lstsq of operands with different numbers of dimensions: vmap confuses their batch dimensions",
     when=lambda A, B, *args, **kwargs: A.ndim != B.ndim and (A.ndim, B.ndim) != (2, 1),
+    rungs=("capture", "vmap"),
+)
+
+
+def _batches_apart(input: Tensor, indices: Any, values: Any, accumulate: bool = False) -> bool:
+    """Whether vmaps batch indices, and another one the other tensors, or their tangents. Masks do not count: they become indices first."""
+    levels = [_functorch.vmap_levels(index) for index in tensors_of((indices,), {}) if index.dtype != torch.bool]
+    if not any(levels) or not isinstance(values, Tensor):
+        return False
+    others = _functorch.vmap_levels(input) | _functorch.vmap_levels(values)
+    return not others <= set().union(*levels) or _functorch.tangents_apart()
+
+
+leak(
+    *(Tensor.__setitem__, torch.index_put_, Tensor.index_put_),
+    reason="writes at indices under nested vmaps, one of which does not batch the indices, put the values into other places",
+    when=_batches_apart,
     rungs=("capture", "vmap"),
 )
 
