@@ -51,8 +51,8 @@ torch, Python and NumPy, but of the latter two not where only a closed-over tens
 unnoticed. Inside torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are
 zero.
 
-Derivatives reach the history of a closed-over tensor only if it was recorded in the thread that calls psg. Of what a function of
-torch.jit.script closes over, psg sees nothing.
+Derivatives reach the history of a closed-over tensor only if it was recorded in the thread that calls psg. Of what fn hands to TorchScript,
+psg sees nothing, unless it runs as the Python function that torch.jit.script was given.
 
 Side effects. fn runs once for all samples, in one thread, and again wherever a pass cannot go on: samples that branch apart run in groups,
 other functions by the next method. Side effects (counters, writes into tensors that fn closes over) happen once in every pass, not once for

@@ -275,6 +275,25 @@ def test_what_is_closed_over_and_handed_where_no_op_is_seen(kind, history, args)
         assert not psg.per_sample_norm(handed, method="loop")(params, x).requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("history", [False, True], ids=["leaf", "computed"])
+@pytest.mark.parametrize("picks", [lambda x: x * (x > x.min()), lambda x: x[x > x.min()]], ids=["vmap", "loop"])
+def test_what_is_closed_over_and_handed_to_a_scripted_function(picks, history, args):
+    """It runs as the Python function where the gradients are differentiated too: psg did not see the tensor there."""
+    params, x, _ = args
+    scale = torch.full((3,), 0.7, device=x.device, requires_grad=True)
+    product = torch.jit.script(scripted_product)
+
+    def handed(p, x, times=product, picks=picks):
+        return fn(p, times(x * p["a"].sum(), outside)) + picks(x * p["a"].sum()).sum()
+
+    outside = scale.exp() if history else scale
+    ours = slopes(weigh(psg.per_sample_norm(handed)(params, x)), scale, retain_graph=True)
+    plain = lambda p, x: handed(p, x, torch.mul, lambda x: x * (x > x.min()))  # noqa: E731
+    expected = slopes(weigh(flat(gradients(plain, params, x)).norm(dim=1)), scale)
+    assert_trees_close(ours, expected, per_sample=False)
+
+
 CONSTANTS = {
     "detached": lambda live, x: live.detach() * x,
     "data": lambda live, x: live.data * x,

@@ -1,5 +1,6 @@
 """The capture pass: one call of fn, no weight gradients, derived values computed once, both ways below vmap, nothing left behind."""
 
+import copy
 import gc
 import operator
 import warnings
@@ -15,6 +16,7 @@ from cases.derived import COMPUTED_ONCE, Scaled
 from conftest import as_large
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import psg
@@ -830,6 +832,18 @@ STAYS = {
         (w @ x).sum() if not torch.allclose(x / 0, x) and torch.allclose(x * torch.nan, x * torch.nan, equal_nan=True) else w.sum()
     ),
     "allclose of infinities": lambda w, x: (w @ x).sum() if not torch.allclose(x, x / 0) and torch.allclose(x / 0, x / 0) else w.sum(),
+    "an assertion of all samples": lambda w, x: (
+        torch._assert_async((x < 100).all(), "large") or torch._assert_async((w @ x).isfinite().all()) or (w @ x).sin().sum()
+    ),
+    "an assertion of parameters": lambda w, x: torch._assert_async((w < 100).all(), "large") or (w @ x).sin().sum(),
+    "a copy of a parameter": lambda w, x: (w @ x + copy.deepcopy(w) @ x).sin().sum(),
+    "a frozen copy of a parameter": lambda w, x: (w @ x + copy.deepcopy(w).requires_grad_(False) @ x).sin().sum(),
+    "a copy that is written into": lambda w, x: (
+        (w @ x + copy.deepcopy(w).requires_grad_(False).mul_(2) @ copy.deepcopy(x).exp_()).sin().sum()
+    ),
+    "a copy of which a derivative is taken": lambda w, x: (lambda own: (w * torch.autograd.grad(score(own @ x), own)[0] @ x).sum())(
+        copy.deepcopy(w)
+    ),
     "is_nonzero": lambda w, x: (w @ x).sin().sum() if torch.is_nonzero(x.square().sum()) else w.sum(),
     **{
         f"index_add, {name}": lambda w, x, add=add: (add(w * x, x[:3].abs().mul(2).long() % 4, (w @ w.T)[:3] * x) @ x).sin().sum()
@@ -1032,6 +1046,54 @@ def test_rows_out_of_range_are_an_error(op, bad, device):
     index = torch.tensor([[1], [bad], [2]])
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         psg.per_sample_grad(fn, method="capture")(torch.randn(5, 2), torch.randn(3, 5, 2), index)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_an_assertion_that_one_sample_fails(method):
+    """On the CPU alone: a failed assertion ends a GPU's context."""
+
+    def fn(w, x):
+        torch._assert_async((x < 100).all() & x.any(), "too large")
+        return (w @ x).sin().sum()
+
+    w, x = torch.randn(4, 4), torch.randn(6, 4)
+    for n in (0, 1, 6):
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x[:n]), loop_grad(fn)(w, x[:n]))
+    with_aux = psg.per_sample_grad(lambda w, x: (fn(w, x), w @ x), has_aux=True, method=method)
+    assert with_aux(w, x[:0])[1].shape == (0, 4)  # on zeros, of which nothing is asserted
+    x[3, 1] = 200
+    with pytest.raises(RuntimeError, match="too large"):
+        psg.per_sample_grad(fn, method=method)(w, x)
+
+
+def test_assertions_do_not_wait():
+    """Each reads one value for all samples, and no Python value of it."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def fn(w, x):
+        torch._assert_async((x < 100).all(), "too large")
+        return (w @ x).sin().sum()
+
+    with Seen():
+        psg.per_sample_grad(fn, method="capture")(torch.randn(4, 4), torch.randn(6, 4))
+    assert seen.count(torch.ops.aten._assert_async.msg) == 1
+    assert not {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}.intersection(seen)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_a_copy_of_an_activation_is_refused_as_by_torch(method, device):
+    def fn(w, x):
+        return copy.deepcopy(w @ x).sum()
+
+    with pytest.raises(RuntimeError, match="deepcopy|storage of BatchedTensorImpl"):
+        psg.per_sample_grad(fn, method=method)(torch.randn(4, 4, device=device), torch.randn(6, 4, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool])

@@ -7,7 +7,7 @@ import types
 import warnings
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -512,39 +512,118 @@ def test_a_scripted_part_that_was_trained_keeps_its_gradient(device):
     assert psg.per_sample_grad(loss, method="vmap")(params, x, y).keys() == params.keys()
 
 
+UNSEEN = """
+def widened(x: Tensor) -> Tensor:
+    return torch.cat([x, x], -1).mul(0.5)
+
+def largest(x: Tensor) -> Tensor:
+    return x.amax(-1)
+
+def largest_of_several(x: Tensor) -> Tensor:
+    if x.size(-1) > 1:
+        x = x.amax(-1)
+    return x
+
+def padded(x: Tensor) -> Tensor:
+    return torch.embedding(x.view(-1, 2), torch.arange(2, device=x.device), 1)
+"""
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
 def test_functions_of_torchscript(device):
-    """One whose ops vmap runs right, and some with an op that it gets wrong."""
-
-    @torch.jit.script
-    def widened(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, x], -1).mul(0.5)
-
-    @torch.jit.script
-    def largest(x: torch.Tensor) -> torch.Tensor:
-        return x.amax(-1)
-
-    @torch.jit.script
-    def largest_of_several(x: torch.Tensor) -> torch.Tensor:
-        if x.size(-1) > 1:
-            x = x.amax(-1)
-        return x
-
-    @torch.jit.script
-    def padded(x: torch.Tensor) -> torch.Tensor:
-        return torch.embedding(x.view(-1, 2), torch.arange(2, device=x.device), 1)
-
+    """Of which there is no Python function: one whose ops vmap runs right, and some with an op that it gets wrong."""
+    unit = torch.jit.CompilationUnit(UNSEEN)
     w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device).round()
     for _ in range(3):
-        widened((x @ w).requires_grad_()).sum().backward()
-    for script, rung in ((widened, "vmap"), (largest, "loop"), (largest_of_several, "loop"), (padded, "loop")):
+        unit.widened((x @ w).requires_grad_()).sum().backward()
+    for name, rung in (("widened", "vmap"), ("largest", "loop"), ("largest_of_several", "loop"), ("padded", "loop")):
+        script = getattr(unit, name)
 
         def fn(w, x):
             return script(x @ w).sin().sum()  # noqa: B023
 
         assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
         assert psg.explain(fn)(w, x).rung == rung
-    assert widened(x).shape == (N, 6) and torch._C.ScriptFunction.__call__.__module__ != "psg._torch._scripts"
+    assert unit.widened(x).shape == (N, 6) and torch._C.ScriptFunction.__call__.__module__ != "psg._torch._scripts"
+
+
+def softclamp(t: torch.Tensor, value: float = 2) -> torch.Tensor:
+    return (t / value).tanh() * value
+
+
+def softclamp_unless_negative(t: torch.Tensor, value: float = 2) -> torch.Tensor:
+    return softclamp(t, value) if bool(t.sum() > 0) else t
+
+
+def gated(t: torch.Tensor, sizes: list[int], scales: dict[str, float], *, also: torch.Tensor | None) -> torch.Tensor:
+    sizes.append(1)  # TorchScript has a list of its own
+    first, second, rest = t.split(sizes, -1)
+    first = first * second.new_full([2], scales["first"]) + first * (7 // 2) + rest
+    return torch.sigmoid(second) * first if also is None else torch.sigmoid(second) * first * also
+
+
+def doubled(function):
+    @wraps(function)
+    def inner(t):
+        return 2 * function(t)
+
+    return inner
+
+
+@doubled
+def cube(t):
+    return t**3
+
+
+def through_a_decorated(t):
+    return cube(t) + 1
+
+
+def asking(t):
+    if torch.jit.is_scripting():
+        t = t * 2
+    return t * 3
+
+
+def integers(t: torch.Tensor, count: int) -> torch.Tensor:
+    return t * (1.0 / float(count))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    _softclamp, _gated, _branching = torch.jit.script(softclamp), torch.jit.script(gated), torch.jit.script(softclamp_unless_negative)
+    _traced = torch.jit.trace(softclamp_unless_negative, torch.ones(4))
+    _cube, _through, _asking, _integers = map(torch.jit.script, (cube, through_a_decorated, asking, integers))
+
+CALLS = {
+    "an integer for a float": ("capture", lambda w, x: _softclamp(x @ w, value=3)),
+    "a default": ("capture", lambda w, x: _softclamp(x @ w)),
+    "containers": ("capture", lambda w, x: _gated(torch.cat([x @ w, x[:1]]), (2, 2), {"first": 2}, also=x[0])),
+    "a branch on the data": ("capture", lambda w, x: _branching(x @ w)),
+    "a traced function": ("vmap", lambda w, x: _traced(x @ w)),  # which has recorded the branch of a positive sum
+    "a tensor for a float": ("loop", lambda w, x: _softclamp(x, w[0, 0]) @ w),  # which TorchScript detaches
+    "a decorator that TorchScript leaves out": ("vmap", lambda w, x: _cube(x @ w)),
+    "one of a function that it calls": ("vmap", lambda w, x: _through(x @ w)),
+    "a question for TorchScript": ("vmap", lambda w, x: _asking(x @ w)),
+    "an error of Python's": ("vmap", lambda w, x: _integers(x @ w, 0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning", "ignore:Converting a tensor")
+@pytest.mark.parametrize("call", CALLS)
+def test_functions_of_torchscript_run_as_python_where_that_is_the_same(call, device):
+    rung, run = CALLS[call]
+
+    def fn(w, x):
+        return run(w, x).sin().sum()
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device)
+    for n in (0, 1, N):
+        values, grads = psg.per_sample_value_and_grad(fn)(w, x[:n])
+        expected = loop_value_and_grad(fn)(w, x[:n])
+        assert_trees_close(values.nan_to_num(), expected[0].nan_to_num())
+        assert_trees_close(grads.nan_to_num(), expected[1].nan_to_num())
+    assert psg.explain(fn)(w, x).rung == rung
 
 
 SCRIPTED = [
@@ -915,7 +994,7 @@ def test_a_parameter_held_elsewhere_is_refused_where_it_is_handed_on(how, method
     module.register_forward_hook(lambda module, _, output: HANDED[how](held.weight, output).sum(0))
     loss, params = psg.stateless(module, lambda output, y: (output * y).sum())
     x = torch.randn(5, 3, device=device)
-    unable = how in ("autograd.Function", "torch.jit") and method in ("capture", "vmap")
+    unable = how == "autograd.Function" and method in ("capture", "vmap") or how == "torch.jit" and method == "vmap"
     error = (psg.StateError, psg.PsgError, RuntimeError) if unable else psg.StateError
     with (
         pytest.raises(error, match=None if unable else "the module uses its parameter 'weight' from a list"),
@@ -1707,6 +1786,38 @@ def test_a_refusal_inside_psg_that_fn_catches(device):
     found = psg.per_sample_grad(fn)(w, x)
     assert found.any()
     assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+class WithCopy(nn.Module):
+    """Compares its head with a copy of it, whose two layers share one weight."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.body, self.frozen = nn.Linear(3, 4), frozen
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.head[2].weight = self.head[0].weight
+
+    def forward(self, x):
+        head = copy.deepcopy(self.head)
+        assert head[0].weight is head[2].weight and head[0].weight is not self.head[0].weight
+        assert len(list(head.parameters())) == 3 and all(isinstance(p, nn.Parameter) for p in head.parameters())
+        assert all(p.requires_grad and p.is_leaf for p in head.parameters())
+        for parameter in head.parameters() if self.frozen else ():
+            parameter.requires_grad_(False)
+        hidden = self.body(x)
+        return self.head(hidden) * head(hidden).sin()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_copy_of_a_part_that_forward_makes(frozen, device):
+    """Gradients reach the part itself alone: a copy is a leaf of its own."""
+    loss, params = psg.stateless(WithCopy(frozen).to(device), F.mse_loss)
+    x, y = torch.randn(N, 3, device=device), torch.randn(N, 4, device=device)
+    for n in (0, 1, N):
+        expected = loop_value_and_grad(loss)(params, x[:n], y[:n])
+        assert_trees_close(psg.per_sample_value_and_grad(loss, method="capture")(params, x[:n], y[:n]), expected)
+    assert psg.explain(loss)(params, x, y).rung == "capture"
+    psg.check(loss)(params, x, y)
 
 
 # What forward leaves in the module

@@ -112,7 +112,7 @@ def _run(function: Function, samples: Sequence[Tensor], mode: Router) -> tuple[T
     """Call the function under the router, which must have seen all that the outputs depend on."""
     habits = mode.habits
     try:
-        with mode, _scripts.watched(_refuse), _functions.shown() if habits.shows else contextlib.nullcontext():
+        with mode, _scripts.watched(_refuse, inlines=True), _functions.shown() if habits.shows else contextlib.nullcontext():
             outputs = function(samples, habits.copied)
     except RuntimeError as error:
         if _functions.is_refusal(error):

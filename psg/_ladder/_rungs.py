@@ -18,7 +18,7 @@ from psg._call import Call
 from psg._capture._agreed import Diverged, Drawn
 from psg._capture._capture import capture
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported, first_line
-from psg._ladder._guards import LoopGuard, RerunGuard, VmapGuard
+from psg._ladder._guards import LoopGuard, RerunGuard, Unasserted, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
 from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
@@ -74,7 +74,7 @@ def empty(call: Call) -> Result:
         ]
         # Copies: a function that writes into its arguments must not write into the caller's.
         leaves = [_copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        with torch.enable_grad():  # fn may take derivatives itself
+        with torch.enable_grad(), Unasserted():  # fn may take derivatives itself
             for position in call.params:
                 leaves[position].requires_grad_()
             loss, aux = call.evaluate(leaves, copies=True)
@@ -224,7 +224,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with _scripts.watched(_expect_right(call)), VmapGuard(call, tensors, bare, differentiated, follows) as guard:
+        with _scripts.watched(_expect_right(call), inlines=derived), VmapGuard(call, tensors, bare, differentiated, follows) as guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
@@ -343,8 +343,10 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
         if not leaves[position].requires_grad:
             leaves[position].requires_grad_()
     own, called = [leaves[position] for position in call.params], _pass.Pass()
+    # No mode sees, and so can replace, an outside tensor that fn hands to TorchScript.
+    scripts = _scripts.watched(lambda script, arguments: None, inlines=True) if history and call.outside.found else contextlib.nullcontext()
     with torch.enable_grad():
-        with _pass.opened(called), _ambient.linearizing, LoopGuard(call, leaves, differentiated) as guard:
+        with _pass.opened(called), _ambient.linearizing, scripts, LoopGuard(call, leaves, differentiated) as guard:
             values = outputs.of(leaves)
         if guard.is_misderived:
             raise _Misderived
@@ -379,7 +381,7 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
     def function(*own: Tensor) -> tuple[Tensor, Any]:
         for position, leaf in zip(call.params, own, strict=True):
             leaves[position] = leaf
-        with _scripts.watched(_expect_right(call)), LoopGuard(call):
+        with _scripts.watched(_expect_right(call), inlines=derived), LoopGuard(call):
             values = outputs.of(leaves)
         if derived:
             _refuse_scripts(values[0])

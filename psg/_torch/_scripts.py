@@ -1,12 +1,18 @@
 """Calls of TorchScript, inside of which no function mode sees an op."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.jit._state import _try_get_jit_cached_function
 
-from psg._errors import PsgError
+from psg._errors import PsgError, Stale
+from psg._torch._cached import cached
+from psg._torch._ops import is_torchs
 from psg._torch._patches import patch
 
 _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
@@ -18,12 +24,18 @@ class watched:
 
     Inner contexts add theirs.
 
+    Args:
+        look: Is given them.
+        inlines: Whether functions that `torch.jit.script` has made run as the Python functions that it has made them of, here and in inner
+            contexts; `look` is not given these. Not so if Python might give another result.
+
     Raises:
         PsgError: `look` or `refuse` has raised an error that did not leave the context: whoever caught it went on in another way.
     """
 
-    def __init__(self, look: Callable[[Any, list[Any]], None]) -> None:
+    def __init__(self, look: Callable[[Any, list[Any]], None], inlines: bool = False) -> None:
         self._look = look
+        self.inlines = inlines
         self.failures: list[str] = []  # the messages of errors raised in this context
 
     def look(self, script: Any, arguments: list[Any]) -> None:
@@ -38,6 +50,7 @@ class watched:
 
     def __enter__(self) -> None:
         self._outer = _current.get()
+        self.inlines |= self._outer is not None and self._outer.inlines
         self._token = _current.set(self)
         _patch.__enter__()
 
@@ -73,9 +86,96 @@ def refuse(message: str) -> NoReturn:
 
 def _call(called: Any, *args: Any, **kwargs: Any) -> Any:
     if (watch := _current.get()) is not None:
+        output = _run_inline(called, args, kwargs) if watch.inlines else NotImplemented
+        if output is not NotImplemented:
+            return output
         watch.look(called, [*args, *kwargs.values()])
     kind = next(kind for kind in _KINDS if isinstance(called, kind))
     return _CALLS[kind](called, *args, **kwargs)
 
 
 _patch = patch({(kind, "__call__"): _call for kind in _KINDS})
+
+
+def _run_inline(script: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the Python function that `torch.jit.script` has compiled; NotImplemented where that might give another result, or fails."""
+    original = getattr(script, "_torchdynamo_inline", None)
+    if not isinstance(original, FunctionType) or not _is_as_compiled(original):
+        return NotImplemented
+    # torch.jit.trace sets that attribute too, but has recorded one path through the function; and it does not enter torch's cache.
+    compiled = _try_get_jit_cached_function(original)
+    if compiled is None or compiled.qualified_name != script.qualified_name:
+        return NotImplemented
+    try:
+        return original(**_arguments(script.schema, args, kwargs))
+    except (PsgError, Stale, RuntimeError):
+        raise
+    except Exception:  # arguments that it takes otherwise; errors of Python's, where TorchScript has an error of its own, or none (1 / 0.0)
+        return NotImplemented
+
+
+@cached
+def _is_as_compiled(function: FunctionType) -> bool:
+    """Whether Python runs a function, and what it calls, as TorchScript does, which leaves out decorators and answers `is_scripting()`."""
+    pending, seen = [function], set()
+    while pending:
+        if (own := pending.pop()) in seen:
+            continue
+        seen.add(own)
+        names = own.__code__.co_names
+        if hasattr(own, "__wrapped__") or "is_scripting" in names:
+            return False
+        found = inspect.getclosurevars(own)
+        values = [*found.nonlocals.values(), *found.globals.values()]
+        values += [vars(module)[name] for module in values if isinstance(module, ModuleType) for name in names if name in vars(module)]
+        pending += [value for value in values if isinstance(value, FunctionType) and not is_torchs(value)]
+    return True
+
+
+def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as TorchScript hands them to a function: by name, with defaults, each of the type that the schema names.
+
+    Raises:
+        TypeError: It takes them for something else, or does not take them.
+    """
+    expected = {argument.name: argument for argument in schema.arguments}
+    given = dict(zip([name for name, argument in expected.items() if not argument.kwarg_only], args, strict=False))
+    if len(given) < len(args) or given.keys() & kwargs.keys() or not kwargs.keys() <= expected.keys():
+        raise TypeError("a call of arguments that the function does not have")
+    given = {name: argument.default_value for name, argument in expected.items() if argument.has_default_value()} | given | kwargs
+    if given.keys() < expected.keys():
+        raise TypeError("a call without an argument that the function needs")
+    return {name: _converted(value, expected[name].type) for name, value in given.items()}
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """An argument as TorchScript converts it: an integer may become a float, and a container is copied.
+
+    Raises:
+        TypeError: It is converted in a way that is not known here, or refused: a tensor given for a number loses its history, say.
+    """
+    name = kind.kind()
+    if name == "OptionalType":
+        return None if value is None else _converted(value, kind.getElementType())
+    if name == "ListType" and isinstance(value, (list, tuple)):
+        return [_converted(item, kind.getElementType()) for item in value]
+    if name == "TupleType" and type(value) is tuple and len(value) == len(kind.elements()):
+        return tuple(map(_converted, value, kind.elements()))
+    if name == "DictType" and isinstance(value, dict):
+        return {_converted(key, kind.getKeyType()): _converted(item, kind.getValueType()) for key, item in value.items()}
+    if name == "FloatType" and type(value) is int:
+        return float(value)
+    if name not in _TYPES or not isinstance(value, _TYPES[name]) or isinstance(value, bool) != (name == "BoolType"):
+        raise TypeError(name)
+    return value
+
+
+_TYPES: dict[str, Any] = {
+    "TensorType": Tensor,
+    "FloatType": float,
+    "IntType": (int, torch.dtype),
+    "BoolType": bool,
+    "StringType": str,
+    "DeviceObjType": torch.device,
+}
+"""Types of TorchScript whose values Python has too."""

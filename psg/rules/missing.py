@@ -1,6 +1,7 @@
 """Ops that vmap cannot run, or runs sample by sample, written with ops that it does run."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -26,6 +27,35 @@ def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e
         input, other = (side.to(torch.get_default_dtype()) for side in (input, other))
     close = same | ((input - other).abs() <= atol + rtol * other.abs()) & other.isfinite()
     return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
+
+
+_assert = torch._assert_async  # pyright: ignore[reportPrivateImportUsage]
+
+
+@decomposition(_assert)
+def _assert_async(condition: Tensor, *message: str) -> Any:
+    """One assertion for all samples, which an accelerator need not wait for either."""
+    if not _functorch.is_vmapped(condition) or condition.numel() != 1:
+        return NotImplemented  # torch raises its own error
+    with torch._C.DisableTorchFunction():
+        _assert(_functorch.bare(condition).bool().all(), *message)
+
+
+@decomposition(Tensor.__deepcopy__)
+def _deepcopy(self: Tensor, memo: dict[int, Any]) -> Any:
+    """A leaf for every sample, which autograd takes for another than the one that is copied, in memory of its own: fn may write into it."""
+    if id(self) in memo:
+        return memo[id(self)]
+    if not _functorch.is_wrapped(self) or not self.is_leaf:
+        return NotImplemented  # torch raises its own error, if not under vmap then in the loop
+    with torch._C.DisableTorchFunction():  # else a parameter's would be computed once for all
+        copy = self.detach().clone()
+    if self.requires_grad:
+        copy.requires_grad_()
+    # What the user has set on it, and that it is a parameter, but not what a pass has noted of the other tensor.
+    vars(copy).update(deepcopy({name: value for name, value in vars(self).items() if not name.startswith("_psg")}, memo))
+    memo[id(self)] = copy
+    return copy
 
 
 decomposition(torch.ops.aten.sym_size.int)(Tensor.size)
