@@ -241,7 +241,7 @@ def wrapped(old):
     return lambda *args, **kwargs: old(*args, **kwargs)
 
 torch.set_default_dtype(torch.float64)
-torch.index_select, F.linear, torch.Tensor.index_select = map(wrapped, (torch.index_select, F.linear, torch.Tensor.index_select))
+torch.index_select, F.linear = map(wrapped, (torch.index_select, F.linear))
 theirs = torch.index_select, F.linear
 import psg
 from psg.testing import assert_trees_close, loop_grad

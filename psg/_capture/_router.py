@@ -165,6 +165,8 @@ class Router(Watch, Looking):
         if rule is not None:
             if self.habits.recorded or not self.habits.ruled or not reads(func) or self.state is not None and draws(func, args, kwargs):
                 return NotImplemented
+            if self._is_of_table(func, args):
+                return NotImplemented
             output = self._run_rule(func, rule, args, kwargs)
             if output is not NotImplemented:
                 return output
@@ -370,16 +372,17 @@ class Router(Watch, Looking):
     # The ways to run a call
 
     def _run_known(self, func: Any, args: Any, kwargs: Any, here: bool) -> Any:
-        """Run a call by the op's rule, as an embedding lookup, or decomposed into other ops; NotImplemented if none of these fits."""
-        rule = _registry.find_rule(func) if self.habits.ruled else None
+        """Run a call as an embedding lookup, by the op's rule, or decomposed into other ops; NotImplemented if none of these fits."""
+        is_of_table = self._is_of_table(func, args)
+        if is_of_table and here and self.habits.ruled:
+            with self:
+                output = self._look_up(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        rule = _registry.find_rule(func) if self.habits.ruled and not is_of_table else None
         if rule is not None:
             run = self._run_rule if here and not self.habits.recorded else self._run_inside
             output = run(func, rule, args, kwargs)
-            if output is not NotImplemented:
-                return output
-        if func in LOOKUPS and here and args and id(args[0]) in self.by_handle and self.habits.ruled:
-            with self:
-                output = self._look_up(func, args, kwargs)
             if output is not NotImplemented:
                 return output
         if not here:
@@ -400,6 +403,10 @@ class Router(Watch, Looking):
             if torch.is_grad_enabled() and any(self._ask(REQUIRES_GRAD, tensor) for tensor in (result, out)):
                 raise Unsupported(f"{name_of(func)} is differentiated and has an out= tensor, which torch does not support")
             return out.copy_(result)
+
+    def _is_of_table(self, func: Any, args: Any) -> bool:
+        """Whether an op takes rows of a parameter, or of what is computed from parameters: no data that its rule would take."""
+        return func in LOOKUPS and bool(args) and id(args[0]) in self.by_handle
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices."""
