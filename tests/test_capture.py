@@ -1026,8 +1026,9 @@ def test_rows_that_are_gathered_and_scattered(method, shared, dim, n, device):
         sums = torch.scatter_add(sums, dim, by_rows(source, dim, nodes), edges.exp())
         return score(sums)
 
-    w, x = torch.randn(5, 5, 5, device=device), torch.randn(n, 5, 5, 5, device=device)
-    edges = [torch.randint(5, (7,) if shared else (n, 7), device=device) for _ in range(2)]
+    shape = (4, 3, 5)
+    w, x = torch.randn(shape, device=device), torch.randn(n, *shape, device=device)
+    edges = [torch.randint(shape[dim], (7,) if shared else (n, 7), device=device) for _ in range(2)]
     in_dims = (None, 0, *[None if shared else 0] * 2)
     assert_trees_close(psg.per_sample_grad(fn, in_dims=in_dims, method=method)(w, x, *edges), loop_grad(fn, in_dims=in_dims)(w, x, *edges))
 

@@ -1525,7 +1525,6 @@ def _total(output):
 KEPT = {"parameter": lambda m, x: m.bias[torch.arange(4, device=x.device)], "sample": lambda m, x: 2 * x.detach() * m.bias.detach()}
 
 
-@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # random numbers, with a history
 @pytest.mark.parametrize("place", ["list", "dict", "empty", "new"])
 @pytest.mark.parametrize("value", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop", "batch"])

@@ -134,7 +134,7 @@ def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     if not -dims <= dim < dims or index.shape != src.shape or index.dtype != torch.int64:
         return NotImplemented
     place = 1 + dim % dims
-    if not _is_of_rows(index, place):
+    if not _is_of_rows(index, 0, place):
         return NotImplemented
     rows = index[tuple(slice(None) if d in (0, place) else 0 for d in range(index.ndim))]
     if rows.stride(0) or src.dtype != input.dtype:
@@ -144,20 +144,19 @@ def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     return torch.index_add(input, place, rows[0], src), {}
 
 
-def _is_of_rows(index: Tensor, place: int) -> bool:
-    """Whether an index was expanded along all dimensions but this and the first."""
+def _is_of_rows(index: Tensor, *dims: int) -> bool:
+    """Whether an index was expanded along all dimensions but these."""
     sizes = enumerate(zip(index.shape, index.stride(), strict=True))
-    return index.numel() > 0 and all(d in (0, place) or size == 1 or not stride for d, (size, stride) in sizes)
+    return index.numel() > 0 and all(d in dims or size == 1 or not stride for d, (size, stride) in sizes)
 
 
 @decomposition(Tensor.scatter_add_)
 def _scatter_add_in_place(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     """The same, for the sake of the rule above."""
     ndim = input.ndim
-    if ndim < 2 or index.ndim != ndim or not -ndim <= dim < ndim:
+    if ndim < 2 or index.ndim != ndim or not -ndim <= dim < ndim or not _is_of_rows(index, dim % ndim):
         return NotImplemented
-    expanded = all(d == dim % ndim or size == 1 or not index.stride(d) for d, size in enumerate(index.shape))
-    return input.copy_(torch.scatter_add(input, dim, index, src)) if expanded else NotImplemented
+    return input.copy_(torch.scatter_add(input, dim, index, src))
 
 
 @decomposition(Tensor.index_add_)
