@@ -7,6 +7,7 @@ from agreement import linear_args, linear_loss
 from cases import N, each_case
 from hypothesis import given
 from hypothesis import strategies as st
+from sweeps.ops import database
 
 import psg
 from psg.factors import Dense, Expanded, Outer, Scaled
@@ -345,10 +346,8 @@ def test_autocast_of_a_convolution_of_a_whole_batch():
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of deprecated ops
 def test_dtypes_of_all_ops_under_autocast():
     """One sample input of every op that PyTorch's own tests know, as data and as a parameter."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
     different = []
-    for op in op_db:
+    for op in database():
         if torch.float32 not in op.supported_dtypes("cpu") or op.name in LEFT_AS_THEY_ARE or op.name.startswith("jiterator"):
             continue
         try:

@@ -28,18 +28,24 @@ LARGE = 100_000
 
 def names(dtype: torch.dtype = torch.float64) -> list[str]:
     """The ops that have a gradient in this dtype."""
-    return [op.full_name for op in _database() if op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")]
+    return [op.full_name for op in database() if op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")]
 
 
-def _database() -> list:
-    from torch.testing._internal.common_methods_invocations import op_db  # slow, and not for everyone who collects the tests
+def database() -> list:
+    """The ops that PyTorch's own tests know."""
+    # Slow to import, and not for everyone who collects the tests.
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
+    # For every list of sample inputs torch looks for one of its own tests on the stack: a tenth of a second under pytest.
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
     return op_db
 
 
 def trials(name: str, dtype: torch.dtype) -> Iterator[Trial]:
     """All trials of an op. Labels name the op, its form, the number of the sample input and the roles."""
-    (op,) = (op for op in _database() if op.full_name == name)
+    (op,) = (op for op in database() if op.full_name == name)
     seed()
     random.seed(0)
     for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
