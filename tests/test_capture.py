@@ -351,6 +351,36 @@ def test_distances_of_parameters_are_not_computed_once(device):
     assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
 
 
+@pytest.mark.parametrize("n", [0, 1, N])
+@pytest.mark.parametrize("shapes", [((30, 3), (1, 30, 3)), ((1, 2, 30, 3), (30, 3)), ((2, 3), (2, 1, 4, 3))], ids=str)
+def test_distances_of_operands_with_different_numbers_of_dimensions(shapes, n, device):
+    """vmap takes the samples of the one for a dimension of the other. Only the choice of the nearest is used, so no gradient is needed."""
+    data, codes = shapes
+
+    def fn(p, x):
+        table = p["codes"] * x.sum().sin()
+        with torch.no_grad():
+            nearest = torch.cdist(x * p["scale"], table).argmin(-1)
+        return (table.reshape(-1, 3)[nearest] - x * p["scale"]).square().sum()
+
+    params = {"codes": torch.randn(codes, device=device), "scale": torch.randn(3, device=device)}
+    x = torch.randn(n, *data, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(fn)(params, x))
+
+
+def test_the_data_of_one_sample_are_not_those_of_a_tensor_of_all(device):
+    """The first sample lies where the closed-over tensor does, in the same shape: that is no assignment of a tensor's own data."""
+    x = torch.randn(N, 3, device=device)
+
+    def fn(w, own):
+        own.data = x[0]
+        return (own * w).sum()
+
+    w = torch.randn(3, device=device)
+    with pytest.raises(RuntimeError, match="mutating directly with `.data`"):
+        psg.per_sample_grad(fn, method="capture")(w, x)
+
+
 def test_what_is_used_is_known_exactly(device):
     params = {"rule": torch.randn(4, 3), "lifted": torch.randn(4), "derived": torch.randn(3, 4), "unused": torch.randn(2)}
     params = {name: p.to(device) for name, p in params.items()}

@@ -562,6 +562,10 @@ def gated(t: torch.Tensor, sizes: list[int], scales: dict[str, float], *, also: 
     return torch.sigmoid(second) * first if also is None else torch.sigmoid(second) * first * also
 
 
+def summed(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return b[0] * a[0], b[1] + b[0] * a[1]
+
+
 def doubled(function):
     @wraps(function)
     def inner(t):
@@ -592,6 +596,7 @@ def integers(t: torch.Tensor, count: int) -> torch.Tensor:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     _softclamp, _gated, _branching = torch.jit.script(softclamp), torch.jit.script(gated), torch.jit.script(softclamp_unless_negative)
+    _summed = torch.jit.script(summed)
     _traced = torch.jit.trace(softclamp_unless_negative, torch.ones(4))
     _cube, _through, _asking, _integers = map(torch.jit.script, (cube, through_a_decorated, asking, integers))
 
@@ -599,6 +604,7 @@ CALLS = {
     "an integer for a float": ("capture", lambda w, x: _softclamp(x @ w, value=3)),
     "a default": ("capture", lambda w, x: _softclamp(x @ w)),
     "containers": ("capture", lambda w, x: _gated(torch.cat([x @ w, x[:1]]), (2, 2), {"first": 2}, also=x[0])),
+    "lists for tuples": ("capture", lambda w, x: torch.cat(_summed([x @ w, x @ w.sin()], (w.sum(0), x @ w)))),
     "a branch on the data": ("capture", lambda w, x: _branching(x @ w)),
     "a traced function": ("vmap", lambda w, x: _traced(x @ w)),  # which has recorded the branch of a positive sum
     "a tensor for a float": ("loop", lambda w, x: _softclamp(x, w[0, 0]) @ w),  # which TorchScript detaches
@@ -2025,6 +2031,61 @@ def test_a_parameter_that_forward_registers_once_more(method, device):
     first = psg.per_sample_grad(loss, method=method)(params, x)
     assert module.last is module.weight and list(dict(module.named_parameters())) == ["weight", "bias"]
     assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), first)
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop", "batch"])
+def test_a_module_that_is_moved_to_where_it_is(method, device):
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.inner.to(x.device)(x).tanh())
+
+    module = Moving().to(device)
+    batch_dim = None if method == "batch" else 0
+    loss, params = psg.stateless(module, lambda output: output.square().sum(None if batch_dim == 0 else 1), batch_dim=batch_dim)
+    x = torch.randn(N, 3, device=device)
+    expected = loop_grad(lambda p, x: functional_call(module, p, (x,)).square().sum())(params, x)
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), expected)
+    assert all(param.data_ptr() == params[name].data_ptr() for name, param in module.named_parameters())
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_a_sparse_tensor_that_is_written_into(method, device):
+    class Doubling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            matrix = torch.eye(4, device=x.device).to_sparse()
+            matrix += torch.eye(4, device=x.device).to_sparse()
+            return torch.sparse.mm(matrix, (self.weight * x)[:, None])
+
+    loss, params = psg.stateless(Doubling().to(device), lambda output: output.square().sum(), batch_dim=None)
+    x = torch.randn(N, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x), {"weight": 8 * params["weight"] * x.square()})
+
+
+@pytest.mark.parametrize("method", ["vmap", "loop"])
+def test_a_sparse_buffer_that_is_written_into_is_refused(method, device):
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.register_buffer("seen", torch.eye(3).to_sparse())
+
+        def forward(self, x):
+            self.seen += torch.eye(3, device=x.device).to_sparse()
+            return super().forward(x)
+
+    module = Counting().to(device)
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    with pytest.raises(psg.StateError, match="'seen'"):
+        psg.per_sample_grad(loss, method=method)(params, torch.randn(N, 3, device=device))
+    assert torch.equal(module.seen.to_dense(), torch.eye(3, device=device))
 
 
 @pytest.mark.parametrize("how", [_bound, _scripted], ids=["autograd.Function", "torch.jit"])

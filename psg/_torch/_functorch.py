@@ -271,9 +271,10 @@ def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of the storage that holds the values, under all wrappers."""
+    """The address of the storage that holds the values, under all wrappers; of the tensor itself where it has none, as sparse ones."""
     with torch._C.DisableTorchFunction():  # function modes watch fn, not this question
-        return bare(tensor).untyped_storage().data_ptr()
+        own = bare(tensor)
+        return own.untyped_storage().data_ptr() if torch._C._has_storage(own) else own._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
@@ -296,8 +297,13 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 def are_one_view(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same view of the same memory, under any wrappers."""
     with torch._C.DisableTorchFunction():
-        sides = [(t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg(), bare(t).data_ptr(), bare(t).numel() > 0) for t in (tensor, other)]
-    return sides[0] == sides[1] and sides[0][-1]
+        # The memory of one sample may be that of a tensor that all share: compare what is under the wrappers, too.
+        sides = [(*_view_of(t), *_view_of(bare(t)), t.dtype, t.is_conj(), t.is_neg(), bare(t).data_ptr()) for t in (tensor, other)]
+        return sides[0] == sides[1] and bare(tensor).numel() > 0
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride()
 
 
 def is_contiguous(tensor: Tensor) -> bool:

@@ -159,7 +159,7 @@ def _converted(value: Any, kind: Any) -> Any:
         return None if value is None else _converted(value, kind.getElementType())
     if name == "ListType" and isinstance(value, (list, tuple)):
         return [_converted(item, kind.getElementType()) for item in value]
-    if name == "TupleType" and type(value) is tuple and len(value) == len(kind.elements()):
+    if name == "TupleType" and type(value) in (tuple, list) and len(value) == len(kind.elements()):
         return tuple(map(_converted, value, kind.elements()))
     if name == "DictType" and isinstance(value, dict):
         return {_converted(key, kind.getKeyType()): _converted(item, kind.getValueType()) for key, item in value.items()}

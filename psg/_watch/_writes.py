@@ -114,7 +114,7 @@ class Aliases:
         """
         if self._found and not self._follows:
             raise Retry(f"{op} writes into a tensor after a reshape", follows=True)
-        for node in map(_functorch.storage_of, tensors):
+        for node in map(_functorch.storage_of, tensors if self._partners else ()):
             self.outdated |= self._partners.get(node, set()) - {node}
 
     def read(self, op: str, tensors: Iterable[Tensor]) -> None:

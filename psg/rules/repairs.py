@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg._torch._ops import GET_DATA
+from psg._torch._ops import GET_DATA, SET_DATA
 from psg.rules._registry import decomposition, rule
 
 # By sorting: along a dimension torch has no deterministic median on a GPU.
@@ -144,6 +144,30 @@ def data(self: Tensor) -> Tensor:
 def data_of_a_batch(self: Tensor) -> Any:
     """The same outside of all transforms of fn's own, where vmap does not support `.data`."""
     return self.detach(), {}
+
+
+# `Module.to` asks the first and does the second for every parameter, also where it is on the device already, and of that dtype.
+
+
+@decomposition(torch._has_compatible_shallow_copy_type)  # pyright: ignore[reportPrivateImportUsage]
+def _can_be_data_of(input: Tensor, other: Tensor) -> Any:
+    """A tensor can take its own data, which vmap refuses to answer."""
+    return True if _functorch.are_one_view(input, other) else NotImplemented
+
+
+@decomposition(SET_DATA)
+def set_data(self: Tensor, value: Tensor) -> Any:
+    """Assigning a tensor's own data to it changes nothing."""
+    return None if _functorch.are_one_view(self, value) else NotImplemented
+
+
+@decomposition(torch.cdist)
+def distances(x1: Tensor, x2: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Give both operands equally many dimensions: where one has fewer, vmap broadcasts the samples of one against those of the other."""
+    rank = max(x1.ndim, x2.ndim)
+    if x1.ndim == x2.ndim or not (_functorch.is_vmapped(x1) and _functorch.is_vmapped(x2)):
+        return NotImplemented
+    return torch.cdist(*(side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (x1, x2)), *args, **kwargs)
 
 
 if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
