@@ -12,7 +12,9 @@ import torch.nn.functional as F
 import torch.utils._pytree as torch_pytree
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 
 import psg
 from psg._torch import _functorch
@@ -257,18 +259,24 @@ def sketch_matrix(shape, dim, draw):
     """The matrix of a sketch, [P, dim]: the bucket and the sign of every entry, from polynomials in Python integers."""
     polynomials = [[draw.randrange(2**31 - 1) for _ in range(4)] for _ in range(4)]
 
-    def value(k, x):
+    def values(k, count, modulus):
         a, b, c, d = polynomials[k]
-        return (a * x**3 + b * x**2 + c * x + d) % (2**31 - 1)
+        return torch.tensor([(a * x**3 + b * x**2 + c * x + d) % (2**31 - 1) % modulus for x in range(count)])
 
-    rows = shape[0] if len(shape) else 1
-    columns = shape[1:].numel()
-    matrix = torch.zeros(rows * columns, dim)
-    for a in range(rows):
-        for b in range(columns):
-            bucket = (value(0, a) % dim + value(2, b) % dim) % dim
-            matrix[a * columns + b, bucket] = (-1) ** (value(1, a) % 2 + value(3, b) % 2)
-    return matrix
+    rows, columns = shape[0] if len(shape) else 1, shape[1:].numel()
+    buckets = (values(0, rows, dim)[:, None] + values(2, columns, dim)) % dim
+    signs = (-1) ** (values(1, rows, 2)[:, None] + values(3, columns, 2))
+    return F.one_hot(buckets.flatten(), dim) * signs.reshape(-1, 1).to(torch.get_default_dtype())
+
+
+def make_fx(function):
+    """torch's own, with one mode for all ops: it would make one for every op, and read the stack for each."""
+
+    def trace(*args):
+        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+            return proxy_tensor.make_fx(function)(*args)
+
+    return trace
 
 
 @pytest.fixture
