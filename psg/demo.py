@@ -97,7 +97,7 @@ def measure(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
     return {name: median(values) for name, values in taken.items()}
 
 
-def compare(model: nn.Module, x: Tensor, y: Tensor, repeats: int = 10) -> None:
+def compare(model: nn.Module, x: Tensor, y: Tensor, repeats: int) -> None:
     """Time the loop, vmap(grad) and psg on one batch and print the table."""
     loss, params = psg.stateless(model, F.cross_entropy)
     stacked = vmap(grad(loss), in_dims=(None, 0, 0))
@@ -215,15 +215,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m psg.demo", description="Check, time and use psg on real data.")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed calls of each method (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (default: %(default)s)")
     options = parser.parse_args(arguments)
-    if options.steps < 1:
-        parser.error(f"--steps: got {options.steps}, expected 1 or more")
+    for name in ("steps", "repeats"):
+        if (given := getattr(options, name)) < 1:
+            parser.error(f"--{name}: got {given}, expected 1 or more")
 
     torch.manual_seed(options.seed)
     data, model = digits(options.seed), network()
     check(model, data.train_x[:32], data.train_y[:32])
-    compare(model, data.train_x[:256], data.train_y[:256])
+    compare(model, data.train_x[:256], data.train_y[:256], options.repeats)
     seen = train(model, data, options.steps, options.seed)
     print(
         f"\n        test accuracy {seen.accuracy[-1]:.3f} on {len(data.test_y)} held-out digits\n"

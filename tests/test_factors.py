@@ -12,9 +12,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as torch_pytree
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
+from tracing import one_mode
 
 import psg
 from psg._torch import _functorch
@@ -270,10 +269,8 @@ def sketch_matrix(shape, dim, draw):
 
 
 def make_fx(function):
-    """torch's own, with one mode for all ops: it would make one for every op, and read the stack for each."""
-
     def trace(*args):
-        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        with one_mode():
             return proxy_tensor.make_fx(function)(*args)
 
     return trace

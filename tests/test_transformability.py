@@ -15,6 +15,7 @@ from differentiation import FUNCTIONS, live, may_have_a_history, scalar, slopes,
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tracing import one_mode
 
 import psg
 from psg.factors import Conv, Geometry, Outer, Rows, Sum, _base
@@ -79,7 +80,8 @@ def vjp_of(f):
 
 def linearize_of(f):
     def linear(*args):
-        out, push = linearize(f, *args)
+        with one_mode():
+            out, push = linearize(f, *args)
         return out, push(*directions(args))
 
     return linear
