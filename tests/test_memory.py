@@ -171,7 +171,8 @@ def faults():
         step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 fresh = faults()
-factor = psg.factors.Outer(torch.ones(4, 64, 64), torch.ones(4, 64, 64))
+small, factor = (psg.factors.Outer(torch.ones(n, 64, 64), torch.ones(n, 64, 64)) for n in (4, 256))
+assert "kept" in small.plan()
 plan = factor.plan()
 assert not psg._hardware._memory.pages_are_kept()
 kept = psg.keep_pages()

@@ -1,5 +1,6 @@
 """Figures of the machine for cost models: what a byte, and the call of an op, cost in operations."""
 
+import math
 from collections.abc import Hashable
 
 import torch
@@ -18,14 +19,21 @@ def reused_byte(device: torch.device, dtype: torch.dtype) -> int:
     return 148 if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else 20
 
 
-def fresh_byte(device: torch.device, dtype: torch.dtype) -> int:
-    """A byte written into newly allocated memory: on a CPU the kernel must first clear its page, unless `psg.keep_pages` is in effect."""
-    return 60 if device.type == "cpu" and not pages_are_kept() else reused_byte(device, dtype)
+_RECYCLED = 2 << 20
+"""The most bytes of a tensor for which a CPU's allocator has memory that was freed before, in most calls of a loop."""
 
 
-def kept_byte(device: torch.device, dtype: torch.dtype) -> int:
+def fresh_byte(device: torch.device, dtype: torch.dtype, nbytes: float = math.inf) -> int:
+    """A byte written into newly allocated memory, of which a tensor has `nbytes`.
+
+    On a CPU the kernel must first clear its page, unless the tensor is small, or `psg.keep_pages` is in effect.
+    """
+    return 60 if device.type == "cpu" and nbytes > _RECYCLED and not pages_are_kept() else reused_byte(device, dtype)
+
+
+def kept_byte(device: torch.device, dtype: torch.dtype, nbytes: float = math.inf) -> int:
     """A byte of a materialised gradient that is kept: written into new memory, and read again after the norm, for the weighted sum."""
-    return fresh_byte(device, dtype) + reused_byte(device, dtype)
+    return fresh_byte(device, dtype, nbytes) + reused_byte(device, dtype)
 
 
 def masked_byte(device: torch.device, dtype: torch.dtype) -> int:

@@ -112,9 +112,10 @@ class Planned(Additive):
     @remembered
     def _joint_costs(self) -> Costs:
         """The costs of a norm and a weighted sum together."""
-        byte, weighted = _machine.masked_byte(self.device, self.dtype), self._sum_cost()
+        weighted, nbytes = self._sum_cost(), self._bytes()
         costs = {plan: cost + weighted for plan, cost in self._norm_costs().items()}
-        return costs | {"keep": self._materialize_cost() + (_machine.kept_byte(self.device, self.dtype) + byte) * self._bytes()}
+        byte = _machine.masked_byte(self.device, self.dtype) + _machine.kept_byte(self.device, self.dtype, self.n * nbytes)
+        return costs | {"keep": self._materialize_cost() + byte * nbytes}
 
     def _plan(self, more: float = 0) -> str:
         """The plan for norm and sum together; `more` is added to the cost of every plan but "keep"."""
