@@ -1,6 +1,7 @@
 """The oracle is compared with hand-written gradients, and the comparison must fail where it should."""
 
 import contextlib
+import math
 from collections import OrderedDict
 
 import pytest
@@ -320,6 +321,23 @@ def test_check_tells_random_functions_from_wrong_gradients(args):
 
     with pytest.raises(psg.InputError, match=r"random numbers or changes state.*eval"):
         psg.check(noisy)(*args)
+
+
+def test_check_tells_functions_that_change_late_from_wrong_reductions(device):
+    """Gradients agree, and then the norm does not, because fn has changed since."""
+    calls = []
+
+    def fn(w, x):
+        calls.append(x)
+        return (w * x).sum() * (1 if len(calls) <= steady else 2)
+
+    w, x, steady = torch.randn(3, device=device), torch.randn(4, 3, device=device), math.inf
+    psg.per_sample_value_and_grad(fn)(w, x)
+    loop_value_and_grad(fn)(w, x)
+    steady = len(calls)
+    calls.clear()
+    with pytest.raises(psg.InputError, match="gives another value or gradient for the same sample when it is called again"):
+        psg.check(fn)(w, x)
 
 
 def test_check_names_a_tensor_that_fn_keeps(device):

@@ -115,15 +115,18 @@ def check(
         def rtol_of(dtype: torch.dtype) -> float:
             return max(default_rtol(dtype), least) if rtol is None else rtol
 
-        try:
-            compare(found_values, values, rtol_of, atol, "values")
-            error = compare(found, grads, rtol_of, atol, "grads")
-        except Mismatch as mismatch:
+        def expect_repeatable(mismatch: Mismatch) -> None:
             if not _repeatable(loop(*args, **shared), (values, grads)):
                 raise InputError(
                     "check: fn gives another value or gradient for the same sample when it is called again. It draws"
                     " random numbers or changes state: compare it in evaluation mode, model.eval()."
                 ) from mismatch
+
+        try:
+            compare(found_values, values, rtol_of, atol, "values")
+            error = compare(found, grads, rtol_of, atol, "grads")
+        except Mismatch as mismatch:
+            expect_repeatable(mismatch)
             i = mismatch.sample
             verdict = ""
             if mismatch.path != "values":
@@ -135,11 +138,15 @@ def check(
                 )
             raise Mismatch(f"{mismatch}{verdict}", mismatch.path, i, mismatch.error) from None
         factored = transforms.factored_grad(scalar, argnums, in_dims=in_dims, **route)(*args, **shared)
-        with _ambient.off():
-            # Reductions have the widest dtype of any leaf, but the errors of all. (Those of 16-bit leaves are allowed for there.)
-            mixed = len(computed | dtypes) > 1
-            widest = max([least, *(default_rtol(dtype) for dtype in dtypes if dtype.itemsize >= 4)])
-            assert_reductions_close(factored, grads, widest if rtol is None and mixed else rtol, atol)
+        # Reductions have the widest dtype of any leaf, but the errors of all. (Those of 16-bit leaves are allowed for there.)
+        mixed = len(computed | dtypes) > 1
+        widest = max([least, *(default_rtol(dtype) for dtype in dtypes if dtype.itemsize >= 4)])
+        try:
+            with _ambient.off():
+                assert_reductions_close(factored, grads, widest if rtol is None and mixed else rtol, atol)
+        except Mismatch as mismatch:
+            expect_repeatable(mismatch)
+            raise
         return Checked(len(values), len(flatten(grads)[0]), error)
 
     return checked
