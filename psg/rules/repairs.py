@@ -167,7 +167,8 @@ def distances(x1: Tensor, x2: Tensor, *args: Any, **kwargs: Any) -> Any:
     rank = max(x1.ndim, x2.ndim)
     if x1.ndim == x2.ndim or not (_functorch.is_vmapped(x1) and _functorch.is_vmapped(x2)):
         return NotImplemented
-    return torch.cdist(*(side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (x1, x2)), *args, **kwargs)
+    x1, x2 = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (x1, x2))
+    return torch.cdist(x1, x2, *args, **kwargs)
 
 
 if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
