@@ -274,7 +274,7 @@ def memory_of(tensor: Tensor) -> int:
     """The address of the storage that holds the values, under all wrappers; of the tensor itself where it has none, as sparse ones."""
     with torch._C.DisableTorchFunction():  # function modes watch fn, not this question
         own = bare(tensor)
-        return own.untyped_storage().data_ptr() if torch._C._has_storage(own) else own._cdata  # pyright: ignore[reportAttributeAccessIssue]
+        return own.untyped_storage().data_ptr() if torch._C._has_storage(own) else own._cdata
 
 
 def shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
