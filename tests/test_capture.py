@@ -1549,6 +1549,7 @@ ON_SHARED = {
     "adaptive_avg_pool2d": ((2, 6, 6), lambda w, x: F.adaptive_avg_pool2d(x * w.reshape(6, 6), (2, 4))),
     "globally, of one image": ((2, 6, 6), lambda w, x: F.adaptive_avg_pool2d(x * w.reshape(6, 6), 1)),
     "globally, of several": ((2, 3, 6, 6), lambda w, x: F.adaptive_avg_pool2d(x * w.reshape(6, 6), (1, 1))),
+    "globally, of one sequence, transposed": ((2, 4, 6), lambda w, x: F.adaptive_avg_pool1d((x * w[:6]).mT[None], 1)),
     "globally, of one volume": ((2, 4, 6, 6), lambda w, x: F.adaptive_avg_pool3d(x * w.reshape(6, 6), 1)),
     "activations": (
         (2, 36),

@@ -315,6 +315,18 @@ def test_check_of_values_says_nothing_of_gradients(monkeypatch, args):
     assert "Central differences" not in str(caught.value)
 
 
+def test_check_settles_for_functions_that_return_numbers_where_nothing_is_differentiated(monkeypatch, device):
+    right = psg.factors.Outer.materialize
+    monkeypatch.setattr(psg.factors.Outer, "materialize", lambda self: 2 * right(self))
+
+    def fn(w, x):
+        value = F.linear(x, w).square().sum()
+        return value if value.requires_grad else value.item()
+
+    with pytest.raises(Mismatch, match="the loop is nearer"):
+        psg.check(fn, method="capture")(torch.randn(2, 3, device=device), torch.randn(4, 5, 3, device=device))
+
+
 def test_check_tells_random_functions_from_wrong_gradients(args):
     def noisy(p, x):
         return F.dropout(loss(p, x) * torch.ones(8, device=x.device), 0.5).sum()

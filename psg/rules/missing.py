@@ -205,6 +205,7 @@ def _global_average(dims: int) -> Callable[..., Any]:
     return average
 
 
+decomposition(F.adaptive_avg_pool1d)(_global_average(1))
 decomposition(F.adaptive_avg_pool2d)(_global_average(2))
 decomposition(F.adaptive_avg_pool3d)(_global_average(3))
 

@@ -245,7 +245,8 @@ def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: di
         for k, along in zip(batch.positions, line, strict=True):
             arguments[k] = tree_map(lambda leaf, d: leaf + shift * d, arguments[k], along)
         with forgetting():
-            return fn(*arguments, **shared).item()
+            found = fn(*arguments, **shared)
+        return found.item() if isinstance(found, Tensor) else found  # fn may look whether anything is to be differentiated
 
     slope = (value(step) - value(-step)) / (2 * step)
     slopes = {"psg": reference_dot(ours, line).item(), "the loop": reference_dot(theirs, line).item()}
