@@ -210,6 +210,14 @@ decomposition(F.adaptive_avg_pool2d)(_global_average(2))
 decomposition(F.adaptive_avg_pool3d)(_global_average(3))
 
 
+@decomposition(torch.tensor)
+def _copied(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False) -> Any:
+    """Of a tensor, a copy without its history: torch detaches in place, which vmap refuses."""
+    if not isinstance(data, Tensor) or requires_grad or pin_memory:
+        return NotImplemented
+    return data.detach().clone().to(data.device if device is None else device, data.dtype if dtype is None else dtype)
+
+
 @decomposition(vars(torch._C)["_nn"].pad_sequence)
 def _pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
     longest = max(len(sequence) for sequence in sequences)
