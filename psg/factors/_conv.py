@@ -409,8 +409,9 @@ class Conv(Planned):
         # The cost of native kernels in cases that they too compute from patches, group by group.
         columns = 1.4 * products + 1.3 * byte * self._patch_bytes() + left + 30_000 * groups
         native, many = self._native_costs(products, left + right, columns)
-        # The result of a grouped convolution is laid out anew: beyond the cache size, from newly allocated memory.
-        again = written if entries < 100_000 else _machine.kept_byte(self.device, self.dtype) * self._bytes()
+        # The result of a grouped convolution is laid out anew: from newly allocated memory and, beyond the cache size, read from there.
+        fresh = _machine.fresh_byte(self.device, self.dtype, self.n * self._bytes())
+        again = (fresh if entries < 100_000 else _machine.kept_byte(self.device, self.dtype)) * self._bytes()
         # Patches are copied in runs: of channels, of positions or, where there is one position, of a row of the kernel.
         run = self.shape[1] if self._has_many_channels else self.cotangent.shape[-1] if t > 1 else self.geometry.kernel[-1]
         costs = {"patches": products + patches * (1 + 8 / run) + left + written, "convolution": many + again}
