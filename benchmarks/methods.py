@@ -200,7 +200,9 @@ def _stateless(workload: Workload):
     return psg.stateless(workload.model, workload.criterion)
 
 
-def psg_by(transform: str, backend: str | None = None, pure: Callable[[Workload], Any] = _stateless) -> Callable[[Workload, float], Call]:
+def psg_by(
+    transform: str, backend: str | None = None, pure: Callable[[Workload], Any] = _stateless, mode: str | None = None
+) -> Callable[[Workload, float], Call]:
     """psg's transform of this name, compiled if there is a backend, of the function of one sample that `pure` makes."""
 
     def prepare(workload: Workload, clip_norm: float) -> Call:
@@ -210,7 +212,7 @@ def psg_by(transform: str, backend: str | None = None, pure: Callable[[Workload]
         options = {"clip_norm": clip_norm} if transform == "clipped_grad" else {}
         fn = getattr(psg, transform)(loss, **options)
         if backend is not None:
-            fn = psg.jit(fn, backend=backend)
+            fn = psg.jit(fn, backend=backend, mode=mode)
         if transform == "clipped_grad":
             return lambda: fn(params, *workload.batch).grads
         return lambda: fn(params, *workload.batch)
@@ -223,3 +225,5 @@ for _kind, _transform in TRANSFORMS.items():
     method(f"psg_{_kind}", _kind, needs="psg")(psg_by(_transform))
     method(f"psg_{_kind}_jit", _kind, needs="psg")(psg_by(_transform, "inductor"))
     method(f"psg_{_kind}_traced", _kind, needs="psg")(psg_by(_transform, "eager"))
+    # CUDA graphs. Builds of torch for CPUs come without Triton.
+    method(f"psg_{_kind}_graphs", _kind, needs="triton")(psg_by(_transform, "inductor", mode="reduce-overhead"))

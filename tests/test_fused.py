@@ -76,6 +76,37 @@ def test_sums_of_convolutions(data, dtype, device):
     assert_trees_close(found.double(), factor.zero(keep).to(torch.float64).weighted_sum(left_out.double()), rtol=1e-5, per_sample=False)
 
 
+@given(data=st.data())
+def test_norms_by_inner_products(data, device):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    n, t, o, i = (data.draw(st.sampled_from(sizes)) for sizes in ([0, 1, 3], [0, 2, 16, 17, 64, 65, 200], [1, 5, 64, 130], [1, 8, 70]))
+    draw = lambda size: torch.randn(n, t, size, device=device).to(dtype) + data.draw(st.sampled_from([0, 1]))  # noqa: E731
+    left, right = draw(o), draw(i)
+    if data.draw(st.booleans()):
+        left = left.mT.contiguous().mT
+    if data.draw(st.booleans()):
+        right = torch.cat((right, right), 1)[:, :t]
+    factor, exact = Outer(left, right), Outer(left.double(), right.double())
+    assert factor._is_fused
+    with psg.plans.using(norm="gram"):
+        assert factor.plan().startswith("Gram")
+        squared, terms = factor._gram_sums()
+    assert_trees_close(terms.double(), exact.squared_terms(), rtol=4e-6)
+    # Where terms cancel, what remains is small beside them.
+    assert ((squared.double() - exact.materialized_norm()).abs() <= 4e-6 * max(1, t / 8) * terms).all()
+
+
+def test_inner_products_of_a_side_in_a_larger_tensor(device):
+    # The places of the last positions, counted in 32 bits, were negative.
+    memory = torch.empty((1 << 31) + 8, dtype=torch.bfloat16, device=device)  # 4 GiB
+    left, right = memory.as_strided((1, 3, 4), (4, 1 << 30, 1)), torch.randn(1, 3, 5, device=device).to(torch.bfloat16)
+    left.copy_(torch.randn(1, 3, 4, device=device))
+    squared, terms = _fused.gram_sums(left, right)[0].double()
+    exact = Outer(left.double().contiguous(), right.double())
+    assert_trees_close(terms, exact.squared_terms()[0], rtol=4e-6)
+    assert_trees_close(squared, exact.materialized_norm()[0], rtol=1e-4)
+
+
 def test_tf32_does_not_make_norms_smaller(device, monkeypatch):
     # Tensor cores cut numbers off, which takes a thousandth of every product; psg rounds them first.
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)

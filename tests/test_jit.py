@@ -980,6 +980,26 @@ def test_a_relu_at_its_kink_is_no_mismatch(device):
         psg.jit(fn, backend=other_side)(2 * p, x)  # away from the kink the difference is an error
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_a_relu_near_its_kink_falls_to_the_other_side_now_and_then(always, device):
+    """As one of millions in a large model does: where inputs that are nudged give equal results, the compiler is right."""
+    fn = psg.per_sample_grad(lambda p, x: ((p - 1) * x).sum().relu())
+    p, x = torch.full((50,), 1 + 1e-13, dtype=torch.float64, device=device), torch.rand(4, 50, dtype=torch.float64, device=device)
+    calls = []
+
+    def other_side(graph, inputs):
+        def run(*args):
+            calls.append(True)
+            (output,) = graph(*args)
+            return (output - x if always or len(calls) == 1 else output,)
+
+        return run
+
+    with pytest.warns(psg.FallbackWarning, match="the compiled result is wrong") if always else contextlib.nullcontext():
+        psg.jit(fn, backend=other_side)(p, x)
+    assert len(calls) > 1
+
+
 @pytest.mark.parametrize("backend", ["eager", "reordered"])
 def test_under_autocast(backend, device):
     """Autocast is applied once, and its rounding is not taken for an error of the compiler."""

@@ -6,6 +6,7 @@ compilers do go wrong. Later calls of the signature run the compiled graph alone
 """
 
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -268,7 +269,14 @@ class Jitted:
                 if not all(map(torch.equal, draws.now(), drawn)):
                     raise PsgError("it seeds or makes a random generator, which a graph would not do")
                 eps = _coarsest(found.graph, tensors)
-                _expect_equal(actual, expected, lambda: eager(tensors), lambda: eager(_nudged(tensors, eps)), eps)
+
+                def nudged() -> tuple[Any, Any]:
+                    near = _nudged(tensors, eps)
+                    expected = eager(near)
+                    draws.advance()
+                    return program(near), expected
+
+                _expect_equal(actual, expected, lambda: eager(tensors), nudged, eps)
         except (InputError, StateError):
             raise
         except Mismatch as mismatch:
@@ -369,14 +377,14 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: Callable[[], Any], eps: float) -> None:
+def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: Callable[[], tuple[Any, Any]], eps: float) -> None:
     """Compare a compiled result with the eager one.
 
     Args:
         actual: The compiled result.
         expected: The eager result.
         again: Gives the eager result once more.
-        nudged: Gives the eager result for arguments that are changed by a rounding error.
+        nudged: Gives the compiled and the eager result for arguments that are changed by a rounding error.
         eps: The coarsest rounding in the graph; 0 for that of the results.
 
     Raises:
@@ -390,13 +398,10 @@ def _expect_equal(actual: Any, expected: Any, again: Callable[[], Any], nudged: 
             raise PsgError("it returns other values in every call, so it draws random numbers that torch does not know") from None
         if math.isnan(mismatch.error):
             raise
-
-        def differs_by_rounding(expected: Any) -> bool:
-            return _is_rounding(*_alike(actual, expected, *(nudged() for _ in range(3))))
-
-        if not differs_by_rounding(expected):
+        actual = _trees.map_tensors(Tensor.clone, actual)  # CUDA graphs write the next result into the memory of this one
+        if not _is_rounding(actual, expected, nudged):
             with assigned(BOUNDING, True):
-                if not differs_by_rounding(again()):
+                if not _is_rounding(actual, again(), nudged):
                     raise
 
 
@@ -459,15 +464,21 @@ def _nudged(tensors: Sequence[Tensor], eps: float) -> list[Tensor]:
     return [nudge(tensor) if tensor.dtype.is_floating_point else tensor for tensor in tensors]
 
 
-def _is_rounding(actual: Any, expected: Any, *nudged: Any) -> bool:
-    """Whether each leaf of a result is off by at most ten times what nudging the inputs changes the eager result by."""
-    # Rounding may push a ReLU's input across zero, and the gradient jumps.
-    own, *others = (_trees.tensors_in(_trees.flatten(tree)[0]) for tree in (expected, actual, *nudged))
-    for want, *found in zip(own, *others, strict=True):
-        off, *jumps = [_distance(other, want) for other in found]
-        if not off <= 10 * max(jump for jump in (0.0, *jumps) if not math.isnan(jump)):
-            return False
-    return True
+_NUDGES = 8
+
+
+def _is_rounding(actual: Any, expected: Any, nudged: Callable[[], tuple[Any, Any]]) -> bool:
+    """Whether each leaf is off by at most ten times what nudging the inputs changes the eager result by, here or at nudged inputs."""
+    # Rounding may push a ReLU's input across zero, and the gradient jumps: in large models always somewhere, but not always at one place.
+    least, most = itertools.repeat(math.inf), itertools.repeat(0.0)
+    for _ in range(_NUDGES):
+        results = _alike(actual, expected, *nudged())
+        here, want, compiled, eager = (_trees.tensors_in(_trees.flatten(result)[0]) for result in results)
+        least = [min(off, *others) for off, *others in zip(least, map(_distance, here, want), map(_distance, compiled, eager))]
+        most = [max(jump, other) for jump, other in zip(most, map(_distance, eager, want))]
+        if all(off <= 10 * jump for off, jump in zip(least, most, strict=True)):
+            return True
+    return False
 
 
 def _distance(found: Tensor, want: Tensor) -> float:

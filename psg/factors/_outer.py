@@ -85,6 +85,11 @@ class Outer(Planned):
         return self._norm_by(self._norm_plan()) if self._is_planned else self._product(Dense.squared_norm)
 
     @property
+    def _is_fused(self) -> bool:
+        """Whether a kernel adds up products of inner products that it never writes."""
+        return not self.is_differentiated and _fused.takes_gram(self.left)
+
+    @property
     def _is_planned(self) -> bool:
         return self.left.shape[1] != 1
 
@@ -96,6 +101,9 @@ class Outer(Planned):
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>
         left, right = (_matmul.whole_rows(side, self.positions) for side in (self.left, self.right))
+        if self._is_fused:
+            squared, squared_terms = _fused.gram_sums(left, right).unbind(1)
+            return squared, squared_terms
         left, right = wide_bmm(left, left.transpose(1, 2)), wide_bmm(right, right.transpose(1, 2))
         return (left * right).sum((1, 2)), squared_terms_of(left, right)
 
@@ -160,11 +168,9 @@ class Outer(Planned):
 
     @remembered
     def _norm_costs(self) -> Costs:
-        t, byte = self.positions, _machine.reused_byte(self.device, self.dtype)
-        return {
-            "gram": t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size()),
-            "chunks": self._chunks_cost(byte),
-        }
+        byte = _machine.reused_byte(self.device, self.dtype)
+        gram = gram_cost(self.positions, sum(self.shape), self.left, self._is_fused)
+        return {"gram": gram, "chunks": self._chunks_cost(byte)}
 
     def _materialize_cost(self) -> float:
         return 2 * self.positions * self.shape.numel()
@@ -173,7 +179,15 @@ class Outer(Planned):
         return self._materialize_cost() + (0 if self.is_zeroed_in_sums else self._masking_cost())
 
     def _kernels(self) -> Hashable:
-        return self.left.is_cuda and self.is_zeroed_in_sums
+        return (self.is_zeroed_in_sums, self._is_fused) if self.left.is_cuda else ()
+
+
+def gram_cost(positions: int, entries: int, like: Tensor, is_fused: bool) -> float:
+    """The cost of "gram" for one sample with so many entries at each position, of tensors like this one, in operations."""
+    if is_fused:
+        return _fused.gram_cost(positions, entries, like.dtype)
+    byte = _machine.reused_byte(like.device, like.dtype)
+    return positions * positions * (2 * entries + 3 * byte * wide(like.dtype).itemsize)
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:
