@@ -79,11 +79,8 @@ def test_sums_of_convolutions(data, dtype, device):
 @given(data=st.data())
 def test_norms_by_inner_products(data, device):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    n, t, o, i = (data.draw(st.sampled_from(sizes)) for sizes in ([0, 1, 3], [0, 2, 16, 17, 64, 65, 200], [1, 5, 64, 130], [1, 8, 70]))
-    draw = lambda size: torch.randn(n, t, size, device=device).to(dtype) + data.draw(st.sampled_from([0, 1]))  # noqa: E731
-    left, right = draw(o), draw(i)
-    if data.draw(st.booleans()):
-        left = left.mT.contiguous().mT
+    n, t, o, i = (data.draw(st.sampled_from(sizes)) for sizes in ([0, 1, 3], [0, 2, 16, 17, 64, 65, 200], [8, 64, 136], [8, 72]))
+    left, right = ((torch.randn(n, t, size, device=device) + data.draw(st.sampled_from([0, 1]))).to(dtype) for size in (o, i))
     if data.draw(st.booleans()):
         right = torch.cat((right, right), 1)[:, :t]
     factor, exact = Outer(left, right), Outer(left.double(), right.double())
@@ -96,15 +93,12 @@ def test_norms_by_inner_products(data, device):
     assert ((squared.double() - exact.materialized_norm()).abs() <= 4e-6 * max(1, t / 8) * terms).all()
 
 
-def test_inner_products_of_a_side_in_a_larger_tensor(device):
-    # The places of the last positions, counted in 32 bits, were negative.
-    memory = torch.empty((1 << 31) + 8, dtype=torch.bfloat16, device=device)  # 4 GiB
-    left, right = memory.as_strided((1, 3, 4), (4, 1 << 30, 1)), torch.randn(1, 3, 5, device=device).to(torch.bfloat16)
-    left.copy_(torch.randn(1, 3, 4, device=device))
-    squared, terms = _fused.gram_sums(left, right)[0].double()
-    exact = Outer(left.double().contiguous(), right.double())
-    assert_trees_close(terms, exact.squared_terms()[0], rtol=4e-6)
-    assert_trees_close(squared, exact.materialized_norm()[0], rtol=1e-4)
+def test_sides_that_the_kernel_for_inner_products_does_not_take(device):
+    fits = torch.randn(2, 3, 8, device=device).float()
+    assert Outer(fits, fits)._is_fused
+    far = torch.empty((1 << 31) + 8, dtype=torch.bfloat16, device=device).as_strided((1, 3, 8), (8, 1 << 30, 1))  # 4 GiB
+    for side in (fits.double(), fits.mT.contiguous().mT, torch.cat((fits, fits[..., :1]), 2)[..., :8], fits.clone().requires_grad_(), far):
+        assert not Outer(side, side)._is_fused
 
 
 def test_tf32_does_not_make_norms_smaller(device, monkeypatch):

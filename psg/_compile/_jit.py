@@ -6,7 +6,6 @@ compilers do go wrong. Later calls of the signature run the compiled graph alone
 """
 
 import functools
-import itertools
 import logging
 import math
 import operator
@@ -254,7 +253,7 @@ class Jitted:
                         return self._fn(*args, **kwargs)
 
                 found = trace(noted, leaves, spec, tensors, name, draws.generators, called.constants)
-            program = _Program(found, tensors, self._compile)
+            program = compiled = _Program(found, tensors, self._compile)
             if self._check:
 
                 def eager(tensors: Sequence[Tensor]) -> Any:
@@ -274,7 +273,7 @@ class Jitted:
                     near = _nudged(tensors, eps)
                     expected = eager(near)
                     draws.advance()
-                    return program(near), expected
+                    return compiled(near), expected
 
                 _expect_equal(actual, expected, lambda: eager(tensors), nudged, eps)
         except (InputError, StateError):
@@ -470,15 +469,20 @@ _NUDGES = 8
 def _is_rounding(actual: Any, expected: Any, nudged: Callable[[], tuple[Any, Any]]) -> bool:
     """Whether each leaf is off by at most ten times what nudging the inputs changes the eager result by, here or at nudged inputs."""
     # Rounding may push a ReLU's input across zero, and the gradient jumps: in large models always somewhere, but not always at one place.
-    least, most = itertools.repeat(math.inf), itertools.repeat(0.0)
+    offs, jumps = [], []
     for _ in range(_NUDGES):
         results = _alike(actual, expected, *nudged())
         here, want, compiled, eager = (_trees.tensors_in(_trees.flatten(result)[0]) for result in results)
-        least = [min(off, *others) for off, *others in zip(least, map(_distance, here, want), map(_distance, compiled, eager))]
-        most = [max(jump, other) for jump, other in zip(most, map(_distance, eager, want))]
-        if all(off <= 10 * jump for off, jump in zip(least, most, strict=True)):
+        offs += [_distances(here, want), _distances(compiled, eager)]
+        jumps.append(_distances(eager, want))
+        leaves = zip(zip(*offs, strict=True), zip(*jumps, strict=True), strict=True)
+        if all(min(math.inf, *off) <= 10 * max(0.0, *jump) for off, jump in leaves):  # no NaN is less or more
             return True
     return False
+
+
+def _distances(found: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
+    return [_distance(*pair) for pair in zip(found, want, strict=True)]
 
 
 def _distance(found: Tensor, want: Tensor) -> float:

@@ -31,11 +31,18 @@ def takes_conv_sum(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16) and _can_launch(tensor)
 
 
-def takes_gram(tensor: Tensor) -> bool:
-    """Whether `gram_sums` can take sides like this tensor, and is faster."""
-    # In TensorFloat-32 its three products for one take as long as cuBLAS.
-    is_fast = tensor.dtype in (torch.float16, torch.bfloat16) or tensor.dtype == torch.float32 and not multiplies_by_tensor_cores(tensor)
-    return is_fast and _can_launch(tensor)
+def takes_gram(left: Tensor, right: Tensor) -> bool:
+    """Whether `gram_sums` can take these sides, and is faster: three products in TensorFloat-32 for one take as long as one of cuBLAS."""
+    if left.dtype not in (torch.float32, torch.float16, torch.bfloat16) or left.dtype == torch.float32 and multiplies_by_tensor_cores(left):
+        return False
+    return _can_launch(left) and _has_whole_rows(left) and _has_whole_rows(right)
+
+
+def _has_whole_rows(side: Tensor) -> bool:
+    """Whether rows [n, t, a] are contiguous and whole blocks of 16 bytes, a sample's within 32 bits: others were not measured."""
+    positions, size = side.shape[1:]
+    row, entry = side.stride()[1:]
+    return entry == 1 and row * side.itemsize % 16 == 0 and size * side.itemsize % 16 == 0 and positions * row < 1 << 31
 
 
 def takes_product(tensor: Tensor) -> bool:
@@ -194,7 +201,9 @@ def _padded_rounded(images: Tensor, padding: Sequence[int]) -> Tensor:
 
 @_opaque(lambda left, right: left.new_empty(len(left), 2, dtype=torch.float32))
 def gram_sums(left: Tensor, right: Tensor) -> Tensor:
-    """Sums of products of inner products, in float32; those of float32 numbers are as exact as float32 arithmetic.
+    """Sums of products of inner products, in float32.
+
+    Those of float32 numbers are exact to some 2^-21: each is multiplied as a sum of two in TensorFloat-32.
 
     Args:
         left: [n, t, o].
@@ -212,7 +221,7 @@ def gram_sums(left: Tensor, right: Tensor) -> Tensor:
     with torch.cuda.device_of(left):
         _kernels().gram_sums[(n * pairs,)](
             left, right, sums, pairs, positions, outs, ins, *left.stride(), *right.stride(),
-            ROWS=rows, DEPTH=128 // left.itemsize, num_warps=4, num_stages=3,
+            ROWS=rows, DEPTH=128 // left.itemsize, PRECISION="tf32x3" if left.dtype == torch.float32 else "ieee", num_warps=4, num_stages=3,
         )  # fmt: skip
         return sums.sum(1)
 

@@ -115,21 +115,21 @@ def conv_sums(
 
 
 @triton.jit
-def _gram_tile(side, t, s, positions, size, x_t, x_i, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """<side[t], side[s]> for rows t and s, [ROWS, ROWS], of a side [positions, size] by its strides, which may reach beyond 32 bits."""
+def _gram_tile(side, t, s, positions, size, x_t, x_i, ROWS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):
+    """<side[t], side[s]> for rows t and s, [ROWS, ROWS], of a side [positions, size] by its strides."""
     gram = tl.zeros((ROWS, ROWS), dtype=tl.float32)
     for first in range(0, size, DEPTH):
         i = first + tl.arange(0, DEPTH)
-        along = i.to(tl.int64) * x_i
-        a = tl.load(side + t[:, None] * x_t + along[None, :], mask=(t[:, None] < positions) & (i[None, :] < size), other=0.0)
-        b = tl.load(side + s[None, :] * x_t + along[:, None], mask=(s[None, :] < positions) & (i[:, None] < size), other=0.0)
-        gram = tl.dot(a, b, gram, input_precision="tf32x3")
+        a = tl.load(side + t[:, None] * x_t + i[None, :] * x_i, mask=(t[:, None] < positions) & (i[None, :] < size), other=0.0)
+        b = tl.load(side + s[None, :] * x_t + i[:, None] * x_i, mask=(s[None, :] < positions) & (i[:, None] < size), other=0.0)
+        gram = tl.dot(a, b, gram, input_precision=PRECISION)
     return gram
 
 
 @triton.jit
 def gram_sums(
-    left, right, out, pairs, positions, outs, ins, l_n, l_t, l_o, r_n, r_t, r_i, ROWS: tl.constexpr, DEPTH: tl.constexpr
+    left, right, out, pairs, positions, outs, ins, l_n, l_t, l_o, r_n, r_t, r_i,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums over t and s, and over t = s, of <left_t, left_s> <right_t, right_s>: the parts of one pair of tiles -> out[n, pair, 2].
 
@@ -141,10 +141,10 @@ def gram_sums(
     while (row + 1) * (row + 2) // 2 <= pair:
         row += 1
     column = pair - row * (row + 1) // 2
-    t = (row * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    s = (column * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    product = _gram_tile(left + sample * l_n, t, s, positions, outs, l_t, l_o, ROWS, DEPTH)
-    product *= _gram_tile(right + sample * r_n, t, s, positions, ins, r_t, r_i, ROWS, DEPTH)
+    t = row * ROWS + tl.arange(0, ROWS)
+    s = column * ROWS + tl.arange(0, ROWS)
+    product = _gram_tile(left + sample * l_n, t, s, positions, outs, l_t, l_o, ROWS, DEPTH, PRECISION)
+    product *= _gram_tile(right + sample * r_n, t, s, positions, ins, r_t, r_i, ROWS, DEPTH, PRECISION)
     place = out + (sample * pairs + pair) * 2
     tl.store(place, tl.sum(product) * tl.where(row == column, 1.0, 2.0))
     tl.store(place + 1, tl.sum(tl.where(t[:, None] == s[None, :], product, 0.0)))

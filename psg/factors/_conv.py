@@ -13,7 +13,7 @@ from psg._hardware import _fused, _machine, _matmul
 from psg._torch import _functorch
 from psg.factors._arithmetic import scale_rows, squared_terms_of, wide, wide_bmm, widen
 from psg.factors._base import Dense, expect_real
-from psg.factors._outer import Outer, gram_cost
+from psg.factors._outer import Outer
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
 
@@ -238,11 +238,6 @@ class Conv(Planned):
         return takes and self.cotangent.shape[1] == 1 and self._has_kernel
 
     @property
-    def _has_fused_gram(self) -> bool:
-        """Whether a kernel adds up the products of inner products of patches."""
-        return not self.is_differentiated and _fused.takes_gram(self.cotangent)
-
-    @property
     def _can_fuse_sum(self) -> bool:
         """Whether another can compute weighted sums."""
         takes = _fused.takes_conv_sum(self.cotangent) and _fused.takes_conv_sum(self.input)
@@ -254,7 +249,7 @@ class Conv(Planned):
         return self._can_fuse_sum and plans.choose("sum", self._sum_costs(), self, self._sum_by) == "kernel"
 
     def _kernels(self) -> Hashable:
-        return (self._is_fused, self._has_fused_gram, self._can_fuse_sum) if self.cotangent.is_cuda else ()
+        return (self._is_fused, self._can_fuse_sum) if self.cotangent.is_cuda else ()
 
     def _as_images(self) -> tuple[Any, ...]:
         """The arguments of the kernels: cotangents [n images, o, h, w], inputs [n images, i, h, w], and pairs of options."""
@@ -394,7 +389,7 @@ class Conv(Planned):
         # The sum over the taps of a dimension clears its result; each tap reads the result and a summand, and writes the result.
         passes = 4 + sum(1 + 3 * taps for taps in self.geometry.kernel)
         return {
-            "patches": groups * gram_cost(t, (out + patch) // groups, self.cotangent, self._has_fused_gram) + self._patch_cost(),
+            "patches": t * t * (2 * (out + patch) + 3 * byte * groups * size) + self._patch_cost(),
             "pixels": 2 * (t * t * out + pixels * pixels * self.input.shape[2]) + passes * byte * groups * size * max(t, pixels) ** 2,
         }
 

@@ -87,7 +87,7 @@ class Outer(Planned):
     @property
     def _is_fused(self) -> bool:
         """Whether a kernel adds up products of inner products that it never writes."""
-        return not self.is_differentiated and _fused.takes_gram(self.left)
+        return not self.is_differentiated and _fused.takes_gram(self.left, self.right)
 
     @property
     def _is_planned(self) -> bool:
@@ -100,10 +100,10 @@ class Outer(Planned):
 
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         # sum_{t,s} <left_t, left_s> <right_t, right_s>
-        left, right = (_matmul.whole_rows(side, self.positions) for side in (self.left, self.right))
         if self._is_fused:
-            squared, squared_terms = _fused.gram_sums(left, right).unbind(1)
+            squared, squared_terms = _fused.gram_sums(self.left, self.right).unbind(1)
             return squared, squared_terms
+        left, right = (_matmul.whole_rows(side, self.positions) for side in (self.left, self.right))
         left, right = wide_bmm(left, left.transpose(1, 2)), wide_bmm(right, right.transpose(1, 2))
         return (left * right).sum((1, 2)), squared_terms_of(left, right)
 
@@ -168,8 +168,11 @@ class Outer(Planned):
 
     @remembered
     def _norm_costs(self) -> Costs:
-        byte = _machine.reused_byte(self.device, self.dtype)
-        gram = gram_cost(self.positions, sum(self.shape), self.left, self._is_fused)
+        t, byte = self.positions, _machine.reused_byte(self.device, self.dtype)
+        if self._is_fused:
+            gram = _fused.gram_cost(t, sum(self.shape), self.dtype)
+        else:
+            gram = t * t * (2 * sum(self.shape) + 3 * byte * self.left.element_size())
         return {"gram": gram, "chunks": self._chunks_cost(byte)}
 
     def _materialize_cost(self) -> float:
@@ -180,14 +183,6 @@ class Outer(Planned):
 
     def _kernels(self) -> Hashable:
         return (self.is_zeroed_in_sums, self._is_fused) if self.left.is_cuda else ()
-
-
-def gram_cost(positions: int, entries: int, like: Tensor, is_fused: bool) -> float:
-    """The cost of "gram" for one sample with so many entries at each position, of tensors like this one, in operations."""
-    if is_fused:
-        return _fused.gram_cost(positions, entries, like.dtype)
-    byte = _machine.reused_byte(like.device, like.dtype)
-    return positions * positions * (2 * entries + 3 * byte * wide(like.dtype).itemsize)
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:
