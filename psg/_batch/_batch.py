@@ -534,7 +534,7 @@ class _BatchMode(Watch, Looking):
         if names:
             raise InputError(
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (an autograd.Function that '
-                "is given samples too or under a name bound before the call, or TorchScript, say), or as it is. "
+                "is given samples too, or TorchScript, say), or as it is. "
                 f"{_FOR_ONE_SAMPLE}"
             )
         reached = [(tap, own) for tap, own in zip(taps, _by_tap(taps, arrived), strict=True) if _present(own)]

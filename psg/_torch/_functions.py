@@ -6,8 +6,10 @@ can see the call; `shown` makes it an op that modes see.
 """
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
 
 from psg._torch import _functorch
-from psg._torch._patches import assigned, patch
+from psg._torch._patches import ForAll, assigned
 
-_APPLY = vars(Function)["apply"]
+_applied = vars(Function)["apply"].__func__
+_apply_of_torch = types.FunctionType(
+    _applied.__code__, _applied.__globals__, _applied.__name__, _applied.__defaults__, _applied.__closure__
+)
 
 _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
 
@@ -33,7 +38,7 @@ def is_refusal(error: Exception) -> bool:
 
 UNSEEN = (
     "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint, a full backward hook "
-    "of a module), or one under a name that was bound before the call (for `f = MyFunction.apply` write MyFunction.apply(...))"
+    "of a module)"
 )
 
 
@@ -99,7 +104,20 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
                 return output
         elif _is_shown.get() and not _is_setup_context_defined(cls.setup_context):
             return custom_function_call(cls, *args, **kwargs)
-    return _APPLY.__get__(None, cls)(*args, **kwargs)
+    return _apply_of_torch(cls, *args, **kwargs)
 
 
-_patch = patch({(Function, "apply"): classmethod(_apply)})
+def _stand_in(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    from psg._torch import _functions  # where this code runs, the globals are those of torch's module
+
+    return _functions._apply(cls, *args, **kwargs)
+
+
+def _divert() -> Callable[[], None]:
+    # The code is exchanged, and not the attribute: many programs bind the method when they are imported, `f = MyFunction.apply`.
+    before = _applied.__code__
+    _applied.__code__ = _stand_in.__code__.replace(co_freevars=before.co_freevars)
+    return partial(setattr, _applied, "__code__", before)
+
+
+_patch = ForAll(_divert)
