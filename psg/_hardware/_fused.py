@@ -14,6 +14,7 @@ from torch import Tensor
 
 from psg._hardware._processor import multiplies_by_tensor_cores
 from psg._torch import _functorch
+from psg._torch._library import opaque
 
 _P = ParamSpec("_P")
 _LAYOUT = [torch.Tag.flexible_layout]  # of custom ops: the kernels go by strides, so that no compiler need lay out anything anew for them
@@ -71,8 +72,7 @@ def _opaque(fake: Callable[..., Tensor]) -> Callable[[Callable[_P, Tensor]], Cal
     """Makes a function that launches a kernel one op to tracers. `fake` gives a tensor like its result."""
 
     def decorate(launch: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-        op = torch.library.custom_op(f"psg::{launch.__name__}", launch, mutates_args=(), tags=_LAYOUT)
-        op.register_fake(fake)
+        op = opaque(launch.__name__, launch, fake, _LAYOUT)
 
         @functools.wraps(launch)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -280,5 +280,4 @@ def _mended(product: Tensor, left: Tensor, right: Tensor, finite: Tensor) -> Ten
     return product
 
 
-_mended_op = torch.library.custom_op("psg::without_spoiled", _mended, mutates_args=(), tags=_LAYOUT)
-_mended_op.register_fake(lambda product, left, right, finite: torch.empty_like(product))
+_mended_op = opaque("without_spoiled", _mended, lambda product, left, right, finite: torch.empty_like(product), _LAYOUT)

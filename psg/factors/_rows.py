@@ -7,6 +7,7 @@ from psg import _trees
 from psg._errors import InputError
 from psg._hardware import _memory
 from psg._torch import _functorch
+from psg._torch._library import opaque
 from psg.factors._arithmetic import square, wide, widen
 from psg.factors._base import Additive, Dense, Factor, expect_real
 from psg.factors._division import Division
@@ -163,8 +164,6 @@ def _norm(index: Tensor, cotangent: Tensor, num_rows: int) -> Tensor:
     return Rows(index, cotangent, num_rows).squared_norm()
 
 
-# Custom ops, opaque to tracers: compilers turn a scatter into atomic additions, on which threads wait, and cannot branch on values.
-_scatter_op = torch.library.custom_op("psg::scatter_rows", _scatter, mutates_args=())
-_norm_op = torch.library.custom_op("psg::rows_squared_norm", _norm, mutates_args=())
-_scatter_op.register_fake(lambda index, rows, num_rows: rows.new_empty(num_rows, rows.shape[-1]))
-_norm_op.register_fake(lambda index, cotangent, num_rows: cotangent.new_empty(len(index), dtype=wide(cotangent.dtype)))
+# Ops of their own to tracers: compilers turn a scatter into atomic additions, on which threads wait, and cannot branch on values.
+_scatter_op = opaque("scatter_rows", _scatter, lambda index, rows, num_rows: rows.new_empty(num_rows, rows.shape[-1]))
+_norm_op = opaque("rows_squared_norm", _norm, lambda index, cotangent, _: cotangent.new_empty(len(index), dtype=wide(cotangent.dtype)))

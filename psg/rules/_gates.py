@@ -25,6 +25,7 @@ from torch import Tensor
 
 from psg._hardware import _matmul
 from psg._torch import _functorch
+from psg._torch._library import opaque
 from psg.rules._steps import CompiledStep
 
 _sigmoid_slope = torch.ops.aten.sigmoid_backward  # (c, y) -> c y (1 - y)
@@ -458,11 +459,9 @@ def _solve(
     return run.solve(cotangent, final)
 
 
-_forward_op = torch.library.custom_op("psg::recurrence_forward", _record, mutates_args=())
-_backward_op = torch.library.custom_op("psg::recurrence_backward", _solve, mutates_args=())
 # The same code gives the output shapes, on fake tensors and without `fuse`.
-_forward_op.register_fake(lambda *args: _record(*args[:5]))
-_backward_op.register_fake(lambda *args: _solve(*args[:7]))
+_forward_op = opaque("recurrence_forward", _record, lambda *args: _record(*args[:5]))
+_backward_op = opaque("recurrence_backward", _solve, lambda *args: _solve(*args[:7]))
 
 # Ops with an argument `fuse`, which psg.jit sets in the graphs that it compiles.
-FUSIBLE = (torch.ops.psg.recurrence_forward.default, torch.ops.psg.recurrence_backward.default)
+FUSIBLE = (_forward_op, _backward_op)

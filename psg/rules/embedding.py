@@ -9,6 +9,7 @@ from torch import Tensor
 from psg._errors import PsgError
 from psg._hardware import _machine
 from psg._torch import _functorch
+from psg._torch._library import opaque
 from psg.factors import Outer, Rows
 from psg.factors._arithmetic import wide
 from psg.rules._registry import decomposition, reshape, rule, transpose
@@ -53,12 +54,11 @@ def _look_up_rows(index: Tensor, table: Tensor) -> Tensor:
     return _rows(index, table) if fuses else F.embedding(index, table)
 
 
-@torch.library.custom_op("psg::rows", mutates_args=())
-def _rows(index: Tensor, table: Tensor) -> Tensor:
+def _embedding_rows(index: Tensor, table: Tensor) -> Tensor:
     return F.embedding(index, table)
 
 
-_rows.register_fake(lambda index, table: table.new_empty(*index.shape, table.shape[1]))
+_rows = opaque("rows", _embedding_rows, lambda index, table: table.new_empty(*index.shape, table.shape[1]))
 
 
 @transpose(F.embedding, data="input")
