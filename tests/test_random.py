@@ -1,6 +1,7 @@
 """Random numbers in fn: each sample its own, one draw for all results of a call."""
 
 import contextlib
+import functools
 import random
 
 import numpy as np
@@ -231,6 +232,34 @@ def test_randomness_same_draws_one_mask_however_often_a_pass_starts(device):
     grads = psg.per_sample_grad(fn, randomness="same")(p, x)
     torch.manual_seed(0)
     assert_trees_close(grads, psg.per_sample_grad(fn, randomness="same", method="loop")(p, x))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(("method", "way"), [("auto", "repeated"), ("auto", "compiling"), ("auto", "vmap"), ("vmap", "compiling")])
+def test_passes_that_are_given_up_leave_the_random_numbers_to_the_next(method, way, device):
+    def fn(p, x, plain=False):
+        kept = F.dropout(p * x, 0.5)
+        if plain:
+            return kept.square().sum()
+        if way == "repeated":
+            held = torch.zeros(16, device=x.device)
+            held.copy_(kept)  # makes the pass start again
+            kept = held
+        elif way == "compiling" and not torch.compiler.is_compiling():
+            kept = kept if x[0] > 0.5 else kept * 1  # the samples go different ways
+        elif way == "vmap":
+            with torch.no_grad():
+                p.clamp_(-1, 1)  # which the capture pass refuses
+        return kept.square().sum()
+
+    p, x = torch.ones(16, device=device), torch.rand(3, 16, device=device)
+    x[:, 0] = torch.tensor([0.2, 0.7, 0.8])
+    torch.manual_seed(0)
+    found, after = psg.per_sample_grad(fn, method=method)(p, x), torch.rand(1)
+    torch.manual_seed(0)
+    once = torch.func.vmap(torch.func.grad(functools.partial(fn, plain=True)), (None, 0), randomness="different")(p, x)
+    assert_trees_close(found, once)
+    assert torch.equal(after, torch.rand(1))
 
 
 def test_a_batch_draws_the_same_however_often_its_pass_starts(device):

@@ -99,7 +99,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
     """
     choices, copied = _Choices({}, set()), habits_of(call.fn).copied
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
-    state = _random.get_state(call.tensors)
+    start = _random.Start(call.tensors)
     while True:
         try:
             return _one_pass(call, function, copied, choices)
@@ -117,7 +117,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
                 raise failure from None
             failure = failure or type(error)(*error.args)
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
-        _random.set_state(state)  # the next pass draws the same random numbers as the failed one
+        start.go_back()
 
 
 _Choice = tuple[str, str, tuple[tuple[int, ...], ...]]

@@ -69,9 +69,8 @@ def capture(call: Call, function: Function) -> Captured:
         RuntimeError: vmap cannot run an op, or the function raises one itself.
     """
     known = habits = habits_of(call.fn)
-    state = _random.get_state(call.tensors)
+    start = _random.Start(call.tensors)
     while True:
-        forget = _functorch.attempt()
         try:
             # Every pass gets fresh copies: a failed pass may have written into its own.
             given = [
@@ -80,7 +79,7 @@ def capture(call: Call, function: Function) -> Captured:
             ]
             before = [tensor._version for tensor in call.tensors]
             with Attempt():
-                captured, better = _one_pass(call, function, given, habits, state)
+                captured, better = _one_pass(call, function, given, habits, start.state)
                 if before != [tensor._version for tensor in call.tensors]:
                     raise StateError(
                         "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
@@ -99,8 +98,7 @@ def capture(call: Call, function: Function) -> Captured:
             # writes values that depend on the sample into a tensor that it made itself, which all samples share under vmap. Make one for
             # every sample.
             habits = habits._replace(lifts=False) if habits.lifts else habits._replace(fills=habits.fills + 1)
-        forget()
-        _random.set_state(state)  # the next pass draws the same random numbers as the failed one
+        start.go_back()
 
 
 def _refuse(script: Any, arguments: list[Any]) -> None:

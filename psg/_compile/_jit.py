@@ -117,8 +117,8 @@ def jit(
     Raises:
         InputError: `fn` is not a function, or an option has a value that is not allowed. At a call: an argument is neither a tensor nor
             hashable.
-        StateError: At a call: fn draws from the global generator of Python or NumPy, whose numbers every later call would repeat; or fn
-            writes into an argument or a tensor that it closes over, as an optimizer does. The error comes before anything is written.
+        StateError: At a call: fn writes into an argument or a tensor that it closes over, as an optimizer does. The error comes before
+            anything is written.
 
     Example:
         >>> import torch, psg

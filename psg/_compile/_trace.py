@@ -74,8 +74,9 @@ def trace(
         constants: When the function has run, the ids of parameters that it takes for constants; see `Called`.
 
     Raises:
-        StateError: The function draws random numbers of Python or NumPy, or writes into an argument or a tensor that it closes over.
-        PsgError: The function makes a tensor unseen by the tracer, or one whose size depends on the data.
+        StateError: The function writes into an argument or a tensor that it closes over.
+        PsgError: The function draws random numbers of Python or NumPy, or makes a tensor unseen by the tracer, or one whose size depends
+            on the data.
         Exception: The tracer refuses an op, or the function raises an error itself.
     """
     result: list[Any] = []
@@ -91,9 +92,9 @@ def trace(
     before = _random.get_python_state()
     graph = _make_fx(flat, tensors)
     if not _random.same_python_state(before, _random.get_python_state()):
-        raise StateError(
-            f"psg.jit({name}): the function draws random numbers of Python or NumPy, which would be the same in every call. Draw them "
-            "with torch, or draw them outside of the function and pass them to it."
+        _random.set_python_state(before)
+        raise PsgError(
+            "it draws random numbers of Python or NumPy, which would be the same in every call; draw them with torch, or pass them to it"
         )
     captured = _captured(graph)
     places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]

@@ -11,7 +11,7 @@ from psg._batch import _exchange
 from psg._call import Call, sharing
 from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, first_line, unwrapped, user_line, warn_once
 from psg._ladder._rungs import RUNGS, Result
-from psg._torch import _ambient, _functorch, _random
+from psg._torch import _ambient, _random
 from psg._watch import _pass
 from psg._watch._effects import Attempt, forget_results
 from psg.rules._registry import are_disabled
@@ -40,13 +40,12 @@ def run(call: Call, method: str) -> Result:
     elif method == "auto":
         rungs = ["vmap", "loop"] if are_disabled() or call.needs_derivative else ["capture", "vmap", "loop"]
     reasons: list[tuple[str, str]] = []
-    state, compiles = call.shared_draws(), _ambient.may_compile()
+    start, compiles = _random.Start(call.tensors), _ambient.may_compile()
     while True:
         rung = rungs.pop(0)
-        forget = _functorch.attempt()
         try:
             with Attempt(), _pass.opened(None):  # this call may be made inside another call's pass
-                result = RUNGS[rung](own)
+                result = RUNGS[rung](own, start)
                 forget_results()
             break
         except Exception as error:
@@ -67,8 +66,7 @@ def run(call: Call, method: str) -> Result:
             else:
                 rungs = ["loop"] if isinstance(error, UnsupportedByVmap) else rungs
                 reasons.append((rung, _reason(error)))
-        forget()
-        _random.set_state(state)
+        start.go_back()
     if own is not call:
         _exchange.refuse_parting(call, result.values)
     if reasons and method == "auto":

@@ -108,23 +108,24 @@ class _Outputs:
         return None if spec is None else _trees.unflatten(spec, _trees.fill(leaves, tensors))
 
 
-def _run_capture(call: Call) -> Result:
+def _run_capture(call: Call, start: _random.Start) -> Result:
     if _functorch.is_transformed():
         where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
         raise InputError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
     _refuse_overrides(call)
     if (mode := foreign_mode()) is not None:
         raise Unsupported(mode)
-    state = call.shared_draws()
     try:
         return _capture_together(call)
     except (Diverged, Drawn) as error:
         branch = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
-    with contextlib.suppress(PsgError, RuntimeError):
-        return _as_compiled(_capture_together, call, state)
+    start.go_back()
+    with contextlib.suppress(PsgError, RuntimeError), _ambient.compiling:
+        return _capture_together(call)
     if isinstance(branch, Drawn):
         raise Unsupported(str(branch))  # not `branch`, which this frame and those of its callers hold
-    return _capture_apart(call, branch, state, [max(2, call.n // 2)])
+    start.go_back()
+    return _capture_apart(call, branch, call.shared_draws(), [max(2, call.n // 2)])
 
 
 def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, left: list[int]) -> Result:
@@ -160,16 +161,6 @@ def _refuse_overrides(call: Call) -> None:
             )
 
 
-def _as_compiled(together: Callable[[Call], Result], call: Call, state: _random.State | None) -> Result:
-    """Run a function whose samples have, or might have, taken different branches once more, with `torch.compiler.is_compiling()` true.
-
-    Many models read a mask to leave it out if it masks nothing, unless they are compiled: then they take one branch for all samples.
-    """
-    _random.set_state(state)
-    with _ambient.compiling:
-        return together(call)
-
-
 def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor], state: _random.State | None) -> Result:
     """Run groups of the samples one after the other, each from this state of the random generators, if one is given."""
     results = []
@@ -195,24 +186,24 @@ def _capture_together(call: Call) -> Result:
     return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, freed=captured.freed)
 
 
-def _run_vmap(call: Call) -> Result:
+def _run_vmap(call: Call, start: _random.Start) -> Result:
     _refuse_overrides(call)
-    state = call.shared_draws()
     try:
-        return _vmap_writes(call)
+        return _vmap_writes(call, start)
     except RuntimeError as error:
         if "data-dependent control flow" not in str(error):
             raise
-    return _as_compiled(_vmap_writes, call, state)
+    start.go_back()
+    with _ambient.compiling:
+        return _vmap_writes(call, start)
 
 
-def _vmap_writes(call: Call) -> Result:
+def _vmap_writes(call: Call, start: _random.Start) -> Result:
     """Follow what may share memory only if fn writes after a reshape: following copies every reshape."""
-    state = _random.get_state(call.tensors)
     try:
         return _vmap_together(call, follows=False)
     except Retry:
-        _random.set_state(state)
+        start.go_back()
         return _vmap_together(call, follows=True)
 
 
@@ -275,20 +266,18 @@ class _Misderived(PsgError):
     """fn itself differentiates gradients of an op whose higher derivatives torch gets wrong."""
 
 
-def _run_loop(call: Call) -> Result:
+def _run_loop(call: Call, start: _random.Start) -> Result:
     if _functorch.transform_active():
-        return _loop_over_samples(call, _nested_gradient)
-    state = _random.get_state(call.tensors)
+        return _loop_over_samples(call, _nested_gradient, start.state)
     try:
-        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=call.needs_derivative))
+        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=call.needs_derivative), start.state)
     except _Misderived:
-        _random.set_state(state)
-        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=True))
+        start.go_back()
+        return _loop_over_samples(call, partial(_recorded_gradient, differentiated=True), start.state)
 
 
-def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs], tuple[Any, ...]]) -> Result:
+def _loop_over_samples(call: Call, gradient: Callable[[Call, list[Any], _Outputs], tuple[Any, ...]], state: _random.State) -> Result:
     outputs, leaves, rows = _Outputs(call), [], []
-    state = _random.get_state(call.tensors)
     for i in range(call.n):
         if call.randomness == "same":
             _random.rewind(state)
@@ -392,18 +381,17 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
     return (*gradients, *values)
 
 
-def _run_batch(call: Call, whole: bool = True) -> Result:
+def _run_batch(call: Call, start: _random.Start, whole: bool = True) -> Result:
     """Run fn on the whole batch; if a sample is not finite, on groups of its samples, which are not `whole`."""
-    before = _random.get_state(call.tensors)
     try:
         result = _batch_together(call)
-        _refuse_draws_of_a_batch(call, before)
+        _refuse_draws_of_a_batch(call, start.state)
         return result
     except NotFinite as error:
         groups, found = error.groups, str(error)
-    _refuse_draws_of_a_batch(call, before)
+    _refuse_draws_of_a_batch(call, start.state)
     try:
-        result = _run_apart(partial(_run_batch, whole=False), call, groups, None)
+        result = _run_apart(lambda part: _run_batch(part, _random.Start(part.tensors), whole=False), call, groups, None)
     except (StateError, Stale, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -455,7 +443,7 @@ def _batch_together(call: Call) -> Result:
     return Result(values, outputs.aux(extra), captured.factors, "batch", captured.uses)
 
 
-RUNGS: dict[str, Callable[[Call], Result]] = {
+RUNGS: dict[str, Callable[[Call, _random.Start], Result]] = {
     "capture": _run_capture,
     "vmap": _run_vmap,
     "loop": _run_loop,

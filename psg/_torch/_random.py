@@ -53,6 +53,26 @@ def rewind(state: State | None) -> None:
     set_state(state)
 
 
+class Start:
+    """Where passes begin that may be given up, each for the next: the next draws the same random numbers, and a trace has but its own ops.
+
+    Args:
+        tensors: The passes draw on their devices, and on the CPU.
+
+    Attributes:
+        state: The states of the generators.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.state = get_state(tensors)
+        self._forget = _functorch.attempt()
+
+    def go_back(self) -> None:
+        """Give up what has run since."""
+        self._forget()
+        set_state(self.state)
+
+
 def same_state(state: State, other: State) -> bool:
     """Whether no random number was drawn between the two states."""
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():  # a tracer would refuse to tell

@@ -24,10 +24,10 @@ class Architecture(NamedTuple):
     sizes: dict[str, Any]
     batch: Callable[[], Batch]
 
-    def build(self) -> tuple[Callable, dict[str, Tensor], tuple[Any, ...]]:
+    def build(self, trains: bool = False) -> tuple[Callable, dict[str, Tensor], tuple[Any, ...]]:
         """The loss of one sample, the parameters, and a batch."""
         model, batch = self.model_and_batch()
-        return *psg.stateless(model, _criterion if len(batch) == 2 else None), batch
+        return *psg.stateless(model.train(trains), _criterion if len(batch) == 2 else None), batch
 
     def model_and_batch(self) -> tuple[nn.Module, tuple[Any, ...]]:
         """The model, and a batch: the model's arguments, then the target if it computes no loss of its own."""
@@ -88,7 +88,7 @@ def decoded() -> Batch:
 def padded(batch: Callable[[], Batch]) -> Callable[[], Batch]:
     mask = torch.ones(N, LENGTH, dtype=torch.int64)
     mask[0, 5:] = 0
-    return lambda: batch() | {"attention_mask": mask}
+    return lambda: batch() | {"attention_mask": mask.clone()}
 
 
 def sentence() -> Batch:
