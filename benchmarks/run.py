@@ -145,7 +145,8 @@ def device_name(device: str) -> str:
 
 def measure(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a method: its status, errors, times, ratio to plain, and peak memory if asked for."""
-    torch.compiler.reset()  # torch limits recompilations of a function, and all workloads share these functions
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        torch.compiler.reset()  # torch limits recompilations of a function, and all workloads share these functions
     reference = Reference(build(workload, args.device, DTYPES[args.dtype]))
     double = None if args.no_double else Reference(build(workload, args.device, torch.float64, DOUBLE_SAMPLES))
     rows, calls, held = {}, {}, {}
