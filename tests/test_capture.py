@@ -370,15 +370,50 @@ def test_distances_of_operands_with_different_numbers_of_dimensions(shapes, n, d
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")  # torch's own, of the loop
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float32}, {"device": "cpu"}], ids=str)
+@pytest.mark.parametrize("copy", [torch.tensor, lambda part, **options: torch.zeros(1, device=part.device).new_tensor(part, **options)])
 @pytest.mark.parametrize("n", [0, 1, N])
-def test_copies_by_torch_tensor_have_no_history(options, n, device):
+def test_copies_of_tensors_have_no_history(n, copy, options, device):
     def fn(w, x):
-        copies = [torch.tensor(part, **options).to(device) for part in (w, x, w * x, (w * x)[:2])]
+        copies = [copy(part, **options).to(device) for part in (w, x, w * x, (w * x)[:2])]
         return (w * sum(part.sin().sum() for part in copies)).sum() + copies[2].dtype.itemsize * w[0]
 
     w, x = torch.randn(3, device=device), torch.randn(n, 3, device=device)
     found = psg.per_sample_value_and_grad(fn, method="capture")(w, x)
     assert_trees_close(found, loop_value_and_grad(fn)(w, x))
+
+
+DETACHED = {
+    "a recurrence": lambda p, h, x: [h := torch.tanh(F.linear(h, p["w"]) + x)] and h.detach_() is h and torch.tanh(F.linear(h, p["w"]) * x),
+    "used before": lambda p, h, x: [h := F.linear(x, p["w"]), before := h + 1, torch.detach_(h)] and before.square() * h,
+    "a view from before": lambda p, h, x: [h := F.linear(x, p["w"]).exp(), view := h[1:], h.detach_()] and view * h[:-1],
+    "two things": lambda p, h, x: [h := F.linear(x, p["w"]) * 2, h.detach_(), h.mul_(3)] and F.linear(h, p["w"]),
+    "what has no history": lambda p, h, x: [x := x * 1, x.detach_(), h := torch.ones_like(h).detach_()] and F.linear(x + h, p["w"]),
+    "what a layer returns": lambda p, h, x: [h := F.linear(x, p["w"]), h.detach_()] and F.linear(h, p["w"]),
+}
+
+
+@pytest.mark.parametrize("name", DETACHED)
+@pytest.mark.parametrize("n", [0, 1, N])
+def test_what_is_detached_in_place(n, name, device):
+    def fn(p, h, x):
+        return score(DETACHED[name](p, h * 1, x))
+
+    params = {"w": torch.randn(4, 4, device=device) / 2}
+    args = params, torch.randn(4, device=device), torch.randn(n, 4, device=device)
+    found = psg.per_sample_value_and_grad(fn, in_dims=(None, None, 0), method="capture")(*args)
+    assert_trees_close(found, loop_value_and_grad(fn, in_dims=(None, None, 0))(*args))
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_parameters_and_what_is_made_of_them_alone_may_be_detached_in_place(method, device):
+    def fn(p, x):
+        scale = p.exp() * 1
+        scale.detach_()
+        return (scale * p * x).sum()
+
+    p, x = torch.randn(4, device=device), torch.randn(N, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(p, x), p.exp() * x)
 
 
 def test_the_data_of_one_sample_are_not_those_of_a_tensor_of_all(device):

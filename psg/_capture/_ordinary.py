@@ -15,6 +15,7 @@ from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import (
     ARRAYS,
     CONVERSIONS,
+    DETACHING,
     DIFFERENTIATING,
     FACTORIES,
     LIKENESSES,
@@ -83,7 +84,7 @@ def reads(func: Any) -> bool:
 
 
 _ELSEWHERE = {
-    *(*PREDICATES, *DIFFERENTIATING, *REQUIRING, Tensor.register_hook, custom_function_call),
+    *(*PREDICATES, *DIFFERENTIATING, *REQUIRING, *DETACHING, Tensor.register_hook, custom_function_call),
     *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *LIKENESSES, *CONVERSIONS, *ARRAYS, *MASKED, *LOCATING),
     *(factory for kind in FACTORIES for factory in kind),
 }

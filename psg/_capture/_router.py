@@ -21,6 +21,7 @@ from psg._torch._autocast import cast_of
 from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import (
     ARRAYS,
+    DETACHING,
     FACTORIES,
     GRAD_FN,
     IS_LEAF,
@@ -267,6 +268,8 @@ class Router(Watch, Looking):
 
     def _run_autograd(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run a call of autograd for every sample, or for a transform of the function's own whose tensors it gets (in torch.func.vjp)."""
+        if func in DETACHING:
+            return self._detach(*args)
         if func != torch.autograd.grad:
             return self._require_grad(func, *args, **kwargs)
         return (_differentiate_elsewhere if any(map(self._is_elsewhere, tensors)) else self._differentiate)(*args, **kwargs)
@@ -285,6 +288,16 @@ class Router(Watch, Looking):
             return func(tensor, requires_grad)
         with _functorch.below():
             _functorch.value_of(tensor).requires_grad_(requires_grad)
+        return tensor
+
+    def _detach(self, tensor: Tensor) -> Tensor:
+        """`tensor.detach_()` for every sample's tensor: below vmap they are one tensor."""
+        if id(tensor) in self.by_handle:
+            raise Unsupported("fn calls detach_() on what it computes from parameters alone: use detach()")
+        if not _functorch.is_batched(tensor, self.level):
+            return tensor.detach_()
+        with _functorch.below():
+            _functorch.value_of(tensor).detach_()
         return tensor
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
@@ -665,7 +678,7 @@ def _described(function: Any) -> str:
     return f"{function.__name__}, an autograd.Function without a generated rule for vmap (generate_vmap_rule = True),"
 
 
-_AUTOGRAD = {torch.autograd.grad, *REQUIRING}
+_AUTOGRAD = {torch.autograd.grad, *DETACHING, *REQUIRING}
 _USUAL: tuple[Any, ...] = ((), (Tensor,))
 """The classes of tensors that a mode is told of, where there are no others than torch's own."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
+from torch.distributions import dirichlet
 
 from psg._torch import _functorch
 from psg._torch._patches import ForAll, assigned
@@ -95,14 +96,39 @@ def routed(route: Route) -> Iterator[None]:
         yield
 
 
+class _SampleDirichlet(Function):
+    """`torch.distributions`' own function of the Dirichlet and the beta distribution, in the style that `vmap` can batch.
+
+    Source: Figurnov et al., "Implicit reparameterization gradients", 2018.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(concentration: Tensor) -> Tensor:
+        return torch._sample_dirichlet(concentration)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        output, concentration = ctx.saved_tensors
+        return dirichlet._Dirichlet_backward(output, concentration, cotangent)
+
+
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`Function.apply`. torch's own functions (reentrant checkpoints, modules' backward hooks) depend on the graph around them."""
-    if cls.__module__.split(".")[0] not in ("torch", "psg"):
-        if not torch._C._are_functorch_transforms_active():
-            output = NotImplemented if (route := _route.get()) is None else route(cls, args, kwargs)
-            if output is not NotImplemented:
-                return output
-        elif _is_shown.get() and not _is_setup_context_defined(cls.setup_context):
+    is_own = cls.__module__.split(".")[0] not in ("torch", "psg")
+    if not torch._C._are_functorch_transforms_active():
+        output = route(cls, args, kwargs) if is_own and (route := _route.get()) is not None else NotImplemented
+        if output is not NotImplemented:
+            return output
+    elif _is_shown.get():
+        if cls is dirichlet._Dirichlet:
+            return _SampleDirichlet.apply(*args)
+        if is_own and not _is_setup_context_defined(cls.setup_context):
             return custom_function_call(cls, *args, **kwargs)
     return _apply_of_torch(cls, *args, **kwargs)
 

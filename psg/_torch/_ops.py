@@ -97,6 +97,8 @@ def _in_lists(arguments: Iterable[Any]) -> list[Any]:
 # Ops that select by a mask, or find nonzero entries: the number of entries is a Python value too.
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
 LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where}
+DETACHING = {torch.detach_, Tensor.detach_}
+"""Of the tensor that they get, and not of a new one."""
 
 
 def tells_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -218,6 +218,23 @@ def _copied(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: 
     return data.detach().clone().to(data.device if device is None else device, data.dtype if dtype is None else dtype)
 
 
+@decomposition(Tensor.new_tensor)
+def _copied_alike(
+    self: Tensor,
+    data: Any,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    layout: Any = None,
+    pin_memory: bool = False,
+) -> Any:
+    if layout not in (None, torch.strided):
+        return NotImplemented
+    dtype, device = self.dtype if dtype is None else dtype, self.device if device is None else device
+    return _copied(data, dtype=dtype, device=device, requires_grad=requires_grad, pin_memory=pin_memory)
+
+
 @decomposition(vars(torch._C)["_nn"].pad_sequence)
 def _pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
     longest = max(len(sequence) for sequence in sequences)
