@@ -106,7 +106,7 @@ class _SampleDirichlet(Function):
 
     @staticmethod
     def forward(concentration: Tensor) -> Tensor:
-        return torch._sample_dirichlet(concentration)
+        return torch._sample_dirichlet(concentration)  # pyright: ignore[reportPrivateImportUsage]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
