@@ -206,6 +206,23 @@ def test_a_model_that_looks_into_a_mask_unless_it_is_compiled_goes_one_way(n, ra
     assert_trees_close(second, torch.func.jacrev(lambda w: psg.per_sample_norm(fn, method="loop")(w, x, mask).sum())(w), per_sample=False)
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+def test_what_fn_cannot_do_for_a_compiler_is_no_reason(method, device):
+    def fn(w, x):
+        table = None if torch.compiler.is_compiling() else w
+        y = F.linear(x, table[:2])  # a TypeError for a compiler
+        return score(y if x.sum() > 0 else 2 * y)
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(9, 3, device=device)
+    x[0], x[1] = 1, -1
+    if method == "capture":
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+    else:
+        with pytest.raises(RuntimeError, match="data-dependent control flow"):
+            psg.per_sample_grad(fn, method="vmap")(w, x)
+
+
 def test_what_the_samples_share_may_be_checkpointed(device):
     """A checkpoint runs again in the backward pass, when the values that were computed once for all samples are gone."""
     shared = torch.randn(6, 3, device=device)

@@ -1,6 +1,7 @@
 """The rungs of the ladder: from a call to its result by the capture pass, by vmap(grad), in a loop, or as a function of a whole batch."""
 
 import contextlib
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -120,7 +121,7 @@ def _run_capture(call: Call, start: _random.Start) -> Result:
     except (Diverged, Drawn) as error:
         branch = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
     start.go_back()
-    with contextlib.suppress(PsgError, RuntimeError), _ambient.compiling:
+    with contextlib.suppress(Exception), _ambient.compiling:  # of any kind: what fn does for a compiler may not run here
         return _capture_together(call)
     if isinstance(branch, Drawn):
         raise Unsupported(str(branch))  # not `branch`, which this frame and those of its callers hold
@@ -193,9 +194,11 @@ def _run_vmap(call: Call, start: _random.Start) -> Result:
     except RuntimeError as error:
         if "data-dependent control flow" not in str(error):
             raise
-    start.go_back()
-    with _ambient.compiling:
-        return _vmap_writes(call, start)
+        traceback.clear_frames(error.__traceback__)  # they would keep the pass' tensors alive
+        start.go_back()
+        with contextlib.suppress(Exception), _ambient.compiling:
+            return _vmap_writes(call, start)
+        raise
 
 
 def _vmap_writes(call: Call, start: _random.Start) -> Result:
