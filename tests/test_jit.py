@@ -373,13 +373,17 @@ def test_compiling_leaves_the_generator_as_a_call_would(device):
 
 
 @pytest.mark.parametrize(("seed", "draw"), [(random.seed, random.random), (np.random.seed, np.random.rand)], ids=["python", "numpy"])
-def test_functions_that_draw_random_numbers_of_python_run_eagerly(seed, draw, device):
-    fn = psg.per_sample_norm(lambda p, x: draw() * linear_loss(p, x))
+@pytest.mark.parametrize("untraceable", [False, True])
+def test_functions_that_draw_random_numbers_of_python_run_eagerly(untraceable, seed, draw, device):
+    fn = psg.per_sample_norm(lambda p, x: draw() * linear_loss(p, x) * (1 if untraceable and scale.item() else 2))
+    scale = torch.ones((), device=device)
     fast, args = psg.jit(fn, backend="eager"), linear_args(device)
     seed(0)
     expected = [fn(*args) for _ in range(3)]
     seed(0)
-    with pytest.warns(psg.FallbackWarning, match="random numbers of Python or NumPy"):
+    with pytest.warns(
+        psg.FallbackWarning, match="get value out of a tracing tensor" if untraceable else "random numbers of Python or NumPy"
+    ):
         found = [fast(*args) for _ in range(3)]
     same(found, expected)
 

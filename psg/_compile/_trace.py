@@ -90,9 +90,13 @@ def trace(
         return tuple(_trees.tensors_in(result[0]))
 
     before = _random.get_python_state()
-    graph = _make_fx(flat, tensors)
-    if not _random.same_python_state(before, _random.get_python_state()):
-        _random.set_python_state(before)
+    try:
+        graph = _make_fx(flat, tensors)
+    finally:
+        draws = not _random.same_python_state(before, _random.get_python_state())
+        if draws:
+            _random.set_python_state(before)  # for the eager call that follows
+    if draws:
         raise PsgError(
             "it draws random numbers of Python or NumPy, which would be the same in every call; draw them with torch, or pass them to it"
         )
