@@ -1,10 +1,11 @@
 """Models of `transformers`, unchanged, compared with the loop; `python -m sweeps.architectures` prints a table of them."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 from sweeps import models
 from sweeps.architectures import check
-from torch.func import functional_call
+from torch.func import functional_call, grad_and_value, vmap
 
 import psg
 from psg.testing import assert_trees_close, loop_value_and_grad
@@ -31,6 +32,19 @@ def test_architecture(name):
     assert not result.wrong, result.remark
     expected = {"loop"} if name in BELOW_CAPTURE else {"capture", "loop"} if name in ROUTED else {"capture"}
     assert result.rung in expected, result.reasons
+
+
+@pytest.mark.parametrize("name", ["ELECTRA", "GPT-2", "XLNet", "T5", "BART eager", "DistilBERT"])
+def test_dropout_draws_as_torchs_own_transforms_do(name):
+    fn, params, batch = TABLE[name].build(trains=True)
+    torch.manual_seed(0)
+    values, grads = psg.per_sample_value_and_grad(fn, method="capture")(params, *batch)
+    torch.manual_seed(0)
+    in_dims = (None, *(0 for _ in batch))
+    expected, expected_values = vmap(grad_and_value(fn), in_dims, randomness="different")(params, *batch)
+    assert_trees_close(values, expected_values)
+    assert_trees_close(grads, expected)
+    assert not torch.equal(values, psg.per_sample_value_and_grad(fn)(params, *batch)[0])  # other numbers
 
 
 @pytest.mark.parametrize("name", EXPERTS)
