@@ -283,8 +283,9 @@ class Jitted:
         except Exception as reason:
             text = " ".join(str(reason).split("\n")[:3])
             text = text.partition("It may be possible to trace")[0].strip()  # advice for those who call torch's tracer
-            failed = f"compiled ({type(reason).__name__}" if found else f"traced ({type(reason).__name__} at {user_line(reason)}"
-            program, error = None, f"it cannot be {failed}: {text})"
+            line = "" if found else user_line(reason, "")
+            kind = type(reason).__name__ + (line and f" at {line}")
+            program, error = None, f"it cannot be {'compiled' if found else 'traced'} ({kind}: {text})"
         finally:
             draws.rewind()
         seconds = time.perf_counter() - start
