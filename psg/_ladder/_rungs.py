@@ -121,7 +121,9 @@ def _run_capture(call: Call, start: _random.Start) -> Result:
     except (Diverged, Drawn) as error:
         branch = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
     start.go_back()
-    with contextlib.suppress(Exception), _ambient.compiling:  # of any kind: what fn does for a compiler may not run here
+    # Many models read a mask to leave it out if it masks nothing, unless they are compiled: then they take one branch for all samples.
+    # Errors of any kind: what fn does for a compiler may not run here.
+    with contextlib.suppress(Exception), _ambient.compiling:
         return _capture_together(call)
     if isinstance(branch, Drawn):
         raise Unsupported(str(branch))  # not `branch`, which this frame and those of its callers hold
@@ -196,7 +198,7 @@ def _run_vmap(call: Call, start: _random.Start) -> Result:
             raise
         traceback.clear_frames(error.__traceback__)  # they would keep the pass' tensors alive
         start.go_back()
-        with contextlib.suppress(Exception), _ambient.compiling:
+        with contextlib.suppress(Exception), _ambient.compiling:  # as in `_run_capture`
             return _vmap_writes(call, start)
         raise
 
