@@ -326,6 +326,33 @@ def lookup() -> None:
 
 
 @question
+def attention() -> None:
+    """Both passes of self-attention, [n, t] positions with h heads of e entries: torch's fused kernel, or products and a softmax.
+
+    From the projection to queries, keys and values to its cotangent, with the copies that other layouts need.
+    """
+
+    def products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        q, k, v = (side.flatten(0, 1) for side in (q, k, v))
+        scores = q.new_full((q.shape[1],) * 2, -torch.inf).triu_(1) if is_causal else q.new_zeros(1, 1)
+        scores = torch.baddbmm(scores.expand(len(q), q.shape[1], q.shape[1]), q, k.mT, alpha=q.shape[-1] ** -0.5)
+        return torch.bmm(scores.softmax(-1), v)
+
+    def cotangent(attend: Callable[..., Tensor], qkv: Tensor, given: Tensor, is_causal: bool) -> Tensor:
+        output = attend(*qkv.permute(2, 0, 3, 1, 4), is_causal=is_causal)
+        output = output.view(len(qkv), -1, *output.shape[-2:]).transpose(1, 2).flatten(2)
+        return torch.autograd.grad(output, qkv, given)[0]
+
+    rows = []
+    for n, t, h, e, is_causal in ((16, 65, 3, 64, False), (8, 128, 4, 64, True), (4, 256, 4, 64, True), (2, 1024, 4, 32, True)):
+        args = torch.randn(n, t, 3, h, e, requires_grad=True), torch.randn(n, t, h * e), is_causal
+        ways = {"fused": F.scaled_dot_product_attention, "products": products}
+        candidates = {name: lambda attend=attend, args=args: cotangent(attend, *args) for name, attend in ways.items()}
+        rows.append((f"({n}, {t}, {h}, {e}){', causal' if is_causal else ''}", candidates))
+    report(rows)
+
+
+@question
 def outer_norm() -> None:
     """Squared norms of Outer without keeping its gradients: by the Gram form, or materialised in chunks."""
     rows = []
