@@ -172,23 +172,25 @@ def test_distributions_draw_for_each_sample(distribution, device):
     assert values.unique().numel() == 4
 
 
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("lead", [(), (2,), (2, 1)])
 @pytest.mark.parametrize("of", ["weights", "samples"])
 @pytest.mark.parametrize("distribution", [D.Dirichlet, lambda c: D.Beta(c, c.flip(0)), lambda c: D.Gamma(c, c), D.Chi2])
-def test_reparametrised_draws_are_differentiated_for_each_sample(distribution, of):
+def test_reparametrised_draws_are_differentiated_for_each_sample(distribution, of, lead, n):
     # torch's function of the Dirichlet distribution is in the old style, which vmap refuses. On the CPU a batch draws what a loop draws.
     def fn(p, x, y):
         logits = F.linear(x, p["w"]) if of == "samples" else p["b"]
         return (distribution(logits.exp()).rsample() * y).sum().square()
 
-    params = {"w": torch.randn(3, 4) / 2, "b": torch.randn(3) / 2}
-    args = params, torch.randn(5, 4), torch.randn(5, 3)
+    params = {"w": torch.randn(3, 4) / 2, "b": torch.randn(*lead, 3) / 2}
+    args = params, torch.randn(n, *lead, 4), torch.randn(n, *lead, 3)
     torch.manual_seed(0)
     values, grads = psg.per_sample_value_and_grad(fn, method="capture")(*args)
     torch.manual_seed(0)
     expected, expected_grads = psg.per_sample_value_and_grad(fn, method="loop")(*args)
     assert_trees_close(values, expected)
     assert_trees_close(grads, expected_grads)
-    assert values.unique().numel() == 5
+    assert values.unique().numel() == n
 
 
 def test_norms_and_sums_of_one_call_see_the_same_mask(device):
