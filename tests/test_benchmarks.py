@@ -10,14 +10,14 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CALLS = {
     "run.py": "--threads 1 --workloads tiny --methods plain,vmap_clip,psg_norm,psg_clip,psg_grad --repeats 1",
-    "overhead.py": "--repeats 2",
+    "overhead.py": "--methods plain,vmap_clip,psg_clip_functional --repeats 2",
     "recurrent.py": "--threads 1 --kinds tanh --methods plain,psg_clip --samples 2 --steps 3 --repeats 1",
-    "lifted.py": "--threads 1 --repeats 1",
+    "lifted.py": "--threads 1 --functions prelu,solve,kalman_filter --repeats 1",
     "derived.py": "--threads 1 --problems indexed_table --repeats 1",
     "inside.py": "--threads 1 --problems forces --repeats 1",
     "breakdown.py": "--threads 1 --workloads tiny",
     "projections.py": "--threads 1 --workloads tiny --dims 8 --repeats 1",
-    "roofline.py": "--workloads tiny,cnn,gpt,embedding --ops 2",
+    "roofline.py": "--workloads tiny,cnn,embedding --ops 2",
 }
 
 
