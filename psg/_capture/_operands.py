@@ -70,7 +70,7 @@ class Operands(NamedTuple):
 
     def are_worth(self, rule: Rule, derives: Callable[[], bool]) -> bool:
         """Whether the rule costs less than lifting; `derives` tells whether the op could be computed once as a derived value instead."""
-        if not (self.varied if self.own else self.batched and (rule.frozen or not rule.params)):
+        if not (self.varied if self.own else self.batched and rule.takes_data_alone):
             return False
         if self.sampled or not derives():
             return True

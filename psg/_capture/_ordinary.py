@@ -52,8 +52,8 @@ def is_ordinary(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) ->
     return func not in REWRITTEN and find_rule(func) is None and "requires_grad" not in kwargs
 
 
-def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], others: Sequence[Any]) -> bool:
-    """Whether a call only reads its arguments and draws no random numbers. Its rule, if there is one, is not asked here.
+def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], others: Sequence[Any], differentiated: bool) -> bool:
+    """Whether a call without sparse tensors only reads its arguments and draws no random numbers. Its rule is not asked here.
 
     Args:
         func: The function.
@@ -61,10 +61,11 @@ def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tens
         kwargs: Its keyword arguments.
         tensors: The tensors among its arguments.
         others: Arguments that are neither tensors nor plain values.
+        differentiated: Whether the pass is differentiated.
     """
     if others or not _is_plain(func):
         return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
-    if func in REWRITTEN and may_rewrite(func, kwargs) or kwargs and not _NOTED.isdisjoint(kwargs):
+    if func in REWRITTEN and may_rewrite(func, kwargs, differentiated) or kwargs and not _NOTED.isdisjoint(kwargs):
         return False
     return reads(func) and not may_draw(func) or target_of(func, args, kwargs) is None and not draws(func, args, kwargs)
 

@@ -147,10 +147,10 @@ class Router(Watch, Looking):
             raise
 
     def _are_own(self, tensors: list[Tensor]) -> bool:
-        """Whether tensors are this pass' and constants alone, of which nothing has to be noted or refused."""
+        """Whether tensors are this pass' and constants alone, of which nothing has to be noted or refused, and none is sparse."""
         found = False
         for tensor in tensors:
-            if tensor.requires_grad:
+            if tensor.requires_grad or tensor.layout is not torch.strided:
                 return False
             mark = tensor.__dict__.get("_psg_pass")
             if mark is not None and mark is not self.own.made:
@@ -162,16 +162,16 @@ class Router(Watch, Looking):
 
     def _run_at_once(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], others: list[Any]) -> Any:
         """Run a call on such tensors by its rule, or as it is; NotImplemented if other tables of psg's have more to say of it."""
-        rule = _registry.find_rule(func)
+        rule, lifts = _registry.find_rule(func), self._meets_lifted(tensors)
         if rule is not None:
             if self.habits.recorded or not self.habits.ruled or not reads(func) or self.state is not None and draws(func, args, kwargs):
                 return NotImplemented
             if self._is_of_table(func, args):
                 return NotImplemented
-            output = self._run_rule(func, rule, args, kwargs)
+            output = self._run_rule(func, rule, args, kwargs) if lifts or rule.takes_data_alone else NotImplemented
             if output is not NotImplemented:
                 return output
-        if is_pure(func, args, kwargs, tensors, others) and self.by_handle.keys().isdisjoint(map(id, tensors)):
+        if not lifts and is_pure(func, args, kwargs, tensors, others, self.habits.recorded):
             output = self._call(func, args, kwargs)
             return self.aliases.note(func, args, kwargs, tensors, output) if may_copy(func) else output
         return NotImplemented
@@ -201,13 +201,16 @@ class Router(Watch, Looking):
         if self.habits.recorded or not self.habits.ruled or _registry.find_rule(func) is None:
             return False
         here = _functorch.current_level() == self.level
-        return here and not self.by_handle.keys().isdisjoint(map(id, tensors_of(args, kwargs)))
+        return here and self._meets_lifted(tensors_of(args, kwargs))
+
+    def _meets_lifted(self, tensors: list[Tensor]) -> bool:
+        return not self.by_handle.keys().isdisjoint(map(id, tensors))
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         """Run a call by a rule, below vmap, or as it is; NotImplemented for a `psg.primitive` that has no rule for it."""
         here = _functorch.current_level() == self.level  # not inside a transform of the function's own
         self.nests |= not here
-        if here and target is None and is_ordinary(func, tensors, kwargs) and self.by_handle.keys().isdisjoint(map(id, tensors)):
+        if here and target is None and is_ordinary(func, tensors, kwargs) and not self._meets_lifted(tensors):
             if any([tensor.requires_grad for tensor in tensors]):
                 self._look(func, tensors)
             self._expect_own_hooks()
@@ -227,7 +230,7 @@ class Router(Watch, Looking):
             self._expect_own_hooks()
             if isinstance(kwargs.get("out"), Tensor) and is_torchs(func):
                 return self._run_into(func, args, **kwargs)
-        output = self._run_known(func, args, kwargs, here)
+        output = self._run_known(func, args, kwargs, tensors, here)
         if output is not NotImplemented or _registry.body_of(func) is not None:
             return output
         output = run_agreed(self, func, args, kwargs, tensors, here, constants=not self.habits.fills)
@@ -384,7 +387,7 @@ class Router(Watch, Looking):
 
     # The ways to run a call
 
-    def _run_known(self, func: Any, args: Any, kwargs: Any, here: bool) -> Any:
+    def _run_known(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: bool) -> Any:
         """Run a call as an embedding lookup, by the op's rule, or decomposed into other ops; NotImplemented if none of these fits."""
         is_of_table = self._is_of_table(func, args)
         if is_of_table and here and self.habits.ruled:
@@ -393,7 +396,7 @@ class Router(Watch, Looking):
             if output is not NotImplemented:
                 return output
         rule = _registry.find_rule(func) if self.habits.ruled and not is_of_table else None
-        if rule is not None:
+        if rule is not None and (not here or rule.takes_data_alone or self._meets_lifted(tensors)):
             run = self._run_rule if here and not self.habits.recorded else self._run_inside
             output = run(func, rule, args, kwargs)
             if output is not NotImplemented:

@@ -72,6 +72,11 @@ class Rule(NamedTuple):
             takes_shared=takes_shared,
         )
 
+    @property
+    def takes_data_alone(self) -> bool:
+        """Whether the rule may run a call without a parameter."""
+        return self.frozen or not self.params
+
     def bind(self, args: Any, kwargs: Any) -> dict[str, Any] | None:
         """The arguments of a call by name; None if they do not fit. What `inspect.Signature.bind` does, at a tenth of its cost."""
         arguments = dict(zip(self.names, args, strict=False))
@@ -127,8 +132,9 @@ _misderived: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
-REWRITTEN: dict[Any, str | None] = {}
-"""The ops that have a decomposition or a leak, each with the option without which it has none, if there is one."""
+ALWAYS, DIFFERENTIATED, SPARSE = "any call", "a pass that is differentiated", "a sparse tensor"
+REWRITTEN: dict[Any, set[str]] = {}
+"""The ops that have a decomposition or a leak, each with what a call needs to meet it: one of these, or an option of this name."""
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
 
@@ -257,15 +263,12 @@ def python_form(op: Any) -> Callable[..., Any] | None:
     return HIGHER_ORDER.get(op) or body_of(op)
 
 
-def decomposition(
-    *ops: Any, option: str | None = None, differentiated: bool = False, misderived: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(*ops: Any, need: str = ALWAYS, misderived: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function, which rewrites a call with other ops that rules or vmap can run; NotImplemented declines the call.
 
-    With `option`, it declines all calls without this keyword argument.
-
-    With `differentiated`, the function is used only in passes that differentiate the op's gradient again, under vmap. The others are also
-    used for a call on parameters alone, which runs once for all samples and counts as one step.
+    `need` is the keyword argument, or what else of the above, without which it declines all calls. A function that needs DIFFERENTIATED
+    is used only in passes that differentiate the op's gradient again, under vmap. The others are also used for a call on parameters alone,
+    which runs once for all samples and counts as one step.
 
     With `misderived`, torch's own higher derivatives of the op are wrong: where these are asked for, plain autograd uses the function, too.
     """
@@ -273,8 +276,8 @@ def decomposition(
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if misderived:
             _misderived.update(ops)
-        (_differentiated_decompositions if differentiated else _decompositions).update(dict.fromkeys(ops, function))
-        _note_rewritten(ops, option)
+        (_differentiated_decompositions if need == DIFFERENTIATED else _decompositions).update(dict.fromkeys(ops, function))
+        _note_rewritten(ops, need)
         return function
 
     return register
@@ -352,17 +355,18 @@ class Leak(NamedTuple):
 def leak(*ops: Any, reason: str, when: Callable[..., bool] = lambda *args, **kwargs: True, rungs: tuple[str, ...] = ("capture",)) -> None:
     """Register ops that a pass must not run: if fn calls one, psg goes down the ladder. See `Leak`."""
     _leaks.update(dict.fromkeys(ops, Leak(reason, when, rungs)))
-    _note_rewritten(ops, None)
+    _note_rewritten(ops, ALWAYS)
 
 
-def _note_rewritten(ops: Iterable[Any], option: str | None) -> None:
+def _note_rewritten(ops: Iterable[Any], need: str) -> None:
     for op in ops:
-        REWRITTEN[op] = option if REWRITTEN.get(op, option) == option else None
+        REWRITTEN.setdefault(op, set()).add(need)
 
 
-def may_rewrite(op: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an op in REWRITTEN may meet a decomposition or a leak."""
-    return (option := REWRITTEN[op]) is None or option in kwargs
+def may_rewrite(op: Any, kwargs: Mapping[str, Any], differentiated: bool) -> bool:
+    """Whether a call of an op in REWRITTEN, without sparse tensors, may meet a decomposition or a leak."""
+    needs = REWRITTEN[op]
+    return ALWAYS in needs or differentiated and DIFFERENTIATED in needs or not needs.isdisjoint(kwargs)
 
 
 def find_rule(op: Any) -> Rule | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psg._torch import _functorch
 from psg.factors import Dense
-from psg.rules._registry import decomposition, reshape, rule
+from psg.rules._registry import DIFFERENTIATED, decomposition, reshape, rule
 from psg.rules.linear import sum_images
 
 
@@ -31,7 +31,7 @@ def prelu(input: Tensor, weight: Tensor) -> Any:
     return reshape(F.prelu(flat, weight), input.shape), {"weight": factor}
 
 
-@decomposition(F.prelu, Tensor.prelu, differentiated=True, misderived=True)
+@decomposition(F.prelu, Tensor.prelu, need=DIFFERENTIATED, misderived=True)
 def prelu_written_out(input: Tensor, weight: Tensor) -> Any:
     """Inside transforms: vmap's backward is wrong where another vmap has batched the cotangent than input or weight."""
     fits = weight.ndim < 2 and (weight.numel() == 1 or input.ndim > 1 and weight.numel() == input.shape[1])

@@ -12,7 +12,7 @@ from psg._torch import _functorch
 from psg._torch._library import opaque
 from psg.factors import Outer, Rows
 from psg.factors._arithmetic import wide
-from psg.rules._registry import decomposition, reshape, rule, transpose
+from psg.rules._registry import DIFFERENTIATED, decomposition, reshape, rule, transpose
 
 
 @rule(F.embedding, params=("weight",))
@@ -111,7 +111,7 @@ class _WithoutGradient(torch.autograd.Function):
         return _WithoutGradient.apply(tangent, padding)
 
 
-@decomposition(F.embedding, differentiated=True)
+@decomposition(F.embedding, need=DIFFERENTIATED)
 def refuse_frequencies(*args: Any, scale_grad_by_freq: bool = False, **kwargs: Any) -> Any:
     """A gradient scaled by frequencies is not the gradient of any function; under vmap its derivative differs from torch's in a loop."""
     if scale_grad_by_freq or any(argument is True for argument in args[5:6]):

@@ -12,7 +12,7 @@ from psg._torch import _functorch
 from psg._torch._ops import tensors_of
 from psg._trees import is_inexact
 from psg.factors._arithmetic import widen
-from psg.rules._registry import decomposition, reshape, rule
+from psg.rules._registry import SPARSE, decomposition, reshape, rule
 
 
 @decomposition(torch.equal, Tensor.equal)
@@ -362,7 +362,7 @@ def sparse_product(mat1: Tensor, mat2: Tensor) -> Any:
     return product.unflatten(1, (len(mat2), mat2.shape[2])).movedim(1, 0), {}
 
 
-@decomposition(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+@decomposition(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, need=SPARSE)
 def _sparse_times_dense(input: Tensor, *others: Tensor, **options: Any) -> Any:
     if input.layout not in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc) or input.ndim != 2 or options or others[0].ndim != 2:
         return NotImplemented
@@ -450,7 +450,7 @@ _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def _layout(conversion: Any) -> None:
-    @decomposition(conversion, option="memory_format")
+    @decomposition(conversion, need="memory_format")
     def channels_last(*args: Any, memory_format: Any = None, **kwargs: Any) -> Any:
         """Channels last within each sample: vmap cannot convert to it by name, so permute, make contiguous, and permute back."""
         if memory_format not in _CHANNELS_LAST:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from psg._torch import _ambient
 from psg.factors import Dense
 from psg.factors._arithmetic import widen
-from psg.rules._registry import decomposition, has_history, reshape, rule
+from psg.rules._registry import DIFFERENTIATED, decomposition, has_history, reshape, rule
 from psg.rules.linear import sum_images
 
 
@@ -253,7 +253,7 @@ _statistics_last(torch.batch_norm, F.batch_norm)
 # constants, and in plain autograd torch's third derivatives are wrong (2.13).
 
 
-@decomposition(F.layer_norm, differentiated=True, misderived=True)
+@decomposition(F.layer_norm, need=DIFFERENTIATED, misderived=True)
 def written_out_layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
@@ -264,7 +264,7 @@ def written_out_layer_norm(
     return _written_out(input, range(-len(shape), 0), weight, bias, shape, eps)
 
 
-@decomposition(F.instance_norm, differentiated=True, misderived=True)
+@decomposition(F.instance_norm, need=DIFFERENTIATED, misderived=True)
 def written_out_instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -281,7 +281,7 @@ def written_out_instance_norm(
     return _written_out(input, range(2, input.ndim), weight, bias, (-1, *(1,) * (input.ndim - 2)), eps)
 
 
-@decomposition(F.batch_norm, differentiated=True, misderived=True)
+@decomposition(F.batch_norm, need=DIFFERENTIATED, misderived=True)
 def written_out_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -299,14 +299,14 @@ def written_out_batch_norm(
     return _written_out(input, dims, weight, bias, (-1, *(1,) * (input.ndim - 2)), eps)
 
 
-@decomposition(torch.native_layer_norm, differentiated=True, misderived=True)
+@decomposition(torch.native_layer_norm, need=DIFFERENTIATED, misderived=True)
 def written_out_native_layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     """With the moments, which torch does not differentiate."""
     output = written_out_layer_norm(input, normalized_shape, weight, bias, eps)
     return NotImplemented if output is NotImplemented else (output, *_moments(input, range(-len(normalized_shape), 0), True, eps))
 
 
-@decomposition(torch.native_batch_norm, differentiated=True, misderived=True)
+@decomposition(torch.native_batch_norm, need=DIFFERENTIATED, misderived=True)
 def written_out_native_batch_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -323,7 +323,7 @@ def written_out_native_batch_norm(
     return NotImplemented if output is NotImplemented else (output, *_moments(input, dims, False, eps))
 
 
-@decomposition(torch.ops.aten._native_batch_norm_legit.no_stats, differentiated=True, misderived=True)
+@decomposition(torch.ops.aten._native_batch_norm_legit.no_stats, need=DIFFERENTIATED, misderived=True)
 def _without_statistics(input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float) -> Any:
     return written_out_native_batch_norm(input, weight, bias, None, None, training, momentum, eps)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from psg._torch import _functorch
 from psg._torch._ops import GET_DATA, SET_DATA
-from psg.rules._registry import decomposition, rule
+from psg.rules._registry import DIFFERENTIATED, decomposition, rule
 
 # By sorting: along a dimension torch has no deterministic median on a GPU.
 
@@ -134,7 +134,7 @@ def contiguous_group_norm(
     return output if bias is None else output + bias
 
 
-@decomposition(GET_DATA, differentiated=True)
+@decomposition(GET_DATA, need=DIFFERENTIATED)
 def data(self: Tensor) -> Tensor:
     """`.data` as a constant for every derivative; under vmap torch's own is a constant for the innermost alone."""
     return self.detach()
