@@ -23,6 +23,7 @@ from psg._call import Call
 from psg._capture._backward import Backward
 from psg._capture._lifted import Lifted, pull_back
 from psg._capture._router import Router
+from psg._capture._strided import View
 from psg._errors import PsgError, StateError, Unsupported
 from psg._torch import _autograd, _functions, _functorch, _random, _scripts
 from psg._torch._ops import FACTORIES
@@ -52,12 +53,13 @@ Function = Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
 """A call's function, given its tensors and whether to copy those among its keyword arguments: the loss or losses, then other tensors."""
 
 
-def capture(call: Call, function: Function) -> Captured:
+def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]]) -> Captured:
     """Run the pass described at the top of this file.
 
     Args:
         call: What to run.
         function: Calls its function.
+        alone: Calls it on the first sample; returns the views that as_strided makes there.
 
     Returns:
         The outputs and the factors.
@@ -70,7 +72,11 @@ def capture(call: Call, function: Function) -> Captured:
     """
     known = habits = habits_of(call.fn)
     start = _random.Start(call.tensors)
+    views: Sequence[View] | None = None
     while True:
+        if habits.strided and views is None:
+            views = alone()
+            start.go_back()
         try:
             # Every pass gets fresh copies: a failed pass may have written into its own.
             given = [
@@ -79,7 +85,7 @@ def capture(call: Call, function: Function) -> Captured:
             ]
             before = [tensor._version for tensor in call.tensors]
             with Attempt():
-                captured, better = _one_pass(call, function, given, habits, start.state)
+                captured, better = _one_pass(call, function, given, habits, start.state, views or ())
                 if before != [tensor._version for tensor in call.tensors]:
                     raise StateError(
                         "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
@@ -128,7 +134,9 @@ def _run(function: Function, samples: Sequence[Tensor], mode: Router) -> tuple[T
     return outputs
 
 
-def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Habits, state: _random.State) -> tuple[Captured, Habits]:
+def _one_pass(
+    call: Call, function: Function, tensors: list[Tensor], habits: Habits, state: _random.State, views: Sequence[View]
+) -> tuple[Captured, Habits]:
     """Run one pass on these tensors, from this state of the generators; returns its result, and the habits for the next call's."""
     dims, n = list(call.tensor_dims), call.n
     data = [tensor for i, tensor in enumerate(tensors) if i not in call.tensor_params]
@@ -143,7 +151,7 @@ def _one_pass(call: Call, function: Function, tensors: list[Tensor], habits: Hab
         tensors[position], dims[position] = value.leaf, 0
 
     apart = call.randomness == "different" and n > 1
-    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look, state if apart else None)
+    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look, state if apart else None, views)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in call.tensor_params])

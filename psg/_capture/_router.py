@@ -15,6 +15,7 @@ from psg._capture._inside import LinearOp
 from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
 from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_pure, reads
+from psg._capture._strided import STRIDED, View, for_every_sample, view_of
 from psg._errors import PsgError, Unsupported
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
@@ -67,8 +68,10 @@ class Router(Watch, Looking):
         habits: Habits,
         look: Callable[..., Any],
         state: _random.State | None,
+        views: Sequence[View],
     ) -> None:
         super().__init__(n, params, inputs)
+        self.views = iter(views)  # that as_strided makes for the first sample alone, if the habits say that fn calls it
         self.state = state  # of the random generators, if every sample draws numbers of its own
         self.aliases = Aliases(laid_out, habits.follows)
         self.look = look
@@ -230,6 +233,10 @@ class Router(Watch, Looking):
             self._expect_own_hooks()
             if isinstance(kwargs.get("out"), Tensor) and is_torchs(func):
                 return self._run_into(func, args, **kwargs)
+        if func in STRIDED:
+            output = self._run_strided(func, args, kwargs, tensors, here)
+            if output is not NotImplemented:
+                return output
         output = self._run_known(func, args, kwargs, tensors, here)
         if output is not NotImplemented or _registry.body_of(func) is not None:
             return output
@@ -409,6 +416,19 @@ class Router(Watch, Looking):
             return NotImplemented  # no decomposition, or an op on parameters alone, which is derived in one step
         with self:
             return decompose(*args, **kwargs)
+
+    def _run_strided(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: bool) -> Any:
+        """Run as_strided of what the samples compute, if they lie in memory as one alone does; NotImplemented for other tensors."""
+        if any(map(_functorch.is_wrapped, tensors[1:])):  # sizes, which come back as numbers
+            return with_numbers(self, func, args, kwargs)
+        view = next(self.views, None)
+        if not here or not _functorch.is_batched(tensors[0], self.level) or self._meets_lifted(tensors) or _functorch.is_traced():
+            return NotImplemented
+        if not self.habits.strided:
+            raise Retry("fn calls as_strided, whose result depends on how a sample lies in memory", strided=True)
+        if view is None or view != view_of(*args, **kwargs):
+            return NotImplemented
+        return for_every_sample(tensors[0], view, self.level, self.n)
 
     def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         """Run an op that writes into its `out` argument, which vmap cannot run."""

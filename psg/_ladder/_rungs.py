@@ -18,6 +18,7 @@ from psg._batch._owners import NotFinite
 from psg._call import Call
 from psg._capture._agreed import Diverged, Drawn
 from psg._capture._capture import capture
+from psg._capture._strided import Noting, View
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported, first_line
 from psg._ladder._guards import LoopGuard, RerunGuard, Unasserted, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
@@ -184,9 +185,21 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
 
 def _capture_together(call: Call) -> Result:
     outputs = _Outputs(call)
-    captured = capture(call, lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies))
+    captured = capture(
+        call, lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies), lambda: _views_of_a_sample(call)
+    )
     values, *extra = captured.outputs
     return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, freed=captured.freed)
+
+
+def _views_of_a_sample(call: Call) -> list[View]:
+    """What as_strided makes where fn runs on the first sample alone, as in the loop."""
+    leaves = call.sample(0)
+    for position in call.params:
+        leaves[position].requires_grad_()
+    with torch.enable_grad(), forgetting(), LoopGuard(call, leaves), Noting() as noting:
+        _Outputs(call).of(leaves)
+    return noting.views
 
 
 def _run_vmap(call: Call, start: _random.Start) -> Result:

@@ -22,6 +22,7 @@ class Habits(NamedTuple):
         recorded: The function calls autograd itself, so that the outputs of rules must be differentiable.
         follows: The function writes into tensors after a reshape, so that those which may share memory are followed.
         shows: The function calls autograd.Functions in the old style, which function modes have to see.
+        strided: The function calls as_strided, whose result depends on how a sample lies in memory: it also runs for the first one alone.
     """
 
     copied: bool = False
@@ -32,6 +33,7 @@ class Habits(NamedTuple):
     recorded: bool = False
     follows: bool = False
     shows: bool = False
+    strided: bool = False
 
 
 class Retry(Unsupported):

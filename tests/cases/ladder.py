@@ -18,8 +18,15 @@ for _name, _layout in (("an activation", lambda y: y), ("a transposed activation
         lambda x, w, layout=_layout: layout(F.linear(x, w)).as_strided((3, 2), (2, 1)),
         (4, 3),
         params={"w": (4, 3)},
-        ladder={"not_capture": STRIDES, "not_vmap": STRIDES},
+        ladder={"not_vmap": STRIDES},
     )
+op_case(
+    "leak: as_strided past a slice",
+    lambda x, w: F.linear(x, w)[:1].as_strided((3, 2), (2, 1)),
+    (4, 3),
+    params={"w": (4, 3)},
+    ladder={"not_capture": STRIDES, "not_vmap": STRIDES},
+)
 op_case(
     "leak: as_strided_copy of a parameter",
     lambda x, w: torch.as_strided_copy(w, (2, 3), (1, 2)) * x,
@@ -97,7 +104,7 @@ op_case(
     lambda x, w: F.conv2d(x[None], w).contiguous(memory_format=LAST).as_strided((2, 2), (3, 1)),
     (2, 4, 4),
     params={"w": (3, 2, 2, 2)},
-    ladder={"not_capture": STRIDES, "not_vmap": STRIDES},
+    ladder={"not_vmap": STRIDES},
 )
 
 
