@@ -149,6 +149,21 @@ def test_the_sample_alone_draws_no_numbers_of_the_batch(normal):
         assert torch.equal(other[1], drawn[0][1])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled(normal):
+    """The compiler lays tensors out as the trace did."""
+
+    def fn(p, x):
+        h = hidden(p, x)
+        return windows(h).cumsum(1).square().sum() + windows(h.T.sin()).exp().sum()
+
+    params, norms = {"w": normal(4, 3)}, psg.per_sample_norm(fn)
+    fast = psg.jit(norms)
+    for x in (normal(3, 6, 3), normal(3, 6, 3)):
+        assert_trees_close(fast(params, x), norms(params, x))
+    assert fast.cache_info()[0].error is None
+
+
 class Counting(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -422,7 +422,7 @@ class Router(Watch, Looking):
         if any(map(_functorch.is_wrapped, tensors[1:])):  # sizes, which come back as numbers
             return with_numbers(self, func, args, kwargs)
         view = next(self.views, None)
-        if not here or not _functorch.is_batched(tensors[0], self.level) or self._meets_lifted(tensors) or _functorch.is_traced():
+        if not here or not _functorch.is_batched(tensors[0], self.level) or self._meets_lifted(tensors):
             return NotImplemented
         if not self.habits.strided:
             raise Retry("fn calls as_strided, whose result depends on how a sample lies in memory", strided=True)
