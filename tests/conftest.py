@@ -66,8 +66,9 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
-def pytest_collection_finish():
-    """Garbage collections need not visit the objects of all modules and tests, which stay: that took a twentieth of the time of a run."""
+@pytest.fixture(autouse=True, scope="module")
+def _frozen():
+    """Garbage collections need not visit what stays (modules, tests, caches of torch's), which took a twentieth of the time of a run."""
     gc.collect()
     gc.freeze()
 
