@@ -432,6 +432,50 @@ class Secret(torch.autograd.Function):
         return 2 * cotangent
 
 
+class PastAutograd(torch.autograd.Function):
+    """Writes into its argument so that autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.data.mul_(2)
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        return 2 * cotangent * x.cos()
+
+
+class Shifted(torch.autograd.Function):
+    """A softmax that shifts its argument in place, as TabNet's sparsemax does; its output also depends on a second one."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        x -= x.amax(-1, keepdim=True)
+        output = x.exp() / x.exp().sum(-1, keepdim=True)
+        ctx.save_for_backward(x, output, scale)
+        return output * scale
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, output, scale = ctx.saved_tensors
+        scaled = cotangent * scale
+        return output * (scaled - (output * scaled).sum(-1, keepdim=True)) + x, (cotangent * output).sum().expand(scale.shape)
+
+
+class Itself(torch.autograd.Function):
+    """Writes into its argument, and returns a view of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.mul_(2)[:]
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2 * cotangent
+
+
 class Noisy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -536,11 +580,57 @@ def _closing_over(w, x):
     return Product.apply(w).sum()
 
 
+def _used_again(function, y):
+    return (function(y) + y * y.sin()).sum()
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: _used_again(Secret.apply, w @ x),
+        lambda w, x: (w @ Secret.apply(x)).sin().sum() + (w @ x).cos().sum(),
+        lambda w, x: _used_again(lambda y: Secret.apply(y[1:]).sum(), w @ x),
+        lambda w, x: (lambda y, view: (Secret.apply(y)[1:] * view.sin()).sum() + y.cos().sum())(*(lambda y: (y, y[:2]))(w @ x)),
+        lambda w, x: _used_again(lambda y: Shifted.apply(y, w[0, :1]), w @ x),
+        lambda w, x: Shifted.apply(w @ x, w[0] @ x).sin().sum(),
+    ],
+    ids=["result", "input", "view", "base", "two arguments", "two results"],
+)
+def test_functions_that_write_into_what_the_samples_compute(fn, n, device):
+    w, x = torch.randn(3, 4, device=device), torch.randn(n, 4, device=device)
+    before = x.clone()
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+    assert torch.equal(x, before)
+
+
+def test_torchs_own_normalization_across_channels(device):
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), torch.nn.CrossMapLRN2d(3)).to(device)
+    fn, params = psg.stateless(module, lambda output: output.square().sum())
+    x = torch.randn(4, 3, 5, 5, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(fn)(params, x))
+
+
+def test_a_function_that_writes_in_compiled_calls(device):
+    def fn(w, x):
+        return _used_again(lambda y: Shifted.apply(y, w[0, :1]), w @ x)
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    compiled = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    for scale in (1, -3):
+        assert_trees_close(compiled(w, scale * x), loop_grad(fn)(w, scale * x))
+    assert [entry.error for entry in compiled.cache_info()] == [None]
+
+
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
         (lambda w, x: Dirty.apply(w @ x).sum(), "writes into its arguments"),
-        (lambda w, x: (w @ Secret.apply(x)).sum(), "writes into its arguments"),
+        (lambda w, x: (Secret.apply(w) @ x).sum(), "writes into its arguments, which all samples share"),
+        (lambda w, x: (Secret.apply(w * 2) @ x).sum(), "writes into its arguments, which all samples share"),
+        (lambda w, x: (Secret.apply(torch.ones_like(w[:, 0])) * (w @ x)).sum(), "writes into its arguments, which all samples share"),
+        (lambda w, x: _used_again(PastAutograd.apply, w @ x), "unseen by autograd"),
+        (lambda w, x: Itself.apply(w @ x).sin().sum(), "has other views"),
         (lambda w, x: Noisy.apply(w @ x).sum(), "draws random numbers"),
         (lambda w, x: Listed.apply(w @ x)[0].sum(), "raises TypeError sample by sample"),
         (_logging, "takes a list or a dict"),
@@ -550,7 +640,22 @@ def _closing_over(w, x):
         (_closing_over, "raises RuntimeError sample by sample"),
         (lambda w, x: torch.func.grad(lambda z: Reversed.apply(w @ z, 0.5).sum())(x).sum(), "runs inside a transform of fn's own"),
     ],
-    ids=["dirty", "in secret", "random", "no tensor", "list", "object", "class", "injection", "closure", "in a transform"],
+    ids=[
+        "dirty",
+        "parameter",
+        "derived",
+        "constant",
+        "past autograd",
+        "itself",
+        "random",
+        "no tensor",
+        "list",
+        "object",
+        "class",
+        "injection",
+        "closure",
+        "in a transform",
+    ],
 )
 def test_functions_that_need_a_loop(fn, why, device):
     w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)

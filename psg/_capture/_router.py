@@ -533,13 +533,19 @@ class Router(Watch, Looking):
         if _functions.holds_containers(args):
             raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
         state, attributes = _random.get_state(tensors), _functions.attributes_of(others)
+        places: set[int] = set()
+
+        def run(*own: Any, **options: Any) -> Any:
+            output, copies, written = _call_on_copies(func, own, options)
+            places.update(written)
+            return output, copies
 
         try:
             if wrapped:
-                output = self._one_by_one(lambda *own, **options: _call_on_copies(func, own, options), args, kwargs, wrapped)
+                output, left = self._one_by_one(run, args, kwargs, wrapped)
             else:
                 with _functorch.below():
-                    output = _call_on_copies(func, args, kwargs)
+                    output, left = run(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
@@ -549,7 +555,18 @@ class Router(Watch, Looking):
         if not _functions.same_attributes(attributes, _functions.attributes_of(others)):
             # All backward passes run after all forward passes: each would see what the last sample has left.
             raise Unsupported(f"{what} sets attributes of its class or of an argument; what its backward needs belongs on ctx")
+        if places:
+            self._leave(args[0], [(tensors[place], left[place]) for place in sorted(places)])
         return output
+
+    def _leave(self, function: Any, changes: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write into the arguments of an autograd.Function what it has left in the copies, unrecorded as its own writes are."""
+        if not all(_functorch.is_batched(tensor, self.level) for tensor, _ in changes):
+            raise Unsupported(f"{_writing(function)}, which all samples share")
+        self.own.claim([value for _, value in changes])
+        with self, torch.no_grad():
+            for tensor, value in changes:
+                tensor.copy_(value)
 
     def _held(self, leaf: Any) -> Any:
         """Unwrap a parameter, or a constant, that a transform of the function's own has wrapped without batching or differentiating it."""
@@ -622,7 +639,9 @@ class Router(Watch, Looking):
         self._avoid_leak(func, args, kwargs)
         state = _random.get_state(tensors_of(args, kwargs))
         try:
-            output = _call_on_copies(func, args, kwargs)
+            output, _, written = _call_on_copies(func, args, kwargs)
+            if written:
+                raise Unsupported(f"{_writing(args[0])}, which all samples share")
         except PsgError:
             raise
         except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
@@ -686,15 +705,44 @@ class Router(Watch, Looking):
         return output
 
 
-def _call_on_copies(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an autograd.Function on copies: it may write into its arguments without saying so, and they are the caller's."""
-    copies = {id(tensor): tensor.clone() for tensor in tensors_of(args, kwargs)}
+def _call_on_copies(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], list[int]]:
+    """Call an autograd.Function on copies: it may write into its arguments without saying so, and they are the caller's.
+
+    Returns:
+        Its output, the copies without history, and the places of those that it has written into.
+
+    Raises:
+        Unsupported: It writes into an argument of which its output or another argument is a view, or past autograd, which then
+            differentiates with what a later call may leave in tensors that this call has saved.
+    """
+    tensors = tensors_of(args, kwargs)
+    copies = {id(tensor): tensor.clone() for tensor in tensors}
     args, kwargs = substitute((args, kwargs), lambda leaf: copies.get(id(leaf), leaf))
-    before = [copy._version for copy in copies.values()]
+    before = {key: copy._version for key, copy in copies.items()}
     output = func(*args, **kwargs)
-    if before != [copy._version for copy in copies.values()]:
-        raise Unsupported(f"{args[0].__name__}, an autograd.Function, writes into its arguments")
-    return output
+    written = [place for place, tensor in enumerate(tensors) if copies[id(tensor)]._version != before[id(tensor)]]
+    for place, tensor in enumerate(tensors):
+        copy = copies[id(tensor)]
+        if place not in written:
+            if _has_changed(tensor.detach(), copy.detach()):
+                raise Unsupported(f"{_writing(args[0])} unseen by autograd, as by .data")
+            continue
+        others = [_functorch.memory_of(other) for other in tensors if other is not tensor]
+        outputs = map(_functorch.memory_of, _trees.tensors_in(_trees.flatten(output)[0]))
+        if _functorch.memory_of(tensor) in others or _functorch.memory_of(copy) in outputs:
+            raise Unsupported(f"{_writing(args[0])}, of which it has other views")
+    return output, [copies[id(tensor)].detach() for tensor in tensors], written
+
+
+def _has_changed(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether a copy has other values now. In a trace that cannot be asked: there the result is compared with that of an eager call."""
+    if tensor.layout != torch.strided or _functorch.is_traced():
+        return False
+    return not bool(((copy == tensor) | (tensor != tensor)).all())
+
+
+def _writing(function: Any) -> str:
+    return f"{function.__name__}, an autograd.Function, writes into its arguments"
 
 
 def _described(function: Any) -> str:

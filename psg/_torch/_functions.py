@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import Function, _is_setup_context_defined
 from torch.distributions import dirichlet
+from torch.nn.modules._functions import CrossMapLRN2d
 
 from psg._torch import _functorch
 from psg._torch._patches import ForAll, assigned
@@ -119,8 +120,8 @@ class _SampleDirichlet(Function):
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply`. torch's own functions (reentrant checkpoints, modules' backward hooks) depend on the graph around them."""
-    is_own = cls.__module__.split(".")[0] not in ("torch", "psg")
+    """`Function.apply`. Most of torch's own functions (reentrant checkpoints, modules' backward hooks) depend on the graph around them."""
+    is_own = cls is CrossMapLRN2d or cls.__module__.split(".")[0] not in ("torch", "psg")
     if not torch._C._are_functorch_transforms_active():
         output = route(cls, args, kwargs) if is_own and (route := _route.get()) is not None else NotImplemented
         if output is not NotImplemented:
