@@ -318,13 +318,28 @@ def prepare(
     )
 
 
-def note_keywords(fn: Any, names_beside: Callable[[Sequence[Any]], set[str]]) -> None:
-    """Note which keywords a function takes by its `**kwargs`: from positional arguments to the names that it takes beside them.
+def shape_of_sample(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
+    """The shape of a sample's part of a tensor with this batch dimension; that of the tensor if samples share it (None)."""
+    return tuple(size for d, size in enumerate(tensor.shape) if d != dim)
 
-    In an attribute, since a table would keep alive a module that holds its own function. functools.wraps copies attributes to the user's
-    wrappers, which are told from the function by the reference.
+
+def note(fn: Any, name: str, value: Any) -> None:
+    """Note something of a function: in an attribute, since a table would keep alive what fn belongs to.
+
+    fn may be the method of an object that holds what a transform has made of it. functools.wraps copies attributes to the user's wrappers,
+    which are told from the function by the reference.
     """
-    fn._psg_keywords = ref(fn), names_beside
+    setattr(fn, f"_psg_{name}", (ref(fn), value))
+
+
+def noted(fn: Any, name: str) -> Any:
+    """What is noted of this very function under this name; None if nothing is."""
+    made, value = getattr(fn, "__dict__", {}).get(f"_psg_{name}", (None, None))
+    return value if made is not None and made() is fn else None
+
+
+KEYWORDS = "keywords"
+"""Noted of functions that take keywords by their `**kwargs`: from positional arguments to the names that they take beside them."""
 
 
 def takes_keyword(fn: Callable[..., Any], name: str, args: Sequence[Any]) -> bool:
@@ -333,8 +348,8 @@ def takes_keyword(fn: Callable[..., Any], name: str, args: Sequence[Any]) -> boo
         if name in fn.keywords:
             return False
         fn, args = fn.func, (*fn.args, *args)
-    noted, names_beside = getattr(fn, "__dict__", {}).get("_psg_keywords", (None, None))
-    if noted is not None and noted() is fn:
+    names_beside = noted(fn, KEYWORDS)
+    if names_beside is not None:
         return name in names_beside(args)
     try:
         return name in list(inspect.signature(fn).parameters)[len(args) :]

@@ -135,7 +135,7 @@ def explain(
 
 
 def _leaf(path: str, factor: Factor, uses: list[str]) -> Leaf:
-    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), factor.nbytes, factor.n * factor._bytes())
+    return Leaf(path, type(factor).__name__, factor.plan(), dict(Counter(uses)), factor.nbytes, factor.dense_bytes)
 
 
 def _human(size: float) -> str:

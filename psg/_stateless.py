@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _trees
-from psg._call import note_keywords
+from psg._call import KEYWORDS, note
 from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
 from psg._torch import _ambient, _autograd, _functorch
 from psg._torch._ops import target_of, tensors_of
@@ -171,7 +171,7 @@ def stateless(
     def names_beside(args: Sequence[Any]) -> set[str]:
         return _keywords(module, args[1 : len(args) - takes_target])
 
-    note_keywords(loss, names_beside)
+    note(loss, KEYWORDS, names_beside)
     return loss, params
 
 

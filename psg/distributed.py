@@ -24,7 +24,7 @@ from psg._errors import InputError, PsgError
 from psg._torch import _functorch
 from psg._torch._ambient import unaffected
 from psg.factors import Dense, Factor, is_factor
-from psg.factors._arithmetic import as_real, one_after_another, widen
+from psg.factors._arithmetic import as_real, is_one_row, one_after_another, widen
 
 __all__ = ["all_gather", "all_reduce"]
 
@@ -146,7 +146,7 @@ class _Field(NamedTuple):
 def _describe(factor: Factor) -> tuple[Factor, list[_Field]]:
     """The factor without samples, and what rows its tensors have: in `Segments`, some have more than n."""
     fields: list[_Field] = []
-    factor.map(lambda tensor: fields.append(_Field(len(tensor), len(tensor) < 2 or tensor.stride(0) == 0)) or tensor)
+    factor.map(lambda tensor: fields.append(_Field(len(tensor), is_one_row(tensor))) or tensor)
     return factor.take(slice(0)).map(lambda part: part.new_empty(part.shape, device="cpu")), fields
 
 

@@ -71,13 +71,12 @@ torch.compile does not trace psg's functions: it breaks the graph around them. C
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from psg import _trees, clipping
-from psg._call import Call, Method, Options, Randomness, prepare, takes_keyword
+from psg._call import Call, Method, Options, Randomness, note, noted, prepare, takes_keyword
 from psg._clipped_sums import ClippedSums, clipped_sums, groups_of, sensitivity
 from psg._errors import InputError, received
 from psg._ladder import _chunks, _differentiable
@@ -531,18 +530,13 @@ def _over_batches(
 
 
 def mark(made: Any, batching: Batching) -> None:
-    """Note how a function that a transform has made takes its batch: in an attribute, since a table would keep alive what fn belongs to.
-
-    fn may be the method of an object that holds the result of the transform. functools.wraps copies attributes to the user's wrappers,
-    which are told from the function by the reference.
-    """
-    made._psg_batching = ref(made), batching
+    """Note how a function that a transform has made takes its batch."""
+    note(made, "batching", batching)
 
 
 def batching_of(function: Any) -> Batching | None:
     """How a function that a transform has made takes its batch; None for every other."""
-    made, batching = getattr(function, "__dict__", {}).get("_psg_batching", (None, None))
-    return batching if made is not None and made() is function else None
+    return noted(function, "batching")
 
 
 def expect_one_sample(name: str, fn: Any) -> None:
@@ -591,7 +585,7 @@ def first_samples(result: Any, n: int) -> Any:
 
 def _materialize(call: Call, result: Result, start: int) -> list[Tensor]:
     leaves = [factor.materialize() for factor in result.factors]
-    # Where fn uses only the sum of two parameters, they have one gradient: the caller may write into each.
+    # Where fn uses only the sum of two parameters, they have one gradient: give each a tensor of its own.
     first: dict[int, int] = {}
     return [leaf if first.setdefault(id(leaf), i) == i else leaf.clone() for i, leaf in enumerate(leaves)]
 

@@ -1099,6 +1099,15 @@ def test_errors_of_fn_say_what_it_was_given(fn, options, note):
         psg.per_sample_grad(fn, **options)(torch.ones(3, 4), torch.ones(5, 4))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_errors_of_fn_given_samples_that_cannot_be_moved():
+    def fn(w, x):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        psg.per_sample_grad(fn)(torch.ones(4), torch.ones(5, 4).to_sparse_csr())
+
+
 def test_errors_of_a_function_of_a_batch_say_so_where_a_derivative_is_wanted():
     # There the ladder calls it on batches of one, which no user passes.
     with pytest.raises(IndexError, match="fn gets the whole batch, as a module does by psg.stateless"):

@@ -307,7 +307,7 @@ def test_what_a_transform_has_made_is_no_function_of_one_sample(transform):
 
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "loop", "batch"])
-def test_results_share_no_memory(method, device):
+def test_equal_gradients_are_two_tensors_and_aux_is_no_input(method, device):
     params, x = {"a": torch.ones(2, device=device), "b": torch.ones(2, device=device)}, torch.ones(3, 2, device=device)
 
     def fn(p, x):

@@ -37,7 +37,7 @@ class Backward:
         self.freed = 0
         self._waiting: list[list[Tap]] = []  # for each hook the tap whose cotangent it takes, until it has
 
-    def run(self, losses: Tensor, taps: list[Tap], others: Sequence[GradientEdge] = ()) -> None:
+    def run(self, losses: Tensor, taps: list[Tap], others: Sequence[GradientEdge]) -> None:
         """Differentiate the sum of the losses, also with respect to `others`, for what autograd calls on the way there.
 
         Empties the list of taps, so that each tap's tensors can be freed after its use.

@@ -19,6 +19,7 @@ from psg._torch import _functorch
 from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Scaled, Sum, Views, merge
+from psg.factors._arithmetic import is_one_row
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
 
 
@@ -114,7 +115,7 @@ def carry_of(step: Step) -> Carry | None:
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
         if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
-            return None if factor.is_best_materialized else _over_steps(step, factor)
+            return None if factor.prefers_dense_maps else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
         return carried if len(carried) == len(found) else None
@@ -176,8 +177,7 @@ def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
     terms = merged.terms if isinstance(merged, Sum) else (merged,)
     if len(terms) > 1 and any(isinstance(term, Dense) for term in terms):
         return (Dense(merged.materialize()),)
-    materialized = merged.n * merged.shape.numel() * merged.dtype.itemsize
-    if len(found) > 1 and merged.nbytes > _MAX_SIZE * materialized or isinstance(merged, Sum) and merged.is_mixed:
+    if len(found) > 1 and merged.nbytes > _MAX_SIZE * merged.dense_bytes or isinstance(merged, Sum) and merged.is_mixed:
         return None
     return terms if len(terms) <= _MAX_TERMS else None
 
@@ -218,8 +218,7 @@ def _may_be_multiplied(tensor: Tensor) -> bool:
     """
     if not _functorch.can_read_now(tensor) or not tensor.is_floating_point():
         return True
-    shared = len(tensor.shape) > 0 and len(tensor) > 0 and tensor.stride(0) == 0
-    return bool((tensor[0] if shared else tensor).sum().isfinite())
+    return bool((tensor[:1] if tensor.ndim and is_one_row(tensor) else tensor).sum().isfinite())
 
 
 def _multiple(numbers: Tensor, constant: Tensor) -> Factor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg._call import Call
+from psg._call import Call, shape_of_sample
 from psg._clipped_sums import ClippedSums
 from psg._hardware import _memory
 from psg._ladder import _ladder, _rungs
@@ -64,12 +64,12 @@ class Sizes:
             return
         # Factors hold the layers' inputs and cotangents. The graph holds about as much again, for the ops between the layers.
         held = 2 * (result.freed + sum(factor.nbytes for factor in result.factors))
-        materialized = count * sum(factor._bytes() for factor in result.factors) if self.materializes else 0
+        materialized = count * sum(factor.sample_bytes for factor in result.factors) if self.materializes else 0
         self.bytes[self._shapes(call)] = max(1, (held + materialized) // count)
 
     def _shapes(self, call: Call) -> Any:
         tensors = zip(call.tensors, call.tensor_dims, strict=True)
-        return tuple((tensor.dtype, tuple(size for d, size in enumerate(tensor.shape) if d != dim)) for tensor, dim in tensors)
+        return tuple((tensor.dtype, shape_of_sample(tensor, dim)) for tensor, dim in tensors)
 
 
 # Collectors: each joins one kind of what transforms keep of a chunk.

@@ -24,7 +24,7 @@ from psg.rules._registry import are_disabled
 Compute = Callable[[Call, str], Any]
 
 
-def differentiable(compute: Compute, call: Call, method: str, attach: bool = True) -> Any:
+def differentiable(compute: Compute, call: Call, method: str, attach: bool) -> Any:
     """`compute(call, method)`, with a derivative.
 
     Args:

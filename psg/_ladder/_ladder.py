@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from psg._batch import _exchange
-from psg._call import Call, sharing
+from psg._call import Call, shape_of_sample, sharing
 from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, first_line, unwrapped, user_line, warn_once
 from psg._ladder._rungs import RUNGS, Result
 from psg._torch import _ambient, _random
@@ -79,7 +79,7 @@ def _hint(call: Call, method: str) -> str:
     if method == "batch":
         return f'psg.{call.name}, method="batch": fn gets the whole batch, as a module does by psg.stateless(..., batch_dim=None).'
     samples = [
-        f"{call.paths[i]} {tuple(leaf.movedim(dim, 0).shape[1:])}"
+        f"{call.paths[i]} {shape_of_sample(leaf, dim)}"
         for i, (leaf, dim) in enumerate(zip(call.leaves, call.dims, strict=True))
         if dim is not None
     ]

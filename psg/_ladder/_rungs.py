@@ -15,7 +15,7 @@ from psg import _trees
 from psg._batch import _exchange
 from psg._batch._batch import capture_batch
 from psg._batch._owners import NotFinite
-from psg._call import Call
+from psg._call import Call, shape_of_sample
 from psg._capture._agreed import Diverged, Drawn
 from psg._capture._capture import capture
 from psg._capture._strided import Noting, View
@@ -71,7 +71,7 @@ def empty(call: Call) -> Result:
     loss, aux = call.leaves[call.params[0]], None
     if call.has_aux:
         leaves = [
-            leaf.new_zeros([size for d, size in enumerate(leaf.shape) if d != dim]) if dim is not None else leaf
+            leaf.new_zeros(shape_of_sample(leaf, dim)) if dim is not None else leaf
             for leaf, dim in zip(call.leaves, call.dims, strict=True)
         ]
         # Copies: a function that writes into its arguments must not write into the caller's.

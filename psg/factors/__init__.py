@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg.factors._arithmetic import one_after_another
+from psg.factors._arithmetic import is_one_row, one_after_another
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._outer import Outer
@@ -143,7 +143,7 @@ def concat(factors: Sequence[Factor]) -> Factor:
     parts, specs = zip(*(optree.tree_flatten(cast(Any, factor)) for factor in factors), strict=True)
     if all(spec == specs[0] for spec in specs):
         columns = list(zip(*parts, strict=True))
-        if not all(map(_are_alike, columns)) and sum(map(_filled_bytes, columns)) <= sum(factor.n * factor._bytes() for factor in factors):
+        if not all(map(_are_alike, columns)) and sum(map(_filled_bytes, columns)) <= sum(factor.dense_bytes for factor in factors):
             columns = list(zip(*(optree.tree_leaves(cast(Any, factor)) for factor in _filled_up(factors)), strict=True))
         if all(map(_are_alike, columns)):
             return cast(Factor, optree.tree_unflatten(specs[0], [one_after_another(column) for column in columns]))
@@ -157,7 +157,7 @@ def _are_alike(column: Sequence[Tensor]) -> bool:
 
 def _filled_bytes(column: Sequence[Tensor]) -> int:
     """The bytes that one field of several factors takes if each is filled up to the largest, and all samples of a factor may share it."""
-    is_shared = any(len(part) > 1 for part in column) and all(len(part) < 2 or part.stride(0) == 0 for part in column)
+    is_shared = any(len(part) > 1 for part in column) and all(map(is_one_row, column))
     sizes = [max(sizes) for sizes in zip(*(part.shape[1:] for part in column), strict=True)]
     return math.prod(sizes) * column[0].itemsize * (1 if is_shared else sum(map(len, column)))
 

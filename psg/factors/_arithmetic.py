@@ -149,10 +149,15 @@ def real_rows(values: Tensor) -> Tensor:
     return rows_of(as_real(values))
 
 
+def is_one_row(tensor: Tensor) -> bool:
+    """Whether all rows are one, expanded over dim 0, or there is at most one."""
+    return len(tensor) < 2 or tensor.stride(0) == 0
+
+
 def one_after_another(fields: Sequence[Tensor]) -> Tensor:
     """Concatenate the samples of one field of several factors. If all samples share one expanded tensor, so do those of the result."""
     filled = [field for field in fields if len(field)]
-    if any(len(field) > 1 for field in filled) and all(field.stride(0) == 0 for field in filled if len(field) > 1):
+    if any(len(field) > 1 for field in filled) and all(map(is_one_row, filled)):
         differ = (field.requires_grad or not torch.equal(field[0], filled[0][0]) for field in filled)
         if all(map(_functorch.can_read_now, filled)) and not any(differ):
             return filled[0][:1].expand(sum(map(len, filled)), *filled[0].shape[1:])

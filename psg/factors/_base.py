@@ -81,7 +81,7 @@ def _register(kind: "type[Factor]") -> None:
                 raise InputError(
                     f"psg.factors.{kind.__name__}: the integers in `{name}` were converted to {held.dtype}, which would round them. "
                     "Convert the factors of a tree by their own method: optree.tree_map(lambda leaf: leaf.to(dtype), tree, "
-                    "is_leaf=lambda node: isinstance(node, psg.factors.Factor))."
+                    "is_leaf=psg.factors.is_factor)."
                 )
         return factor
 
@@ -146,9 +146,15 @@ class Factor(ABC):
         """Bytes of the tensors that the factor holds."""
         return sum([held.nbytes for held in self._held()])
 
-    def _bytes(self) -> int:
+    @property
+    def sample_bytes(self) -> int:
         """The bytes of one sample's materialised gradient."""
         return self.shape.numel() * self._lead.dtype.itemsize
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of the materialised gradients."""
+        return self.n * self.sample_bytes
 
     @property
     def is_differentiated(self) -> bool:
@@ -209,9 +215,9 @@ class Factor(ABC):
         return self.squared_norm()
 
     @property
-    def is_better_materialized(self) -> bool:
+    def prefers_exact_norm(self) -> bool:
         """Whether the gradients are so small that to materialise them costs next to nothing, where `recover` could only bound a norm."""
-        return not _functorch.can_read_now(self._lead) and self.n * self._bytes() <= _TINY
+        return not _functorch.can_read_now(self._lead) and self.dense_bytes <= _TINY
 
     def recover(self, squared: Tensor, squared_terms: Tensor) -> Tensor:
         """Correct squared norms [n] that were summed from inner products of terms, for samples whose terms nearly cancel.
@@ -285,7 +291,7 @@ class Factor(ABC):
     def parts(self) -> Iterator[Tensor]:
         """Yield the gradients materialised, a few samples at a time, in order; at least one part."""
         # Four times the cache: with parts of single samples, products would leave some of four cores idle.
-        size = _machine.items_at_a_time(self.device, self._bytes(), chunks=4)
+        size = _machine.items_at_a_time(self.device, self.sample_bytes, chunks=4)
         return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
@@ -327,7 +333,7 @@ class Factor(ABC):
         return self._segment_sum(Division(ids, count))
 
     def _segment_sum(self, division: Division) -> "Factor":
-        size = self.n * self._bytes()
+        size = self.dense_bytes
         if size <= _TINY and self.dtype not in HALF:  # in half precision, sums would be rounded or overflow
             return Dense(self.materialize())._segment_sum(division)
         # Of gradients no larger than their factor, the sums are smaller still.
@@ -379,12 +385,12 @@ class Factor(ABC):
         return False
 
     @property
-    def is_best_materialized(self) -> bool:
+    def prefers_dense_maps(self) -> bool:
         """Whether the gradient of a computed weight is best materialised before `psg.factors._maps` maps it to one of a parameter.
 
         Otherwise the map, and then the norm, each combine every position with a tensor of the parameter's shape.
         """
-        return any(held.is_best_materialized for held in self._held() if isinstance(held, Factor))
+        return any(held.prefers_dense_maps for held in self._held() if isinstance(held, Factor))
 
     @property
     def is_kept(self) -> bool:

@@ -216,13 +216,6 @@ class Conv(Planned):
             padded.storage_offset(),
         )
 
-    def squared_norm(self) -> Tensor:
-        return self._norm_by(self._norm_plan()) if self._is_planned else widen(self.cotangent).new_zeros(self.n)
-
-    @property
-    def _is_planned(self) -> bool:
-        return self.n > 0 and self.positions > 0
-
     @property
     def _has_kernel(self) -> bool:
         """Whether this is a convolution that `_fused` has kernels for, whatever its dtype."""
@@ -403,15 +396,15 @@ class Conv(Planned):
             return {"patches": 0 if is_flat or self.shape[1] < 4 else 32, "convolution": self.n}
         # Measured: benchmarks/micro.py, conv.
         byte, t, entries = _machine.reused_byte(self.device, self.dtype), self.positions, self.shape.numel()
-        products, written = 2 * t * entries, byte * self._bytes()
+        products, written = 2 * t * entries, byte * self.sample_bytes
         left, right = byte * t * self.shape[0] * self.dtype.itemsize, byte * self._pixels() * self.input.shape[2] * self.dtype.itemsize
         patches = 0 if is_flat else byte * self._patch_bytes()
         # The cost of native kernels in cases that they too compute from patches, group by group.
         columns = 1.4 * products + 1.3 * byte * self._patch_bytes() + left + 30_000 * groups
         native, many = self._native_costs(products, left + right, columns)
         # The result of a grouped convolution is laid out anew: from newly allocated memory and, beyond the cache size, read from there.
-        fresh = _machine.fresh_byte(self.device, self.dtype, self.n * self._bytes())
-        again = (fresh if entries < 100_000 else _machine.kept_byte(self.device, self.dtype)) * self._bytes()
+        fresh = _machine.fresh_byte(self.device, self.dtype, self.dense_bytes)
+        again = (fresh if entries < 100_000 else _machine.kept_byte(self.device, self.dtype)) * self.sample_bytes
         # Patches are copied in runs: of channels, of positions or, where there is one position, of a row of the kernel.
         run = self.shape[1] if self._has_many_channels else self.cotangent.shape[-1] if t > 1 else self.geometry.kernel[-1]
         costs = {"patches": products + patches * (1 + 8 / run) + left + written, "convolution": many + again}

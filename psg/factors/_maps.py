@@ -8,7 +8,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from psg.factors._arithmetic import widen
+from psg.factors._arithmetic import is_one_row, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
 from psg.factors._outer import Outer
@@ -131,7 +131,7 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Tensor | None:
     left, right = widen(factor.left), widen(factor.right)
     weights = weights.to(left.dtype)
     rows, columns = _small(shape, factor)
-    if min(rows, columns) != 1 or factor.is_best_materialized:
+    if min(rows, columns) != 1 or factor.prefers_dense_maps:
         return None
     if columns != 1:
         total = ((left @ weights) * right).sum(1)
@@ -144,7 +144,7 @@ def _(factor: Outer, weights: Tensor, shape: torch.Size) -> Tensor | None:
 @contracted.register
 def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Tensor | None:
     small = _small(shape, factor)
-    if small[1:].numel() != 1 or factor.is_best_materialized:
+    if small[1:].numel() != 1 or factor.prefers_dense_maps:
         return None
     products = factor.products(_shared_row(weights) if factor.geometry.groups == 1 else weights)
     total = products.sum((1, *range(3, 3 + len(factor.geometry.kernel)))).sum_to_size(factor.n, small[0])
@@ -322,14 +322,14 @@ def _entries(scale: Scale, factor: Factor) -> Tensor | None:
 
 
 def _entry_by_entry(factor: Factor, entries: Tensor) -> Factor | None:
-    if factor.is_best_materialized:
+    if factor.prefers_dense_maps:
         return None
     return Scaled(factor, entries.to(factor.dtype).expand(factor.n, *entries.shape))
 
 
 def _shared_row(weights: Tensor) -> Tensor:
     """The first row, if the rows are one row expanded; else all rows."""
-    return weights[:1] if len(weights) > 1 and weights.stride(0) == 0 else weights
+    return weights[:1] if is_one_row(weights) else weights
 
 
 def _small(shape: torch.Size, factor: Factor) -> torch.Size:

@@ -82,7 +82,7 @@ class Outer(Planned):
         return left * right if _are_safe(left, right) else self._product(Dense.norm)
 
     def squared_norm(self) -> Tensor:
-        return self._norm_by(self._norm_plan()) if self._is_planned else self._product(Dense.squared_norm)
+        return super().squared_norm() if self._is_planned else self._product(Dense.squared_norm)
 
     @property
     def _is_fused(self) -> bool:
@@ -114,7 +114,7 @@ class Outer(Planned):
 
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time: the memory is reused and, on a CPU, the norm reads from cache.
-        size = _machine.items_at_a_time(self.device, self._bytes())
+        size = _machine.items_at_a_time(self.device, self.sample_bytes)
         few, many = sorted((self.left, self.right), key=lambda side: side.shape[2])  # the order in which products take less time
         chunks = zip(few.transpose(1, 2).split(size), many.split(size), strict=True)
         return torch.cat([Dense(wide_bmm(left, right)).squared_norm() for left, right in chunks])

@@ -11,6 +11,7 @@ from torch import Tensor
 from psg import plans
 from psg._hardware import _machine
 from psg._torch import _functorch
+from psg.factors._arithmetic import widen
 from psg.factors._base import Additive, Dense
 
 _OPS_PER_CARRY = 25
@@ -80,7 +81,7 @@ class Planned(Additive):
 
     def _chunks_cost(self, byte: float) -> float:
         """The cost of a norm by "chunks": materialising, then reading from cache at `byte` operations a byte."""
-        return self._materialize_cost() + byte * self._bytes()
+        return self._materialize_cost() + byte * self.sample_bytes
 
     @functools.cached_property
     def _layout(self) -> Hashable:
@@ -98,13 +99,16 @@ class Planned(Additive):
 
     def _norm_plan(self) -> str:
         """The plan for the norm, when no weighted sum follows, or when `settle` has already decided against "keep"."""
-        costs = self._norm_costs() | ({"chunks": 0.0} if self.is_better_materialized else {})
+        costs = self._norm_costs() | ({"chunks": 0.0} if self.prefers_exact_norm else {})
         return plans.choose("norm", costs, self, self._norm_by)
 
     @property
-    @abstractmethod
     def _is_planned(self) -> bool:
-        """Whether the norm is computed by a plan."""
+        """Whether the norm is computed by a plan: without samples or positions it is zero."""
+        return self.n > 0 and self.positions > 0
+
+    def squared_norm(self) -> Tensor:
+        return self._norm_by(self._norm_plan()) if self._is_planned else widen(self._lead).new_zeros(self.n)
 
     def unchecked_norm(self) -> tuple[Tensor, Tensor] | None:
         return self._gram_sums() if self._is_planned and self._norm_plan() == "gram" else None
@@ -112,7 +116,7 @@ class Planned(Additive):
     @remembered
     def _joint_costs(self) -> Costs:
         """The costs of a norm and a weighted sum together."""
-        weighted, nbytes = self._sum_cost(), self._bytes()
+        weighted, nbytes = self._sum_cost(), self.sample_bytes
         costs = {plan: cost + weighted for plan, cost in self._norm_costs().items()}
         byte = _machine.masked_byte(self.device, self.dtype) + _machine.kept_byte(self.device, self.dtype, self.n * nbytes)
         return costs | {"keep": self._materialize_cost() + byte * nbytes}
@@ -122,9 +126,9 @@ class Planned(Additive):
         costs = dict(self._joint_costs())
         if more:
             costs = {plan: cost if plan == "keep" else cost + more for plan, cost in costs.items()}
-        if self.is_better_materialized:
+        if self.prefers_exact_norm:
             costs["keep"] = 0.0
-        if not plans.may_keep(self.n * self._bytes()):
+        if not plans.may_keep(self.dense_bytes):
             del costs["keep"]
         return plans.choose("norm", costs, self, self._norm_and_sum_by)
 
@@ -140,7 +144,7 @@ class Planned(Additive):
         return True
 
     @property
-    def is_best_materialized(self) -> bool:
+    def prefers_dense_maps(self) -> bool:
         return self._plan(2 * self._materialize_cost() + _OPS_PER_CARRY * _machine.op_call(self.device) / max(1, self.n)) == "keep"
 
     @property

@@ -114,7 +114,7 @@ def _pairs(factors: Sequence[Factor]) -> Tensor:
 def _in_blocks(factors: Sequence[Factor]) -> Sequence[Sequence[Factor]]:
     """The factors of some columns of the gradients each; one block of all if these are small, or cannot be cut."""
     columns = factors[0].shape[1] if len(factors[0].shape) > 1 else 1
-    nbytes = sum(factor.n * factor._bytes() for factor in factors) // max(1, columns)
+    nbytes = sum(factor.dense_bytes for factor in factors) // max(1, columns)
     count = -(-columns // _machine.items_at_a_time(factors[0].device, nbytes, chunks=8))  # in thinner blocks products take longer
     is_whole = all(isinstance(factor, Dense) for factor in factors) or any(factor.is_differentiated for factor in factors)
     if count < 2 or is_whole or _functorch.is_watched():

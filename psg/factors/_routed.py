@@ -10,7 +10,7 @@ from psg import _trees
 from psg._errors import InputError
 from psg._hardware import _machine
 from psg._torch import _functorch
-from psg.factors._arithmetic import HALF, scale_rows, squared_terms_of, wide_bmm, widen
+from psg.factors._arithmetic import HALF, squared_terms_of, wide_bmm, widen
 from psg.factors._base import expect_real
 from psg.factors._division import Division
 from psg.factors._outer import Outer
@@ -84,13 +84,6 @@ class Routed(Planned):
         left, right = (_in_order(side, division) for side in (self.left, self.right))
         return _sums(left, right, _ends(division, division.count)).reshape(self.n, *self.shape)
 
-    @property
-    def _is_planned(self) -> bool:
-        return self.n > 0 and self.positions > 0
-
-    def squared_norm(self) -> Tensor:
-        return self._norm_by(self._norm_plan()) if self._is_planned else widen(self.left).new_zeros(self.n)
-
     def _gram_sums(self) -> tuple[Tensor, Tensor]:
         # sum_{t,s} [index_t = index_s] <left_t, left_s> <right_t, right_s>
         if not self._is_grouped:
@@ -114,11 +107,7 @@ class Routed(Planned):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.dtype in HALF:  # a side times its weights may leave the range, and the sum would be rounded
             return self.to(torch.float32).weighted_sum(weights)
-        left, right = self.left, self.right
-        if left.shape[2] <= right.shape[2]:
-            left = scale_rows(left, weights)
-        else:
-            right = scale_rows(right, weights)
+        left, right = Outer(self.left, self.right)._scaled(weights)
         if self._is_masked(left, right):
             return torch.stack([outer.weighted_sum(torch.ones_like(weights)) for outer in self._masked(left, right)])
         return _sums(_in_order(left, self._division), _in_order(right, self._division), _ends(self._division, self.num_groups, self.n))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from psg._errors import InputError
 from psg._torch import _functorch
-from psg.factors._arithmetic import root, spacious, square, wide, widen, zero_rows
+from psg.factors._arithmetic import is_one_row, root, spacious, square, wide, widen, zero_rows
 from psg.factors._base import Dense, Factor, expect_real
 from psg.factors._division import Division
 from psg.factors._outer import Outer
@@ -133,7 +133,7 @@ class Scaled(Factor):
     @property
     def shared(self) -> Tensor | None:
         """The entries, [*shape] or broadcasting to it, if all samples share one tensor; else None."""
-        return self.entries[0] if self.n == 1 or (self.n > 1 and self.entries.stride(0) == 0) else None
+        return self.entries[0] if self.n and is_one_row(self.entries) else None
 
     def materialize(self) -> Tensor:
         values = self.factor.materialize()

@@ -161,7 +161,7 @@ class Segments(Factor):
 
     @property
     def is_kept(self) -> bool:
-        if not plans.may_keep(self.n * self._bytes()):
+        if not plans.may_keep(self.dense_bytes):
             return False
         # One segment of each group decides for the whole group.
         return not _functorch.can_read(self.sizes) or all(self.factor.regroup(table[:1]).is_kept for _, table in self._tables)

@@ -113,7 +113,7 @@ class Sum(Additive):
     @property
     def is_kept(self) -> bool:
         # Once one term is materialised, adding the others to it costs less than inner products with it.
-        mixed = self.is_mixed and plans.may_keep(self.n * self._bytes())
+        mixed = self.is_mixed and plans.may_keep(self.dense_bytes)
         return mixed or any(term.is_kept for term in self.terms)
 
     def plan(self) -> str:
@@ -130,7 +130,7 @@ class Sum(Additive):
             return "chunks"
         if len(self.terms) < 2:
             return "gram"
-        if self.is_better_materialized:
+        if self.prefers_exact_norm:
             return plans.choose("norm", {"gram": math.inf, "chunks": 0.0}, self, self._norm_by)
         planned = [term for term in self.terms if isinstance(term, Planned)]
         spread = [term for term in self.terms if _is_spread(term)]
@@ -145,7 +145,7 @@ class Sum(Additive):
             # Every position of one term with every position of the other: the geometric mean of each term's own Gram cost.
             apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, materialized[i] + materialized[j])
         apart += _OPS_PER_TERM * (len(self.terms) - 1) * _machine.op_call(self.device) / max(1, self.n)
-        together = sum(materialized) + len(spread) * byte * planned[0]._bytes()
+        together = sum(materialized) + len(spread) * byte * planned[0].sample_bytes
         return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
 
     def _zeros(self, *shape: int) -> Tensor:

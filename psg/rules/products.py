@@ -118,7 +118,7 @@ def _factored(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str
     parts: list[Factor] = []
     for c, x in zip(*sides, strict=True):
         part = _outer(c, own_out, x, own_given, own, size)
-        if part is None or part.is_best_materialized:
+        if part is None or part.prefers_dense_maps:
             return None
         parts.append(part)
     starts = itertools.product(*(range(0, sizes[name] * strides[name], strides[name]) for name in both))
@@ -196,8 +196,8 @@ def _sizes(terms: Sequence[tuple[Tensor, str]]) -> dict[str, int]:
     return sizes
 
 
-def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str, shared: Collection[str], **options: Any) -> Any:
-    """A product of two operands, given as an einsum's equation; see `contract` for the options."""
+def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str, shared: Collection[str], stretch: str = "") -> Any:
+    """A product of two operands, given as an einsum's equation; the labels in `stretch` broadcast from size 1."""
     inputs, out = equation.split("->")
     labels = inputs.split(",")
     alone = [name in shared for name in names]
@@ -205,7 +205,7 @@ def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str
         return NotImplemented  # neither operand of the product is data
     if any(tensor.ndim != len(own) + (not one) for tensor, own, one in zip(operands, labels, alone, strict=True)):
         return NotImplemented
-    result = contract(operands, labels, out, alone, **{"stretch": "", **options})
+    result = contract(operands, labels, out, alone, stretch)
     if result is NotImplemented:
         return NotImplemented
     output, builders = result

@@ -49,4 +49,6 @@ __all__ = [
     "weighted_sum",
 ]
 
+for _result in (Clipped, Moments):
+    _result.__module__ = __name__  # saved files hold this name
 torch.serialization.add_safe_globals([Clipped, Moments])
