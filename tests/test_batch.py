@@ -1610,6 +1610,52 @@ def test_what_a_value_for_all_samples_must_not_be_made_of(fn, error, message, n,
         psg.per_sample_grad(fn, method="batch")(params, x)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y, n: y.expand(n, -1)[0],
+        lambda y, n: torch.broadcast_to(y, (n, WIDTH))[-1],
+        lambda y, n: y.expand_as(torch.ones(n, WIDTH, device=y.device))[0, :2],
+        lambda y, n: torch.broadcast_tensors(y, torch.ones(n, 1, device=y.device))[0][0],
+        lambda y, n: y.expand(1, WIDTH),
+    ],
+    ids=["expand", "broadcast_to", "expand_as", "broadcast_tensors", "once"],
+)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_writes_into_expanded_views_of_what_is_computed_from_parameters(view, n, device):
+    """In torch they reach the value itself; psg has copies there, a row for every sample."""
+
+    def fn(p, x):
+        y = p.clone()
+        view(y, len(x)).mul_(3)
+        return (x * y.sin()).sum(1)
+
+    with pytest.raises(psg.InputError, match="mul_ at .* writes into (an expanded view of a parameter|what was computed from parameters)"):
+        psg.per_sample_grad(fn, method="batch")(torch.randn(WIDTH, device=device), torch.randn(n, WIDTH, device=device))
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda p, n: p.expand(n, -1).contiguous(),
+        lambda p, n: p.expand(n, -1).clone(),
+        lambda p, n: p.repeat(n, 1),
+        lambda p, n: torch.stack([p] * n),
+    ],
+    ids=["contiguous", "clone", "repeat", "stack"],
+)
+@pytest.mark.parametrize("write", [lambda y, x: y.add_(x), lambda y, x: y[:, :2].mul_(x[:, 2:4])], ids=["all", "a part"])
+def test_writes_into_copies_of_a_parameter_for_every_sample(repeat, write, device):
+    def fn(p, x):
+        y = repeat(p, len(x))
+        write(y, x)
+        return (x * y.sin()).sum(1)
+
+    p, x = torch.randn(WIDTH, device=device), torch.randn(4, WIDTH, device=device)
+    expected = loop_grad(lambda p, x: fn(p.clone(), x[None])[0])(p, x)  # for one sample, torch's contiguous() is p itself
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), expected)
+
+
 def test_a_constant_that_is_changed_when_a_parameter_has_met_it_is_torch_s_own_error(device):
     def fn(w, x):
         scale = torch.ones(3, WIDTH, device=device)

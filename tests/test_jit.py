@@ -1918,6 +1918,20 @@ def test_traced_while_parametrised_weights_are_cached(device):
     same(fast(w, x), fn(w, x))
 
 
+def test_factors_of_a_function_that_learns_from_its_first_pass(device, monkeypatch):
+    """A trace that meets constants is made twice; the second time psg knows more of the function, and makes another kind of factor."""
+    monkeypatch.undo()  # where all sizes count as large, there is nothing to learn
+    constant = torch.randn(3, 4, device=device)
+
+    def fn(p, x):
+        return (p * constant).sum() * x.sum()
+
+    p, x = torch.randn(3, 4, device=device), torch.randn(5, 2, device=device)
+    fast = psg.jit(psg.factored_grad(fn), backend="eager", check=False)
+    assert_trees_close(psg.tree.materialize(fast(p, x)), loop_grad(fn)(p, x))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
 def test_the_callers_hooks_on_saved_tensors(device):
     fn, fast = both(psg.per_sample_grad(lambda w, x: (x @ w).tanh().square().sum()))
     w, x = torch.randn(4, 4, device=device), torch.randn(3, 4, device=device)

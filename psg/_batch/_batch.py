@@ -78,6 +78,7 @@ from psg.rules.unlifted import (
     JOINS,
     OUTER_PRODUCTS,
     SUMS,
+    VIEWING,
     WRITTEN_OUT,
 )
 
@@ -222,6 +223,7 @@ class _BatchMode(Watch, Looking):
         self.look = look
         self.choices = choices
         self.level = _functorch.current_level()
+        self.repeated: dict[Any, int] = {}  # by storage: copies of values in the place of expanded views, and the size of these values
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -305,10 +307,13 @@ class _BatchMode(Watch, Looking):
         if func in JOINS and not others:
             output = self._run_inside(JOINS[func], args, kwargs)
             if output is not NotImplemented:
+                self.repeated.pop(_functorch.storage_of(output), None)  # a copy in torch, too
                 return output
         if func in EXPANSIONS and len(met) == 1 and not others:
             output = self._expand(func, met[0], args, kwargs)
             if output is not NotImplemented:
+                if func in VIEWING:
+                    self.repeated[_functorch.storage_of(output)] = met[0].leaf.shape[1:].numel()
                 return output
         if not others and _registry.find_leak(func, args, kwargs, "vmap") is None:
             return self._derive(func, met, args, kwargs)
@@ -419,6 +424,13 @@ class _BatchMode(Watch, Looking):
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into what was computed from parameters, which would be another '
                 "value for what has read it before. Use the op that gives a new tensor."
+            )
+        # In torch that is a view, which may be written into where an entry counts once: in one repetition, or if there is only one.
+        targets = [tensor for tensor in written(target) if tensor.layout == torch.strided] if self.repeated else []
+        if any(tensor.numel() <= self.repeated.get(_functorch.storage_of(tensor), -1) for tensor in targets):
+            raise InputError(
+                f'method="batch": {name_of(func)} at {user_line()} writes into an expanded view of a parameter, or of what was computed '
+                "from parameters. Write into a copy: repeat() or clone() gives one."
             )
         if memories & self.given:
             raise Retry(f"{name_of(func)} writes into an input, or a view of one", copied=True)

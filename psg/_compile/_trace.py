@@ -100,6 +100,7 @@ def trace(
         raise PsgError(
             "it draws random numbers of Python or NumPy, which would be the same in every call; draw them with torch, or pass them to it"
         )
+    outcome = result[0], result[1]  # a second trace may give other kinds of factors
     captured = _captured(graph)
     places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]
     detached = [all(user.target in _DETACHING for user in place.users) for place in places]
@@ -126,7 +127,7 @@ def trace(
     sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
     known = enumerate((*tensors, *captured, *sized))
     placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
-    return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *result)
+    return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *outcome)
 
 
 def _reshape(graph: GraphModule, views: Iterable[Node]) -> None:

@@ -85,6 +85,9 @@ EXPANSIONS = frozenset(
 )
 """Ops that repeat a parameter, perhaps once for each sample."""
 
+VIEWING = frozenset((Tensor.expand, torch.broadcast_to, Tensor.broadcast_to))
+"""Those of them whose output is a view."""
+
 
 def _stacked(tensors: Any, dim: int = 0, **others: Any) -> Any:
     return NotImplemented if others or dim != 0 or _differ(tensors) else tensors[0].expand(len(tensors), *tensors[0].shape)
