@@ -1656,6 +1656,21 @@ def test_writes_into_copies_of_a_parameter_for_every_sample(repeat, write, devic
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(p, x), expected)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_expansion_by_as_many_as_there_are_samples_that_is_one_value_for_all(n, device):
+    """Its rows look like the samples'; that they are not shows in what is computed from them."""
+
+    def fn(p, x, ids):
+        w = p["b"].expand(2, 2) * p["w"]
+        return (x + w[ids][:, :1]).tanh().sum((1, 2))
+
+    for _ in range(8):
+        params = {"b": torch.randn(2, device=device), "w": torch.randn(2, 2, device=device)}
+        x, ids = torch.randn(n, 2, 2, device=device), torch.randint(2, (n, 2), device=device)
+        expected = loop_grad(lambda p, x, ids: fn(p, x[None], ids[None])[0])(params, x, ids)
+        assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x, ids), expected)
+
+
 def test_a_constant_that_is_changed_when_a_parameter_has_met_it_is_torch_s_own_error(device):
     def fn(w, x):
         scale = torch.ones(3, WIDTH, device=device)

@@ -1727,10 +1727,42 @@ def test_tensors_that_handle_ops_themselves_run_in_a_loop(which, device):
     assert_trees_close(found.as_subclass(torch.Tensor), 2 * loop_grad(fn)(*plain))
     with pytest.raises(psg.PsgError, match="is a Doubled"):
         psg.per_sample_grad(fn, method="vmap")(*args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        args[which] = plain[which].as_subclass(Plain)
-        assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*plain))
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+def test_tensors_of_a_class_that_handles_ops_like_any_other(device):
+    def fn(w, x):
+        return (w * x).tanh().sum() * (2 if isinstance(x, Plain) else 1)
+
+    w, x = torch.randn(3, device=device), torch.randn(5, 3, device=device)
+    for params in (w.as_subclass(Plain), w):
+        assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(w, x))
+    with pytest.warns(psg.FallbackWarning, match=r"x is a Plain, and under vmap a plain tensor; .*as_subclass\(torch.Tensor\)"):
+        found = psg.per_sample_grad(fn)(w, x.as_subclass(Plain))
+    assert_trees_close(found, 2 * loop_grad(fn)(w, x))
+
+
+def test_a_number_that_a_function_takes_later_is_rounded_as_in_one_sample(device, monkeypatch):
+    """Small values of parameters are computed for every sample, by other ops, unless a pass has taken numbers from them."""
+    monkeypatch.undo()  # where all sizes count as large, they are not
+    w, x, branches = torch.randn(100, device=device), torch.randn(3, 4, device=device), False
+    limit = torch.dot(w, w.sin()).item()
+
+    def fn(w, x):
+        product = torch.dot(w, w.sin())
+        return x.sum() * product if not branches or product.item() == limit else -x.sum() * product
+
+    for branches in (False, True):
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+
+
+def test_writes_into_samples_without_entries(device):
+    def fn(w, x):
+        x.mul_(2)
+        return w.sum() + x.sum()
+
+    w, x = torch.ones(3, device=device), torch.zeros(4, 0, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), torch.ones(4, 3, device=device))
 
 
 _aten = torch.ops.aten

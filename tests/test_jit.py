@@ -1,5 +1,6 @@
 """psg.jit: tracing, compiling, comparing; padding to buckets; what every call reads again, and what must not become a constant."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -1836,6 +1837,34 @@ class Pooled(nn.Module):
     def forward(self, x):
         x = self.linear(x)
         return x.mean() if self.type == "mean" else x.amax()
+
+
+@pytest.mark.parametrize(
+    "held, path",
+    [
+        ({"a": {"b": {"c": {"d": 1.0}}}}, "abcd"),
+        ([[[[[1.0]]]]], (0, 0, 0, 0, 0)),
+        (collections.OrderedDict(a=1.0), "a"),
+        (collections.defaultdict(float, a=[1.0]), ("a", 0)),
+        (collections.deque([1.0]), (0,)),
+    ],
+    ids=["dicts", "lists", "OrderedDict", "defaultdict", "deque"],
+)
+def test_entries_of_containers_that_a_module_holds(held, path, device):
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.held = nn.Linear(2, 2), copy.deepcopy(held)
+
+        def forward(self, x):
+            return self.layer(x) * functools.reduce(operator.getitem, path, self.held)
+
+    model, x = Holding().to(device), torch.randn(3, 2, device=device)
+    loss, params = psg.stateless(model, lambda output: output.square().sum())
+    fast, slow = psg.jit(psg.per_sample_norm(loss), backend="eager"), psg.per_sample_norm(loss)
+    for value in (1.0, 3.0):
+        functools.reduce(operator.getitem, path[:-1], model.held)[path[-1]] = value
+        assert_trees_close(fast(params, x), slow(params, x), per_sample=False)
 
 
 def test_an_attribute_that_is_named_like_a_method_of_modules(device):

@@ -109,12 +109,13 @@ def capture_batch(call: Call, function: Function) -> Captured:
             copied = True
             remember(call.fn, habits_of(call.fn)._replace(copied=True))
         except _SharedRows as error:
+            failure = failure or error.failure
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
         except (InputError, StateError) as error:
             if not choices.guessed:
                 if failure is None:
                     raise error from None
-                failure.add_note(f"With rows of each sample's own instead: {error}")
+                failure.add_note(f"With another guess of what is one value for all samples, and what has rows of each one's own: {error}")
                 raise failure from None
             failure = failure or type(error)(*error.args)
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
@@ -141,12 +142,14 @@ class _SharedRows(PsgError):
     """Several losses depend on rows that were taken for a single sample's.
 
     Attributes:
-        keys: The ops that made these rows.
+        keys: The ops that made these rows, or rows that they were computed from.
+        failure: The error to raise if other rows than these may be the reason.
     """
 
-    def __init__(self, keys: set[_Choice]) -> None:
+    def __init__(self, keys: set[_Choice], failure: StateError | None = None) -> None:
         super().__init__("rows belong to several samples")
         self.keys = keys
+        self.failure = failure
 
 
 def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -> Captured:
@@ -560,12 +563,14 @@ class _BatchMode(Watch, Looking):
         if guessed:
             raise _SharedRows(guessed)
         if failed:
-            raise StateError(
+            failure = StateError(
                 f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
                 "hides, or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its "
                 "own: normalise over no batch, and keep the samples in front of the dimensions of a parameter that is added, multiplied or "
                 "repeated. Against rounding use a smaller chunk_size or a wider dtype."
             )
+            guessed = {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
+            raise _SharedRows(guessed, failure) if guessed else failure
         if any(_hides(tap, samples == self.n) for tap, _, samples in told):
             raise NotFinite(losses)
         with torch.no_grad():

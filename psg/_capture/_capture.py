@@ -83,10 +83,11 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
                 _copies.sample_by_sample(tensor.detach(), dim) if habits.copied and i not in call.tensor_params else tensor.detach()
                 for i, (tensor, dim) in enumerate(zip(call.tensors, call.tensor_dims, strict=True))
             ]
-            before = [tensor._version for tensor in call.tensors]
+            filled = [tensor for tensor in call.tensors if tensor.numel()]  # a write into the others changes nothing
+            before = [tensor._version for tensor in filled]
             with Attempt():
                 captured, better = _one_pass(call, function, given, habits, start.state, views or ())
-                if before != [tensor._version for tensor in call.tensors]:
+                if before != [tensor._version for tensor in filled]:
                     raise StateError(
                         "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
                     )

@@ -75,11 +75,11 @@ def jit(
     - Tensors that fn closes over are read at every call. Changing one in place is seen (a new dtype or shape compiles anew); *replacing* it
       by another tensor is not. In modules, psg does see this: for every module of which fn reads anything, wherever it holds it, replaced
       buffers, frozen parameters or submodules, hooks, `train()`/`eval()`, and new values of the attributes that fn reads (a dropout's `p`,
-      an entry of a list or dict of up to 100) lead to a new trace, in the criterion too. Not looked at are what other objects hold,
-      attributes that fn itself writes, classes that are changed, and what a scripted module holds. After 16 traces for one signature,
-      further changes run eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without arguments, whose hashable
-      result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`, DLPack) cannot be traced;
-      to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
+      an entry of a list, deque or dict of up to 100, nested up to eight deep) lead to a new trace, in the criterion too. Not looked at are
+      what other objects hold, attributes that fn itself writes, classes that are changed, and what a scripted module holds. After 16 traces
+      for one signature, further changes run eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without
+      arguments, whose hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`,
+      DLPack) cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
     - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes
       a Python value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from
       numbers. So does a transform with `method="batch"`, which looks at the data, and a function that calls `psg.distributed`, whose

@@ -9,7 +9,7 @@ from operator import or_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from psg import _trees
 from psg._batch import _exchange
@@ -155,14 +155,18 @@ def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, 
 
 
 def _refuse_overrides(call: Call) -> None:
-    """Refuse tensors whose class handles ops itself, by `__torch_function__`: under vmap's wrappers they would be plain tensors."""
+    """Refuse samples whose class fn may ask for, and all tensors whose class handles ops: under vmap's wrappers they are plain tensors."""
     kinds = list(map(type, call.leaves))
-    for kind in set(kinds):
-        if issubclass(kind, Tensor) and handles_ops(kind):
-            raise Unsupported(
-                f"{call.paths[kinds.index(kind)]} is a {kind.__name__}, whose __torch_function__ sees no op under vmap; pass "
-                f".as_subclass(torch.Tensor) if none needs it"
-            )
+    for kind in set(kinds) - _PLAIN:
+        if not issubclass(kind, Tensor):
+            continue
+        places = [i for i, own in enumerate(kinds) if own is kind and (handles_ops(kind) or call.dims[i] is not None)]
+        if places and (handles_ops(kind) or "__torch_dispatch__" not in vars(kind)):
+            why = "whose __torch_function__ sees no op under vmap" if handles_ops(kind) else "and under vmap a plain tensor"
+            raise Unsupported(f"{call.paths[places[0]]} is a {kind.__name__}, {why}; pass .as_subclass(torch.Tensor) if none needs it")
+
+
+_PLAIN = {Tensor, nn.Parameter}
 
 
 def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor], state: _random.State | None) -> Result:

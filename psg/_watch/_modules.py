@@ -1,6 +1,7 @@
 """What a trace depends on of the modules that it meets: what they hold, their modes and hooks, and the attributes that it reads."""
 
 import contextlib
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -127,7 +128,11 @@ def _attribute(module: nn.Module, name: str) -> Hashable:
     return _told(vars(module).get(name, _ABSENT))
 
 
-def _told(value: Any, depth: int = 4) -> Hashable:
+_DEPTH = 8
+_CONTAINERS = frozenset((tuple, list, dict, set, frozenset, OrderedDict, defaultdict, deque))
+
+
+def _told(value: Any, depth: int = _DEPTH) -> Hashable:
     """What tells one value of an attribute from another: containers by their items, objects beside numbers and strings by their ids."""
     if (key := _trees.key_of(value)) is not None:
         return key
@@ -137,7 +142,7 @@ def _told(value: Any, depth: int = 4) -> Hashable:
     return type(value), frozenset(told) if isinstance(value, (set, frozenset)) else tuple(told)
 
 
-def _kept(value: Any, depth: int = 4) -> Any:
+def _kept(value: Any, depth: int = _DEPTH) -> Any:
     """The objects whose ids `_told` gives: a container may lose what it holds."""
     items = _items(value, depth)
     return value if items is None else [value, *(_kept(item, depth - 1) for item in items)]
@@ -145,9 +150,9 @@ def _kept(value: Any, depth: int = 4) -> Any:
 
 def _items(value: Any, depth: int) -> tuple[Any, ...] | None:
     """The items by which a container is told from another: of Python's own kinds, short, and not too deep in others."""
-    if type(value) not in (tuple, list, dict, set, frozenset) or not depth or len(value) > 100:
+    if type(value) not in _CONTAINERS or not depth or len(value) > 100:
         return None
-    return tuple(value.items() if isinstance(value, dict) else value)
+    return (*value, *value.values()) if isinstance(value, dict) else tuple(value)
 
 
 def _state_of(module: nn.Module) -> Hashable:
