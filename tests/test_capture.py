@@ -1745,14 +1745,14 @@ def test_tensors_of_a_class_that_handles_ops_like_any_other(device):
 def test_a_number_that_a_function_takes_later_is_rounded_as_in_one_sample(device, monkeypatch):
     """Small values of parameters are computed for every sample, by other ops, unless a pass has taken numbers from them."""
     monkeypatch.undo()  # where all sizes count as large, they are not
-    w, x, branches = torch.randn(100, device=device), torch.randn(3, 4, device=device), False
+    w, x = torch.randn(100, device=device), torch.randn(3, 4, device=device)
     limit = torch.dot(w, w.sin()).item()
 
     def fn(w, x):
         product = torch.dot(w, w.sin())
-        return x.sum() * product if not branches or product.item() == limit else -x.sum() * product
+        return x.sum() * product if not takes_numbers or product.item() == limit else -x.sum() * product
 
-    for branches in (False, True):
+    for takes_numbers in (False, True):
         assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
 
 
