@@ -43,7 +43,7 @@ USED_ELSEWHERE = (
 )
 
 
-class Stale(Exception):
+class Stale(StateError):
     """A function under vmap has used a tensor that was made under an earlier vmap, which has ended."""
 
     @staticmethod

@@ -1499,6 +1499,52 @@ def test_a_kept_tensor_that_was_filled_through_a_view_is_an_error(method, device
         transform(w, x)
 
 
+class _Attending(nn.Module):
+    """Keeps its activations, as many models of attention do."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.head, self.weights, self.all = nn.Linear(4, 4), nn.Linear(4, 2), None, ()
+
+    def forward(self, x):
+        self.weights = self.query(x).softmax(-1)
+        self.all = (self.weights, self.weights.detach(), torch.ones(()))
+        return self.head(self.weights * x)
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+def test_activations_that_a_module_keeps(method, tmp_path, device):
+    model, x = _Attending().to(device), torch.randn(5, 4, device=device)
+    with torch.no_grad():
+        model(x)  # where there was nothing, psg leaves nothing
+    loss, params = psg.stateless(model, lambda output: output.square().sum())
+    for _ in range(2):
+        grads = psg.per_sample_grad(loss, method=method)(params, x)
+        torch.save(model, tmp_path / "model.pt")
+        for own in (model, copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert "taken out" in repr(own.weights) and (method == "vmap" or own.all[2] == 1)
+            for use in (torch.Tensor.mean, lambda tensor: tensor.shape, lambda tensor: tensor + 1, lambda tensor: tensor.numpy()):
+                for tensor in own.weights, *own.all[:2]:
+                    with pytest.raises(psg.StateError, match="let fn return it as aux"):
+                        use(tensor)
+    assert_trees_close(grads, loop_grad(loss)(params, x))
+    assert model(x).shape == model.weights.shape[:1] + (2,)
+
+
+def test_activations_that_a_module_keeps_inside_of_another_transform(device):
+    model, x = _Attending().to(device), torch.randn(5, 4, device=device)
+    model.weights = torch.zeros(())
+    loss, params = psg.stateless(model, lambda output: output.square().sum())
+
+    def fn(scale):
+        model.weights = scale * torch.ones((), device=device)
+        norms = psg.per_sample_norm(lambda p, x: (p * x).sum() * model.weights.detach())(x[0], x)
+        return norms.sum() * model.weights
+
+    scale = torch.tensor(2.0, device=device)
+    assert_trees_close(torch.func.grad(fn)(scale), torch.func.grad(lambda scale: x.norm(dim=1).sum() * 2 * scale)(scale), per_sample=False)
+
+
 class _Keeping(nn.Module):
     """Keeps a value of a parameter, or of the samples, in some way, and writes into a tensor after a reshape: psg runs it a second time."""
 
@@ -1577,7 +1623,8 @@ def test_what_a_module_has_kept_before_does_not_come_back(device):
         loss, params = psg.stateless(module, _total)
         psg.per_sample_norm(loss)(params, x)
         assert module.last is not own
-        assert psg._torch._functorch.is_wrapped(module.last)
+        with pytest.raises(psg.StateError, match="let fn return it as aux"):
+            module.last.sum()
 
 
 def test_a_module_keeps_its_constants(device):

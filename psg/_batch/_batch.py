@@ -100,6 +100,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
     """
     choices, copied = _Choices({}, set()), habits_of(call.fn).copied
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
+    instead = ""  # what has been tried since
     start = _random.Start(call.tensors)
     while True:
         try:
@@ -109,15 +110,16 @@ def capture_batch(call: Call, function: Function) -> Captured:
             copied = True
             remember(call.fn, habits_of(call.fn)._replace(copied=True))
         except _SharedRows as error:
-            failure = failure or error.failure
+            failure, instead = failure or error.failure, "one value for all samples"
             choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
         except (InputError, StateError) as error:
             if not choices.guessed:
                 if failure is None:
                     raise error from None
-                failure.add_note(f"With another guess of what is one value for all samples, and what has rows of each one's own: {error}")
+                if str(error) != str(failure):
+                    failure.add_note(f"With {instead} instead: {error}")
                 raise failure from None
-            failure = failure or type(error)(*error.args)
+            failure, instead = failure or type(error)(*error.args), "rows of each sample's own"
             choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
         start.go_back()
 

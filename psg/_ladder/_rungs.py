@@ -414,7 +414,7 @@ def _run_batch(call: Call, start: _random.Start, whole: bool = True) -> Result:
     _refuse_draws_of_a_batch(call, start.state)
     try:
         result = _run_apart(lambda part: _run_batch(part, _random.Start(part.tensors), whole=False), call, groups, None)
-    except (StateError, Stale, torch.OutOfMemoryError):
+    except (StateError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         if not whole:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.jit._state import _try_get_jit_cached_function
 
-from psg._errors import PsgError, Stale
+from psg._errors import PsgError
 from psg._torch._cached import cached
 from psg._torch._ops import is_torchs
 from psg._torch._patches import patch
@@ -108,7 +108,7 @@ def _run_inline(script: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return NotImplemented
     try:
         return original(**_arguments(script.schema, args, kwargs))
-    except (PsgError, Stale, RuntimeError):
+    except (PsgError, RuntimeError):
         raise
     except Exception:  # arguments that it takes otherwise; errors of Python's, where TorchScript has an error of its own, or none (1 / 0.0)
         return NotImplemented

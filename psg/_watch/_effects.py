@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psg import _trees
-from psg._errors import StateError
+from psg._errors import Stale, StateError
 from psg._torch import _functorch
 from psg._watch import _writes
 from psg._watch._marks import is_marked
@@ -79,7 +79,8 @@ class Attributes:
 
         It is of no use after the pass, and the next one would meet it. What was there before does not come back in the place of a result:
         who reads that would take the one for the other. Nor is anything changed in a module of which a flag or a number has changed, which
-        may say that the result is there.
+        may say that the result is there. What stays of a transform's tensors, which have no values outside of it, becomes `Forgotten`, so
+        that the module can be copied and saved.
 
         Args:
             constants: Whether to take out all tensors, after a pass that does not mark what depends on the samples.
@@ -98,6 +99,9 @@ class Attributes:
                         attributes[name] = None
                     else:
                         del attributes[name]
+                value = attributes.get(name)
+                if value is not held.get(name) and any(map(_has_ended, _trees.tensors_in(_trees.flatten(value)[0]))):
+                    attributes[name] = _trees.map_tensors(lambda tensor: Forgotten() if _has_ended(tensor) else tensor, value)
 
     def adopt(self, given: dict[int, Tensor]) -> None:
         """Put the module's own parameters, by the ids of the call's, under the further names that the call has registered."""
@@ -126,6 +130,32 @@ class Attributes:
         """The attributes of a module that are flags, numbers or strings, or were, and have changed."""
         before, now = self._held[prefix], vars(self._children[prefix])
         return [name for name in (*before, *now) if _mark_of(now.get(name)) != _mark_of(before.get(name))]
+
+
+class Forgotten(Tensor):
+    """Stands in a module's attribute for a tensor that its forward pass has left there, under a transform that has ended."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Stale(
+            "a module's attribute, read here, was set inside of fn. There it held a tensor of one sample, under vmap, which has no value "
+            "outside of fn and cannot be used in a later call: let fn return it as aux (has_aux=True)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> "Forgotten":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Forgotten, ()
+
+    def __repr__(self, **options: Any) -> str:
+        return "<a tensor that psg has taken out>"
+
+
+def _has_ended(tensor: Tensor) -> bool:
+    """Whether a transform that has ended has wrapped this tensor."""
+    with torch._C.DisableTorchFunction():
+        return _functorch.is_wrapped(tensor) and not 0 < _functorch.level_of(tensor) <= _functorch.current_level()
 
 
 _COLLECTIONS = {dict, OrderedDict, list, set}
