@@ -660,7 +660,7 @@ def test_sums_in_an_order_that_depends_on_the_batch_are_no_meeting(dtype, device
         (lambda p, x: (F.linear(x, p["w"]).sum(1), x), r"one loss for each of the 5 samples, got tuple of length 2. .*has_aux=True"),
         (lambda p, x: F.linear(x, p["w"]).sum().item(), r"one loss for each of the 5 samples, got float. .* leave out .item\(\)"),
         (lambda p, x: F.linear(x, p["w"]).sum(1).long(), r"expected fn to return real floating-point losses, got dtype torch.int64"),
-        (lambda p, x: (x.to_sparse() @ p["w"].T).sum(1), r"of p\['w'\] reaches _sparse_mm"),
+        (lambda p, x: (x.to_sparse() @ p["w"].T).sum(1), r"of p\['w'\] reaches matmul"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),
     ],
 )
@@ -1397,6 +1397,21 @@ def test_a_sparse_constant_of_as_many_rows_as_samples(n, device):
 
     w, x = torch.randn(3, 4, device=device), torch.randn(n, 3, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(fn))(w, x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_nodes_of_a_graph_that_all_samples_share(layout, device):
+    """Each sample is a node of one graph, whose layers are products of its adjacency and what is computed from parameters."""
+    adjacency, features = torch.randn(7, 7, device=device).relu().to_sparse(layout=layout), torch.randn(7, 3, device=device)
+
+    def fn(p, node):
+        hidden = (adjacency @ (features @ p["first"])).relu()
+        return (adjacency @ (hidden @ p["second"]))[node].sin().sum(1)
+
+    params = {"first": torch.randn(3, 4, device=device), "second": torch.randn(4, 2, device=device)}
+    nodes = torch.tensor([0, 3, 3, 6], device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, nodes), loop_grad(one(fn))(params, nodes))
 
 
 @pytest.mark.parametrize(

@@ -1194,6 +1194,10 @@ def test_allclose_of_integers(dtype, device):
 SPARSE = {
     "data": lambda a, p, x: a @ x.tanh() @ p["w"] + a.matmul(x),
     "a layer's output": lambda a, p, x: torch.mm(a, torch.sparse.mm(a, x @ p["w"]).relu()),
+    "a parameter": lambda a, p, x: x @ (a @ p["w"]),
+    "a parameter, entry by entry": lambda a, p, x: (a @ p["w"]) * x,
+    "what is computed from one": lambda a, p, x: (a.t() @ (a @ p["w"].sin()).relu()) * x,
+    "a node of a graph": lambda a, p, x: (a @ (a @ p["w"].sin()).relu()).index_select(0, x[0, :2].abs().long() % 6),
 }
 
 

@@ -368,7 +368,9 @@ class _BatchMode(Watch, Looking):
         output = self._run_rule(func, args, kwargs, choice)
         if output is not NotImplemented:
             return output
-        decompose = None if "out" in kwargs else WRITTEN_OUT.get(func) or _registry.find_decomposition(func, differentiated=False)
+        dense = all(leaf.layout == torch.strided for leaf in others)
+        decompose = WRITTEN_OUT.get(func) or _registry.find_decomposition(func, differentiated=False)
+        decompose = decompose if dense and "out" not in kwargs else None
         if decompose is not None:
             output = self._run_inside(decompose, args, kwargs)
             if output is not NotImplemented:
@@ -447,7 +449,10 @@ class _BatchMode(Watch, Looking):
         """
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
-            output = self._run_inside(func, args, kwargs) if watched else func(*args, **kwargs)
+            decompose = _registry.find_decomposition(func, differentiated=False)  # such as vmap can pull gradients back through
+            output = decompose(*args, **kwargs) if decompose is not None and not watched else NotImplemented
+            if output is NotImplemented:
+                output = self._run_inside(func, args, kwargs) if watched else func(*args, **kwargs)
         return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:

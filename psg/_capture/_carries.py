@@ -338,7 +338,7 @@ def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _CarryToSide:
 def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
     x, y = input.detach(), other.detach()
     if (x.ndim, y.ndim) == (2, 2):
-        return [(input, lambda factor: _postmultiplied(factor, y.T)), (other, lambda factor: premultiplied(factor, x.T))]
+        return [(input, lambda factor: _postmultiplied(factor, y.t())), (other, lambda factor: premultiplied(factor, x.t()))]
     if (x.ndim, y.ndim) == (2, 1):
         return [
             (input, lambda factor: _if_dense(factor, lambda c: Outer(c[:, None], y.expand(len(c), 1, -1).to(c.dtype)))),
@@ -378,7 +378,7 @@ def _outer(output: Tensor, input: Any, vec2: Any) -> _SideCarries:
 
 def _postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
     turned = transposed(factor)
-    return None if turned is None else _turned(premultiplied(turned, matrix.T))
+    return None if turned is None else _turned(premultiplied(turned, matrix.t()))
 
 
 def _turned(factor: Factor | None) -> Factor | None:

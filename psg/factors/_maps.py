@@ -212,18 +212,19 @@ def _(factor: Scaled) -> Factor | None:
 
 @singledispatch
 def premultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
-    """matrix @ gradient[n], for a matrix."""
+    """matrix @ gradient[n], for a matrix, perhaps a sparse one."""
     return None
 
 
 @premultiplied.register
-def _(factor: Dense, matrix: Tensor) -> Factor:
-    return Dense(matrix.to(factor.dtype) @ factor.values)
+def _(factor: Dense, matrix: Tensor) -> Factor | None:
+    return Dense(matrix.to(factor.dtype) @ factor.values) if matrix.layout is torch.strided else None
 
 
 @premultiplied.register
 def _(factor: Outer, matrix: Tensor) -> Factor:
-    return Outer(factor.left @ matrix.to(factor.dtype).T, factor.right)
+    left = factor.left.flatten(0, 1) @ matrix.to(factor.dtype).t()  # of three dimensions, torch would repeat a sparse matrix
+    return Outer(left.unflatten(0, factor.left.shape[:2]), factor.right)
 
 
 @singledispatch

@@ -358,15 +358,42 @@ def sparse_product(mat1: Tensor, mat2: Tensor) -> Any:
     """One product of a constant sparse matrix, which vmap cannot repeat, with the columns of all samples: [k,m], [n,m,p] -> [n,k,p]."""
     if mat1.layout == torch.strided or mat1.ndim != 2 or mat2.layout != torch.strided or mat2.ndim != 3:
         return NotImplemented
-    product = torch.sparse.mm(mat1, mat2.movedim(0, 1).flatten(1))
-    return product.unflatten(1, (len(mat2), mat2.shape[2])).movedim(1, 0), {}
+    return _for_all_columns(torch.sparse.mm, mat1, mat2), {}
+
+
+def _for_all_columns(multiply: Callable[..., Any], matrix: Tensor, dense: Tensor) -> Tensor:
+    product = multiply(matrix, dense.movedim(0, 1).flatten(1))
+    return product.unflatten(1, (len(dense), dense.shape[2])).movedim(1, 0)
+
+
+class _SparseProduct(torch.autograd.Function):
+    """S D, for a constant sparse S: its derivative for D is such a product too, of which vmap can run one for all samples."""
+
+    @staticmethod
+    def forward(matrix: Tensor, dense: Tensor) -> Tensor:
+        return torch.sparse.mm(matrix, dense)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (matrix,) = ctx.saved_tensors
+        return None, _SparseProduct.apply(matrix.t(), cotangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, matrix: Tensor, dense: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _for_all_columns(_SparseProduct.apply, matrix, dense.movedim(in_dims[1], 0)), 0
 
 
 @decomposition(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, need=SPARSE)
 def _sparse_times_dense(input: Tensor, *others: Tensor, **options: Any) -> Any:
     if input.layout not in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc) or input.ndim != 2 or options or others[0].ndim != 2:
         return NotImplemented
-    return torch.sparse.mm(input, *others)
+    if _functorch.is_wrapped(others[0]):
+        return torch.sparse.mm(input, *others)
+    return _SparseProduct.apply(input, *others)
 
 
 @decomposition(F.rrelu)
