@@ -1961,6 +1961,20 @@ def test_factors_of_a_function_that_learns_from_its_first_pass(device, monkeypat
     assert [entry.error for entry in fast.cache_info()] == [None]
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # the loop's
+def test_seeds_are_seen_without_a_check(device):
+    def fn(p, x):
+        numbers = torch.randn(3, generator=torch.Generator(device).manual_seed(3), device=device)
+        return ((x * p).tanh() * numbers).sum()
+
+    p, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    slow = loop_grad(fn)(p, x)
+    with pytest.warns(psg.FallbackWarning, match="seeds or makes a random generator"):
+        fast = psg.jit(psg.per_sample_grad(fn), backend="eager", check=False)
+        for _ in range(3):
+            assert_trees_close(fast(p, x), slow)
+
+
 def test_the_callers_hooks_on_saved_tensors(device):
     fn, fast = both(psg.per_sample_grad(lambda w, x: (x @ w).tanh().square().sum()))
     w, x = torch.randn(4, 4, device=device), torch.randn(3, 4, device=device)

@@ -265,8 +265,8 @@ class Router(Watch, Looking):
             Drawn: It does.
             Retry: It was computed for every sample, by another op than for one, and may be rounded otherwise.
         """
-        if self.habits.lifts:
-            raise Retry("fn takes a Python value", lifts=False)
+        if self.habits.lifts and tensor.dtype != torch.bool:
+            raise Retry("fn takes a number", lifts=False)
         self.has_python_values = True
         if self.own.is_drawn(tensor):
             raise Drawn(

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _trees, plans
 from psg._compile._trace import Trace, trace
-from psg._compile._verify import Draws, verify
+from psg._compile._verify import Draws, draws_numbers, verify
 from psg._errors import FallbackWarning, InputError, StateError, as_integer, first_line, received, user_line
 from psg._torch import _ambient, _autograd, _functorch
 from psg._torch._ops import handles_ops
@@ -106,7 +106,8 @@ def jit(
             contributes exactly zero to sums and does not appear in the result; random numbers are those of the padded batch. Only for
             functions made by psg's transforms.
         check: Compare the first result of every signature with the eager one. Where they differ by more than rounding the inputs explains,
-            a FallbackWarning says so, and calls of that signature stay eager.
+            a FallbackWarning says so, and calls of that signature stay eager. Graphs that draw random numbers are compared in any case:
+            one does not know whether fn seeds a generator.
 
     Returns:
         The compiled function, with `cache_info()` and `cache_clear()`. Where tracing or compiling fails it gives a FallbackWarning that
@@ -257,7 +258,7 @@ class Jitted:
 
                 found = trace(noted, leaves, spec, tensors, name, draws.generators, called.constants)
             program = _Program(found, tensors, self._compile)
-            if self._check:
+            if self._check or draws_numbers(found.graph):
                 verify(program, eager, found.graph, tensors, draws)
         except (InputError, StateError):
             raise

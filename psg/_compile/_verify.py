@@ -51,6 +51,12 @@ class Draws:
         return [*_random.now(self._state).values(), *(generator.get_state() for generator, _ in self.generators.values())]
 
 
+def draws_numbers(graph: GraphModule) -> bool:
+    """Whether an op of the graph draws random numbers."""
+    ops = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+
+
 def verify(compiled: _Run, eager: _Run, graph: GraphModule, tensors: Sequence[Tensor], draws: Draws) -> None:
     """Compare the results of a compiled and an eager function, and the random numbers that they draw.
 
