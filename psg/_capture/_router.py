@@ -727,7 +727,7 @@ def _call_on_copies(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor
     for place, tensor in enumerate(tensors):
         copy = copies[id(tensor)]
         if place not in written:
-            if _has_changed(tensor.detach(), copy.detach()):
+            if _has_changed(args[0], tensor.detach(), copy.detach()):
                 raise Unsupported(f"{_writing(args[0])} unseen by autograd, as by .data")
             continue
         others = [_functorch.memory_of(other) for other in tensors if other is not tensor]
@@ -737,9 +737,14 @@ def _call_on_copies(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor
     return output, [copies[id(tensor)].detach() for tensor in tensors], written
 
 
-def _has_changed(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether a copy has other values now. In a trace that cannot be asked: there the result is compared with that of an eager call."""
+def _has_changed(function: Any, tensor: Tensor, copy: Tensor) -> bool:
+    """Whether a copy has other values now. In a trace that cannot be asked: there the result is compared with that of an eager call.
+
+    Of an accelerator it is asked only where the function names `.data`, since Python would wait for the answer.
+    """
     if tensor.layout != torch.strided or _functorch.is_traced():
+        return False
+    if not tensor.is_cpu and "data" not in getattr(getattr(function.forward, "__code__", None), "co_names", ("data",)):
         return False
     return not bool(((copy == tensor) | (tensor != tensor)).all())
 
