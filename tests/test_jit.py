@@ -376,8 +376,8 @@ def test_compiling_leaves_the_generator_as_a_call_would(device):
 @pytest.mark.parametrize(("seed", "draw"), [(random.seed, random.random), (np.random.seed, np.random.rand)], ids=["python", "numpy"])
 @pytest.mark.parametrize("untraceable", [False, True])
 def test_functions_that_draw_random_numbers_of_python_run_eagerly(untraceable, seed, draw, device):
-    fn = psg.per_sample_norm(lambda p, x: draw() * linear_loss(p, x) * (1 if untraceable and scale.item() else 2))
-    scale = torch.ones((), device=device)
+    loss = lambda p, x: draw() * linear_loss(p, x) * (1 if untraceable and x.sum().item() else 2)  # noqa: E731
+    fn = psg.per_sample_norm(loss, method="loop" if untraceable else "auto")
     fast, args = psg.jit(fn, backend="eager"), linear_args(device)
     seed(0)
     expected = [fn(*args) for _ in range(3)]
@@ -440,35 +440,102 @@ def test_a_literal_tensor_is_a_constant(device):
     same(psg.jit(fn, backend="eager")(p, x), fn(p, x))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        lambda k, x: k.item(),
-        lambda k, x: float(k),
-        lambda k, x: 2.0 if k > 3 else 1.0,
-        lambda k, x: 2.0 if k > torch.tensor(3.0, device=k.device) else 1.0,
-        lambda k, x: torch.full((1,), k, device=k.device).sum(),  # a conversion in C++
-        lambda k, x: k.tolist(),
-        lambda k, x: float(k.cpu().numpy()),
-        lambda k, x: x.tolist()[0][0],
-        lambda k, x: torch.tensor([k, 1.0], device=k.device).prod(),
-        lambda k, x: torch.as_tensor([[k]], device=k.device).sum(),
-        lambda k, x: torch.arange(8.0, device=k.device).tensor_split(k.long().cpu()[None])[0].sum(),
-        lambda k, x: torch.sparse_coo_tensor(k.long()[None, None], k[None]).shape[0],
-    ],
-    ids=["item", "float", "if", "if, with a constant", "full", "tolist", "numpy", "tolist of an argument"]
-    + ["tensor of a list", "as_tensor", "tensor_split", "sparse tensor"],
-)
-def test_python_values_of_tensors_are_not_kept(value, device):
+VALUES = {
+    "item": lambda k: k.item(),
+    "float": float,
+    "if": lambda k: 2.0 if k > 3 else 1.0,
+    "if, with a constant": lambda k: 2.0 if k > torch.tensor(3.0, device=k.device) else 1.0,
+    "full": lambda k: torch.full((1,), k, device=k.device).sum(),  # a conversion in C++
+    "tolist": lambda k: k.tolist(),
+    "numpy": lambda k: float(k.cpu().numpy()),
+    "tensor of a list": lambda k: torch.tensor([k, 1.0], device=k.device).prod(),
+    "as_tensor": lambda k: torch.as_tensor([[k]], device=k.device).sum(),
+    "tensor_split": lambda k: torch.arange(8.0, device=k.device).tensor_split(k.long().cpu()[None])[0].sum(),
+    "sparse tensor": lambda k: torch.sparse_coo_tensor(k.long()[None, None], k[None]).shape[0],
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_python_values_of_arguments_are_not_kept(value, device):
     """As constants of the trace, they would stay those of the first call."""
     k = torch.tensor(2.0, device=device)
     p, x = linear_args(device)
-    fn = psg.per_sample_norm(lambda p, x: linear_loss(p, x) * value(k, x), method="loop")
+    fn = psg.per_sample_norm(lambda p, x, k: linear_loss(p, x) * value(k), in_dims=(None, 0, None), method="loop")
     fast = psg.jit(fn, backend="eager")
     with pytest.warns(psg.FallbackWarning, match="cannot be traced .* get value out of a tracing tensor"):
-        fast(p, x)
+        fast(p, x, k)
     k.fill_(5.0)
-    same(fast(p, 2 * x), fn(p, 2 * x))
+    same(fast(p, 2 * x, k), fn(p, 2 * x, k))
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_python_values_of_what_fn_closes_over_lead_to_new_traces(value, method, device):
+    k = torch.tensor(2.0, device=device)
+    p, x = linear_args(device)
+    fn = psg.per_sample_norm(lambda p, x: linear_loss(p, x) * value(k), method=method)
+    fast = psg.jit(fn, backend="eager")
+    for k_now, batch in ((2.0, x), (5.0, 2 * x), (5.0, x)):
+        k.fill_(k_now)
+        same(fast(p, batch), fn(p, batch))
+        assert [entry.error for entry in fast.cache_info()] == [None]
+    assert fast._builds.total() == 2
+
+
+EDGES = {
+    "without loops": lambda edges, x: x[edges[:, edges[0] != edges[1]][0]],
+    "nonzero": lambda edges, x: x[edges[0, :4].nonzero()[:, 0]],
+    "unique": lambda edges, x: x[edges.unique()],
+    "repeat_interleave": lambda edges, x: x.repeat_interleave(edges[0, :4], 0),
+    "split": lambda edges, x: torch.stack([part.sum() for part in x.repeat(4, 1)[: edges[1, :4].sum()].split(edges[1, :4].tolist())]),
+    "bincount": lambda edges, x: x.T * torch.bincount(edges[0], minlength=4),
+    "number": lambda edges, x: x.new_zeros(int(edges.max()) + 1, 2).index_add(0, edges[0], x[edges[1]]),
+    "iteration": lambda edges, x: sum(x[i] * x[j] for i, j in edges.T),
+}
+
+
+@pytest.mark.parametrize("use", EDGES.values(), ids=EDGES)
+def test_sizes_that_follow_from_what_fn_closes_over_lead_to_new_traces(use, device):
+    edges = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 3, 0, 3]], device=device)
+    w, x = torch.randn(3, 2, device=device), torch.randn(5, 4, 3, device=device)
+    fn = lambda w, x: use(edges, x @ w).sin().sum()  # noqa: E731
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    for new in (edges.clone(), torch.tensor([[3, 0, 2, 0, 1], [2, 2, 1, 3, 0]], device=device), edges.clone()):
+        edges.copy_(new)
+        assert_trees_close(fast(w, x), loop_grad(fn)(w, x))
+        assert [entry.error for entry in fast.cache_info()] == [None]
+    assert fast._builds.total() == 3
+
+
+def test_values_of_an_argument_under_a_view_that_fn_closes_over_are_not_kept(device):
+    data = torch.arange(12.0, device=device).reshape(4, 3)
+    w = torch.randn(3, device=device)
+    fn = lambda w, x: (w * x).sum().sin() * (data[0, 0].item() + 1)  # noqa: E731
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    with pytest.warns(psg.FallbackWarning, match="get value out of a tracing tensor"):
+        same(fast(w, data[:2]), psg.per_sample_grad(fn)(w, data[:2]))
+    data += 1
+    same(fast(w, data[:2]), psg.per_sample_grad(fn)(w, data[:2]))
+
+
+def test_nan_among_the_values_that_a_trace_depends_on(device):
+    limits = torch.tensor([1.0, math.nan], device=device)
+    fn = lambda w, x: (w * x).sum().sin() * limits[0].item()  # noqa: E731
+    w, x = torch.randn(3, device=device), torch.randn(2, 3, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    for _ in range(2):
+        same(fast(w, x), psg.per_sample_grad(fn)(w, x))
+    assert fast._builds.total() == 1
+
+
+def test_values_that_require_grad_are_not_baked_in(device):
+    """What is selected from a tensor by known values would lose its history."""
+    scale = torch.tensor([1.0, 2.0, 3.0], device=device, requires_grad=True)
+    fn = lambda w, x: (w * x * torch.masked_select(scale, torch.ones(3, dtype=torch.bool, device=device))).sum().sin()  # noqa: E731
+    w, x = torch.randn(3, device=device), torch.randn(2, 3, device=device)
+    fast, slow = psg.jit(psg.per_sample_norm(fn), backend="eager"), psg.per_sample_norm(fn)
+    found = [torch.autograd.grad(run(w, x).sum(), scale)[0] for run in (fast, slow)]
+    assert_trees_close(*found)
 
 
 @pytest.mark.parametrize(
@@ -632,7 +699,7 @@ def test_models_of_transformers_with_padding(name, trains):
     assert [entry.error for entry in fast.cache_info()] == [None]
 
 
-def test_a_module_that_reads_a_buffer_runs_eagerly(device):
+def test_a_module_that_reads_a_buffer(device):
     class Scaled(nn.Linear):
         def __init__(self):
             super().__init__(5, 3)
@@ -645,14 +712,25 @@ def test_a_module_that_reads_a_buffer_runs_eagerly(device):
     loss, params = psg.stateless(model, F.cross_entropy)
     fn = psg.clipped_grad(loss, 0.1)
     fast = psg.jit(fn, backend="eager")
+    x, y = batch(device)
+    for scale in (2.0, 5.0):
+        model.scale.fill_(scale)
+        same(fast(params, x, y), fn(params, x, y))
+        assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+def test_the_warning_names_the_line_that_reads_a_value(device):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+    loss, params = psg.stateless(Scaled(5, 3, device=device), F.cross_entropy)
+    fast = psg.jit(psg.clipped_grad(loss, 0.1, method="loop"), backend="eager")
     where = rf"cannot be traced .*{Path(__file__).name}:\d+: .* get value out of a tracing tensor"
     with pytest.warns(psg.FallbackWarning, match=where) as caught:
         fast(params, *batch(device))
     number = int(re.search(rf"{Path(__file__).name}:(\d+)", str(caught[0].message))[1])
     assert ".item()" in Path(__file__).read_text().splitlines()[number - 1]
-    model.scale.fill_(5.0)
-    x, y = batch(device)
-    same(fast(params, x, y), fn(params, x, y))
 
 
 def test_python_values_of_constants_are_kept(device):

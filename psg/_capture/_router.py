@@ -103,7 +103,7 @@ class Router(Watch, Looking):
             if types in _USUAL and self._are_own(tensors):
                 output = self._run_at_once(func, args, kwargs, tensors, others)
                 if output is not NotImplemented:
-                    self.own.claim(output)
+                    self._claim(func, args, kwargs, tensors, output)
                     return output
             if type(func) not in FUNCTIONS:  # an attribute of tensors, or an op of ATen's
                 if changes_nothing(func, args):
@@ -138,16 +138,22 @@ class Router(Watch, Looking):
                 mark, self.state = self.own.drawn, now
                 self.own.assumed = self.own.drawn
             if mark is not None:
-                self.own.claim(output, target, mark)
-                if target is None and self.constants and self.own.has_marked(tensors):
-                    self.own.mark(output, tensors)
-                    self.has_python_values |= tells_numbers(func, args, kwargs)
+                self._claim(func, args, kwargs, tensors, output, target, mark)
             else:
                 self.own.note(output)
             return output
         except Exception as error:
             self.failure = str(error)
             raise
+
+    def _claim(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, target: Any = None, mark: object | None = None
+    ) -> None:
+        """Mark what a call on tensors of this pass has made, of constants computed from parameters too."""
+        self.own.claim(output, target, mark)
+        if target is None and self.constants and self.own.has_marked(tensors):
+            self.own.mark(output, tensors)
+            self.has_python_values |= tells_numbers(func, args, kwargs)
 
     def _are_own(self, tensors: list[Tensor]) -> bool:
         """Whether tensors are this pass' and constants alone, of which nothing has to be noted or refused, and none is sparse."""
@@ -159,7 +165,7 @@ class Router(Watch, Looking):
             if mark is not None and mark is not self.own.made:
                 return False
             found = found or mark is not None
-        if not found or self.constants or self.aliases.outdated or torch._C._is_any_autocast_enabled():
+        if not found or self.aliases.outdated or torch._C._is_any_autocast_enabled():
             return False
         return _functorch.current_level() == self.level and _autograd.saved_tensor_hooks() == self.hooks
 

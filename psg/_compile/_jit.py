@@ -80,9 +80,11 @@ def jit(
       for one signature, further changes run eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without
       arguments, whose hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`,
       DLPack) cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
-    - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function that takes
-      a Python value from a tensor, by `.item()` or by branching on it, cannot be traced and runs eagerly, unless it made that tensor from
-      numbers. So does a transform with `method="batch"`, which looks at the data, and a function that calls `psg.distributed`, whose
+    - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function may take
+      Python values (by `.item()`, by branching), masks and sizes from tensors that it makes of numbers, and from tensors that it closes
+      over, the edges of a graph say: all later calls compare the latter with what they were in the trace, for which Python waits on
+      accelerators, and new values lead to a new trace. A function that takes them from arguments cannot be traced and runs eagerly.
+      So does a transform with `method="batch"`, which looks at the data, and a function that calls `psg.distributed`, whose
       processes compare what they hold. `torch.distributions` validates its arguments in the eager comparison (`check`), and not in
       compiled calls.
     - `torch.compiler.is_compiling()` is true during the trace. Models that take a shortcut where a mask masks nothing should ask that
@@ -215,7 +217,7 @@ class Jitted:
                     if self._builds[signature] == _MOST_BUILDS:
                         warnings.warn(
                             f"psg.jit({self._name}): compiled {_MOST_BUILDS} times for {entry.info.signature}, because attributes of "
-                            "modules or the shapes of tensors that the function closes over have changed. Calls after further changes "
+                            "modules, or tensors that the function closes over, have changed. Calls after further changes "
                             "run eagerly. Pass what changes as an argument.",
                             FallbackWarning,
                             stacklevel=3,
@@ -295,7 +297,7 @@ class _Program:
 
     def __init__(self, trace: Trace, tensors: list[Tensor], compile: _Compile) -> None:
         self._trace = trace
-        self._outside = [*trace.captured, *trace.sized]
+        self._outside = [*trace.captured, *trace.sized, *(tensor for tensor, _ in trace.read)]
         self._expected = [_signature(tensor) for tensor in self._outside]
         self._offsets = self._offsets_of(tensors)
         with _ambient.off(), torch.no_grad():
@@ -310,7 +312,7 @@ class _Program:
     def is_outdated(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the program does not fit these arguments, or what the function closes over now."""
         differ = any(_signature(tensor) != expected for tensor, expected in zip(self._outside, self._expected, strict=True))
-        return differ or self._offsets_of(tensors) != self._offsets
+        return differ or self._offsets_of(tensors) != self._offsets or not all(_are_equal(*pair) for pair in self._trace.read)
 
     def _offsets_of(self, tensors: Sequence[Tensor]) -> list[Any]:
         if not self._trace.placed:
@@ -324,6 +326,12 @@ class _Program:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._trace.recorded):
             return True
         return any(tensor.requires_grad != before for tensor, before in self._trace.flags)
+
+
+def _are_equal(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether two tensors of one shape have the same values, NaN among them."""
+    with _ambient.off(), torch.no_grad():
+        return torch.equal(tensor, copy) or bool(((tensor == copy) | (tensor != tensor) & (copy != copy)).all())
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class Trace(NamedTuple):
         graph: Maps the tensors of the arguments, followed by those captured, to those of the result.
         captured: The tensors that the function closes over.
         recorded: Those of them that autograd would record: all but a module's parameters that `stateless` has detached.
+        read: Tensors that the function closes over whose values it takes for Python values, sizes or masks, with these values.
         sized: Other tensors that the function closes over, of which it may read the shape or the dtype.
         flags: The tensors of which it reads whether they require grad, with the answers.
         placed: The tensors whose `storage_offset` it reads, by position among those of the arguments, `captured` and `sized`.
@@ -42,6 +43,7 @@ class Trace(NamedTuple):
     graph: GraphModule
     captured: list[Tensor]
     recorded: list[Tensor]
+    read: list[tuple[Tensor, Tensor]]
     sized: list[Tensor]
     flags: list[tuple[Tensor, bool]]
     placed: list[int]
@@ -81,12 +83,15 @@ def trace(
     """
     result: list[Any] = []
     reads = _Reads(name, generators)
+    read: dict[int, tuple[Tensor, Tensor]] = {}
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
         with _ambient.compiling, _ambient.unmoved, _ConstantsAsInputs(tensors, name) as watching, reads:
             reads.outside = watching.outside
             result[:] = _trees.flatten(fn(*args, **kwargs))
+        read.clear()
+        read.update(watching.read)
         return tuple(_trees.tensors_in(result[0]))
 
     before = _random.get_python_state()
@@ -105,10 +110,12 @@ def trace(
     places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]
     detached = [all(user.target in _DETACHING for user in place.users) for place in places]
     recorded = [own for own, alone in zip(captured, detached, strict=True) if not (alone and id(own) in constants)]
+    found = [*read.values()]
+    recorded += [tensor for tensor, _ in found]
     # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second trace finds another one in its place.
     # Autograd's symbolic zeros may differ.
-    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()}
-    if suspects and not suspects <= {id(tensor) for tensor in _captured(_make_fx(flat, tensors))}:
+    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()} | read.keys()
+    if suspects and not suspects <= {id(tensor) for tensor in _captured(_make_fx(flat, tensors))} | read.keys():
         raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
@@ -127,7 +134,7 @@ def trace(
     sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
     known = enumerate((*tensors, *captured, *sized))
     placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
-    return Trace(graph, captured, recorded, sized, [*reads.flags.values()], placed, *outcome)
+    return Trace(graph, captured, recorded, found, sized, [*reads.flags.values()], placed, *outcome)
 
 
 def _reshape(graph: GraphModule, views: Iterable[Node]) -> None:
@@ -178,10 +185,12 @@ class _ConstantsAsInputs(TorchDispatchMode):
     writes into inputs or closed-over tensors, since the trace, the comparison and the call would each write; and collectives, since
     Python waits for them outside of any op.
 
-    What fn computes from numbers alone (a grid of times, a mask of positions) is known in the trace: its Python values are baked in.
+    What fn computes from numbers alone (a grid of times, a mask of positions), or from them and tensors that it closes over (the edges of
+    a graph), is known in the trace: its Python values are baked in.
 
     Attributes:
         outside: The arguments, and the tensors that fn closes over as far as they are known, by storage.
+        read: The latter as far as values that are baked in depend on them, each with a copy, by id.
     """
 
     supports_higher_order_operators = True
@@ -191,7 +200,10 @@ class _ConstantsAsInputs(TorchDispatchMode):
         self._name = name
         # By storage, which views share. The tensors are kept alive, so that no other storage gets the same key.
         self.outside = {_storage(tensor): tensor for tensor in tensors}
-        self._known: set[StorageWeakRef] = set()  # of tensors that fn has computed from numbers alone
+        self._given = set(self.outside)
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}
+        # What is known, and from which tensors that fn closes over it is computed, by storage.
+        self._known: dict[StorageWeakRef, tuple[Tensor, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -199,28 +211,54 @@ class _ConstantsAsInputs(TorchDispatchMode):
         tags = func.tags if isinstance(func, OpOverload) else ()
         counts = torch.Tag.dynamic_output_shape in tags or func in _SIZED_BY_DATA
         counts |= func in _SPARSE_PARTS and _storage(operands[0]) not in self.outside
-        known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in tags and all(map(self._knows, operands))
+        literal = func is torch.ops.aten.lift_fresh.default  # torch.tensor(1.0) inside fn
+        known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in tags
+        known = literal or known and all(map(self._knows, operands))
         if known and operands and (counts or func in _PYTHON_VALUED) and get_proxy_mode() is not None:
+            self._note_read(operands)
             with disable_proxy_modes_tracing():
                 output = func(*args, **kwargs)
             return _trees.map_tensors(self._literal, output)
         if func is torch.ops.aten.index.Tensor:
             masks = [isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]]
             counts = any(mask and not self._knows(index) for mask, index in zip(masks, args[1], strict=True))
-            args = args[0], [self._literal(index) if mask and not counts else index for mask, index in zip(masks, args[1], strict=True)]
+            args = args[0], [self._baked(index) if mask and not counts else index for mask, index in zip(masks, args[1], strict=True)]
         if counts and kwargs.get("output_size") is None and get_proxy_mode() is not None:
             raise PsgError(f"the size of the output of {func} depends on the data")
         if getattr(func, "namespace", "") == "c10d" and get_proxy_mode() is not None:
             raise PsgError(f"it calls {func}, and a graph would not wait for its end: call it outside")
         output = self._run(func, args, kwargs)
-        if known or func is torch.ops.aten.lift_fresh.default:
-            self._known |= set(map(_functorch.storage_of, _strided(_trees.flatten(output)[0])))
+        written = _written(func, args, kwargs)
+        if known:
+            sources = {id(source): source for tensor in operands for source in self._known.get(_functorch.storage_of(tensor), ())}
+            made = _strided([*_trees.flatten(output)[0], *written])
+            self._known.update((_functorch.storage_of(tensor), (*sources.values(),)) for tensor in made)
         else:
-            self._known -= set(map(_functorch.storage_of, _strided(_written(func, args, kwargs))))
+            for tensor in _strided(written):
+                self._known.pop(_functorch.storage_of(tensor), None)
         return output
 
     def _knows(self, tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and _functorch.storage_of(tensor) in self._known
+        """Whether a tensor is known in the trace. One that the tracer does not know yet is one that fn closes over."""
+        if tensor.layout != torch.strided:
+            return False
+        storage = _functorch.storage_of(tensor)
+        mode: Any = get_proxy_mode()
+        if storage not in self._known and mode is not None and not has_proxy_slot(tensor, mode.tracer) and _storage(tensor) not in self._given:
+            self._known[storage] = (tensor,)
+        return storage in self._known
+
+    def _note_read(self, tensors: Sequence[Tensor]) -> None:
+        """Note what known values depend on that are baked in."""
+        for tensor in tensors:
+            for source in self._known[_functorch.storage_of(tensor)]:
+                if id(source) not in self.read:
+                    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+                        self.read[id(source)] = source, source.detach().clone()
+
+    def _baked(self, tensor: Tensor) -> Tensor:
+        self._note_read([tensor])
+        return self._literal(tensor)
 
     def _literal(self, tensor: Tensor) -> Tensor:
         """The same values as a literal of the graph."""
@@ -232,7 +270,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         mode: Any = get_proxy_mode()
-        if mode is not None and func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) inside fn is a constant
+        if mode is not None and func is not torch.ops.aten.lift_fresh.default:
             tracer = mode.tracer
             for leaf in _trees.flatten((args, kwargs))[0]:
                 if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
