@@ -1046,6 +1046,13 @@ STAYS = {
         + torch.cat([w @ x, torch.full_like(x, -torch.inf)]).quantile(0.6, interpolation="higher").sin()
     ),
     "a token in masked places": lambda w, x: (torch.masked_fill(w * x, x > 0, w[0, 0]) @ x).sin().sum(),
+    "entries that are filled": lambda w, x: (
+        (w * x).index_fill(1, (3 * x[:2]).long() % 4, 2.0).sin().sum()
+        + (w * x).index_fill(-1, (3 * x[:2]).long() % 4 - 4, -1.0).cos().sum()
+        + (w * x)[0].index_fill_(0, (3 * x[2]).long() % 4, w[0, 0]).exp().sum()
+        + (w @ x).sum().index_fill(0, torch.tensor([0], device=x.device), x[0]).sin()
+    ),
+    "one_hot": lambda w, x: score(w @ F.one_hot((3 * x).long() % 5, 5).to(x.dtype)) + (w @ x)[F.one_hot(x[0].long() % 4, 4).argmax()],
     "entries that are taken": lambda w, x: ((w * x).take((3 * x[:3]).long() % 16) * x[:3]).sin().sum(),
     "columns side by side": lambda w, x: (torch.column_stack([w @ x, w * x]) @ x.repeat(2)[:5]).sin().sum(),
     "blocks along a diagonal": lambda w, x: (torch.block_diag(w * x, w @ x[:, None]).sin() * torch.arange(5.0, device=x.device)).sum(),

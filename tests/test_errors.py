@@ -458,6 +458,50 @@ def test_a_sample_that_is_not_finite_says_so_in_its_own_outputs(params, x):
     assert out.nonfinite.item() == 1 and all(leaf.isfinite().all() for leaf in out.grads.values())
 
 
+# --- what torch refuses of one sample -----------------------------------------------------------------------------
+
+# Of x [4] and of two indices into it, one of which does not exist.
+WITHOUT_ENTRIES = {
+    "embedding": lambda w, x, i: F.embedding(i, w[:, None]),
+    "embedding of constants": lambda w, x, i: F.embedding(i, torch.ones(4, 2, device=x.device)) * w[0],
+    "embedding_bag": lambda w, x, i: F.embedding_bag(i[None], w[:, None]),
+    "one_hot": lambda w, x, i: w @ F.one_hot(i, 4).to(w.dtype).T,
+    "gather": lambda w, x, i: (w * x).gather(0, i),
+    "take": lambda w, x, i: (w * x).take(i),
+    "an index": lambda w, x, i: (w * x)[i],
+    "an index into a parameter": lambda w, x, i: w[i],
+    "index_select": lambda w, x, i: (w * x).index_select(0, i),
+    "index_add": lambda w, x, i: torch.zeros_like(x).index_add(0, i, (w * x)[:2]),
+    "index_copy": lambda w, x, i: torch.zeros_like(x).index_copy(0, i, (w * x)[:2]),
+    "index_fill": lambda w, x, i: (w * x).index_fill(0, i, 0.0),
+    "index_put": lambda w, x, i: torch.zeros_like(x).index_put((i,), (w * x)[:2]),
+    "scatter": lambda w, x, i: torch.zeros_like(x).scatter(0, i, (w * x)[:2]),
+    "scatter_add": lambda w, x, i: torch.zeros_like(x).scatter_add(0, i, (w * x)[:2]),
+    "put": lambda w, x, i: (w * x).put(i, x[:2]),
+    "cross_entropy": lambda w, x, i: F.cross_entropy((w * x).expand(2, 4), i),
+    "nll_loss": lambda w, x, i: F.nll_loss((w * x).expand(2, 4).log_softmax(1), i),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@pytest.mark.parametrize("wrong", [5, -6])
+@pytest.mark.parametrize("fn", WITHOUT_ENTRIES.values(), ids=WITHOUT_ENTRIES)
+def test_an_index_of_one_sample_that_is_out_of_range(fn, wrong, method, device):
+    """Under vmap it may be one into another sample."""
+    if device.type != "cpu":
+        pytest.skip("an accelerator may end its context")
+    w, x = torch.rand(4), torch.rand(3, 4)
+    index = torch.tensor([[0, 3], [1, 2], [3, 0]])
+    loss = lambda w, x, i: score(fn(w, x, i))  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(w, x, index), loop_grad(loss)(w, x, index))
+    for sample in range(3):
+        own = index.clone()
+        own[sample, 1] = wrong
+        with pytest.raises((RuntimeError, IndexError)):
+            psg.per_sample_grad(loss, method=method)(w, x, own)
+
+
 # --- the classes ----------------------------------------------------------------------------------------------
 
 

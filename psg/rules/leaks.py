@@ -54,12 +54,6 @@ leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under v
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
 leak(Tensor.addbmm_, reason="addbmm_ under vmap resizes the tensor that it writes into", rungs=("capture", "vmap"))
 leak(
-    *(torch.index_fill, Tensor.index_fill, Tensor.index_fill_),
-    reason="index_fill with a tensor as its value mixes the samples under vmap",
-    when=lambda *args, **kwargs: any(isinstance(value, Tensor) for value in (*args[3:], kwargs.get("value"))),
-    rungs=("capture", "vmap"),
-)
-leak(
     *(torch.roll, Tensor.roll),
     reason="roll of a scalar under vmap rolls the samples",
     when=lambda input, *args, **kwargs: input.ndim == 0,

@@ -186,7 +186,7 @@ def _written_back(op: Any) -> Callable[..., Any]:
 # vmap runs the in-place forms of these ops sample by sample.
 for _name in (
     *("addcdiv", "addcmul", "addmm", "addr", "clamp", "clip", "cumprod", "cumsum", "fmod", "heaviside", "hypot", "index_copy", "ldexp"),
-    *("baddbmm", "index_reduce", "lerp", "nextafter", "polygamma", "pow", "put", "remainder", "renorm", "scatter", "square"),
+    *("baddbmm", "index_fill", "index_reduce", "lerp", "nextafter", "polygamma", "pow", "put", "remainder", "renorm", "scatter", "square"),
     *("tril", "triu", "xlogy"),
 ):
     for _holder in (Tensor, torch):
@@ -423,6 +423,41 @@ def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.ndim or mask.dtype != torch.bool or value.is_complex() and not input.is_complex():
         return NotImplemented
     return torch.where(mask, value.to(input.dtype), input).contiguous()
+
+
+@decomposition(torch.index_fill, Tensor.index_fill)
+def _index_fill(input: Tensor, dim: Any, index: Tensor, value: Any) -> Any:
+    """Choose the value where a mask says so: vmap fills other samples' entries, if an index is out of range or the value is a tensor."""
+    if not _functorch.is_vmapped(index) and not isinstance(value, Tensor):
+        return NotImplemented
+    if not isinstance(dim, int) or index.dtype != torch.int64 or index.ndim > 1 or not -max(input.ndim, 1) <= dim < max(input.ndim, 1):
+        return NotImplemented  # torch raises its own error
+    value = value if isinstance(value, Tensor) else torch.tensor(value, device=input.device)
+    if value.ndim or value.is_complex() and not input.is_complex():
+        return NotImplemented
+    shape = input.shape or (1,)
+    size = shape[dim]
+    places = torch.where(index < 0, index + size, index).reshape(-1)
+    mask = torch.zeros(size, dtype=torch.bool, device=input.device).scatter(0, places, True)
+    mask = mask.reshape([size if d == dim % len(shape) else 1 for d in range(len(shape))]).expand(shape).reshape(input.shape)
+    return torch.where(mask, value.to(input.dtype), input)
+
+
+@decomposition(F.one_hot)
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
+    """Compare with all classes, as vmap does too, but outside of derivatives alone, and of classes that do not exist it makes zeros."""
+    if not _functorch.is_vmapped(tensor) or tensor.dtype != torch.int64:
+        return NotImplemented
+    if num_classes == -1 and tensor.numel():
+        num_classes = int(tensor.max()) + 1  # the same for all samples, or they part
+    if num_classes < 1:
+        return NotImplemented  # torch raises its own error
+    classes = _functorch.bare(tensor)
+    with torch._C.DisableTorchFunction():
+        known = _functorch.can_read_now(classes) and classes.numel()
+        if known and not 0 <= classes.min() <= classes.max() < num_classes:
+            raise RuntimeError(f"one_hot: a class is not in 0, ..., {num_classes - 1}")
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
 @decomposition(torch.take, Tensor.take)
