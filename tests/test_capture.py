@@ -906,6 +906,7 @@ STAYS = {
     "initialisation": initialised,
     "equal": lambda w, x: (w @ x).sin().sum() if torch.equal(x, x.clone()) and not x.equal(x[:2]) else w.sum(),
     "allclose": lambda w, x: (w @ x).sin().sum() if x.allclose(x + 1e-12) and not torch.allclose(x, x + 1) else w.sum(),
+    "isclose": lambda w, x: ((w @ x) * torch.isclose(x, x.round(), atol=0.2) * (x / 0).isclose(x / 0, equal_nan=True)).sin().sum(),
     "allclose of nan": lambda w, x: (
         (w @ x).sum() if not torch.allclose(x / 0, x) and torch.allclose(x * torch.nan, x * torch.nan, equal_nan=True) else w.sum()
     ),

@@ -1830,9 +1830,18 @@ def test_a_plain_function_may_ask_for_the_mode():
 
 
 @pytest.mark.filterwarnings("error::psg.FallbackWarning")
-def test_distributions_are_traced(device):
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        lambda w, s: torch.distributions.Normal(w, s.exp()),
+        lambda w, s: torch.distributions.Normal(w, s.exp(), validate_args=True),
+        lambda w, s: torch.distributions.MultivariateNormal(w, torch.outer(s, s) + torch.eye(2, device=w.device)),
+    ],
+    ids=["of numbers", "validated", "of vectors"],
+)
+def test_distributions_are_traced(distribution, device):
     def fn(p, x, y):
-        return -torch.distributions.Normal(p["w"] @ x, p["s"].exp()).log_prob(y).sum()
+        return -distribution(p["w"] @ x, p["s"]).log_prob(y).sum()
 
     params = {"w": torch.randn(2, 3, device=device), "s": torch.zeros(2, device=device)}
     x, y = torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)

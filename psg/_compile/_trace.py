@@ -87,7 +87,7 @@ def trace(
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
-        with _ambient.compiling, _ambient.unmoved, _ConstantsAsInputs(tensors, name) as watching, reads:
+        with _ambient.compiling, _ambient.unmoved, _ambient.unvalidated, _ConstantsAsInputs(tensors, name) as watching, reads:
             reads.outside = watching.outside
             result[:] = _trees.flatten(fn(*args, **kwargs))
         read.clear()
@@ -243,10 +243,13 @@ class _ConstantsAsInputs(TorchDispatchMode):
         if tensor.layout != torch.strided:
             return False
         storage = _functorch.storage_of(tensor)
+        if storage in self._known:
+            return True
         mode: Any = get_proxy_mode()
-        if storage not in self._known and mode is not None and not has_proxy_slot(tensor, mode.tracer) and _storage(tensor) not in self._given:
-            self._known[storage] = (tensor,)
-        return storage in self._known
+        if mode is None or has_proxy_slot(tensor, mode.tracer) or _storage(tensor) in self._given:
+            return False
+        self._known[storage] = (tensor,)
+        return True
 
     def _note_read(self, tensors: Sequence[Tensor]) -> None:
         """Note what known values depend on that are baked in."""
@@ -324,7 +327,7 @@ def _storage(tensor: Tensor) -> int:
 class _Reads(TorchFunctionMode):
     """Makes the tracer refuse reads of memory that are no ops, by asking it for one entry, which it gives only of constants.
 
-    It also notes the generators that ops draw from, and takes the arguments of torch.distributions for valid.
+    It also notes the generators that ops draw from, and takes arguments for valid that are checked as torch.distributions does.
 
     Attributes:
         outside: The storages of the arguments and of the tensors that the function closes over, as far as they are known.
@@ -380,7 +383,7 @@ class _Reads(TorchFunctionMode):
 _ASSIGNING = {SET_DATA, vars(torch._C.TensorBase)["grad"].__set__}
 
 _VALIDATING = torch._VF._is_all_true
-"""What torch.distributions validates its arguments by."""
+"""What torch.distributions validates its arguments by, which a distribution may ask for (`validate_args`)."""
 
 
 def _captured(graph: GraphModule) -> list[Tensor]:

@@ -170,6 +170,9 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return _eager if may_compile() else contextlib.nullcontext()
 
 
+unvalidated = patch({(torch.distributions.Distribution, "_validate_args"): False})
+"""A context in which torch.distributions does not branch on whether its arguments are valid."""
+
 compiling = patch({(torch.compiler, "_is_compiling_flag"): True})
 """A context in which `torch.compiler.is_compiling()` is true, so that models do not branch on the values of tensors."""
 

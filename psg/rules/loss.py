@@ -246,7 +246,8 @@ def gaussian_nll_loss(
     """(log v + (x - y)^2 / v) / 2 for v = max(var, eps); var gets v's whole cotangent. As in torch, but the pass sees the check of var."""
     if reduction not in ("mean", "sum", "none") or not isinstance(var, float) and not (isinstance(var, Tensor) and var.is_floating_point()):
         return NotImplemented
-    if var < 0 if isinstance(var, float) else (var < 0).any():
+    # Where this is traced, arguments are taken for valid if they are checked as those of torch.distributions are.
+    if var < 0 if isinstance(var, float) else not torch._is_all_true((var < 0).logical_not()):  # pyright: ignore[reportPrivateImportUsage]
         raise ValueError("var has negative entry/entries")
     if isinstance(var, float):
         var = var * torch.ones_like(input)

@@ -22,11 +22,18 @@ def _equal(input: Tensor, other: Tensor) -> bool:
 
 @decomposition(torch.allclose, Tensor.allclose)
 def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
+
+
+@decomposition(torch.isclose, Tensor.isclose)
+def _isclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    if input.dtype != other.dtype or rtol < 0 or atol < 0:
+        return NotImplemented  # torch raises its own error
     same = input == other
     if not is_inexact(input):  # the difference of small integers would wrap around
         input, other = (side.to(torch.get_default_dtype()) for side in (input, other))
     close = same | ((input - other).abs() <= atol + rtol * other.abs()) & other.isfinite()
-    return bool((close | (input.isnan() & other.isnan()) if equal_nan else close).all())
+    return close | (input.isnan() & other.isnan()) if equal_nan else close
 
 
 _assert = torch._assert_async  # pyright: ignore[reportPrivateImportUsage]

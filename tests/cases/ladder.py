@@ -111,7 +111,7 @@ op_case(
 BRANCH = "Python asks for a value of a sample"
 
 
-@case(name="leak: gaussian_nll_loss", not_vmap=BRANCH, not_traced=BRANCH)
+@case(name="leak: gaussian_nll_loss")
 def _():
     def fn(p, x, y):
         return F.gaussian_nll_loss(F.linear(x, p["mean"]), y, F.softplus(F.linear(x, p["var"])))
