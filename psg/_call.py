@@ -446,7 +446,7 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
                     "psg.stateless(module, criterion) makes a function of parameters from a module; a ParameterDict p is the tree dict(p)."
                 )
             elif isinstance(leaf, Iterator):
-                way_out = "Parameters of a module: pass dict(module.named_parameters()), or what psg.stateless returned."
+                way_out = "Parameters of a module: pass a dict of those to differentiate, by name, such as psg.stateless returns."
             elif hasattr(leaf, "__array__"):
                 way_out = "Convert it with torch.as_tensor."
             raise InputError(

@@ -133,8 +133,8 @@ def stateless(
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
         if not isinstance(params, Mapping):
             raise InputError(
-                f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the one that stateless "
-                "returned, or `dict(module.named_parameters())`."
+                f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the "
+                "one that stateless returned, which leaves frozen ones out: all that it holds is differentiated."
             )
         if takes_target and not sample:
             raise InputError("stateless: expected loss(params, *inputs, target), got no target.")

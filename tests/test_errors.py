@@ -658,7 +658,7 @@ def test_a_tree_in_the_place_of_argnums():
 def test_a_module_s_parameters_in_the_place_of_a_tree(x, device):
     model = torch.nn.Linear(3, 4, device=device)
     fn, _ = psg.stateless(model, lambda output: output.sum())
-    with pytest.raises(psg.InputError, match=r"params is a generator.*pass dict\(module.named_parameters\(\)\)"):
+    with pytest.raises(psg.InputError, match=r"params is a generator.*a dict of those to differentiate, by name"):
         psg.per_sample_grad(fn)(model.parameters(), x)
 
 
