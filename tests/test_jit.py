@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import psg
-from psg._compile import _jit
+from psg._compile import _jit, _trace
 from psg._hardware import _machine
 from psg._torch import _functorch
 from psg._watch import _modules
@@ -505,6 +505,45 @@ def test_sizes_that_follow_from_what_fn_closes_over_lead_to_new_traces(use, devi
         assert_trees_close(fast(w, x), loop_grad(fn)(w, x))
         assert [entry.error for entry in fast.cache_info()] == [None]
     assert fast._builds.total() == 3
+
+
+WRITES = {
+    "an op's own output": lambda w, x: (w * x).add_(w).mul_(x).sin(),
+    "a number": lambda w, x: (w * x).add_(1.5).pow_(2),
+    "an output that is used before": lambda w, x: (lambda y: y.exp().detach() * y.mul_(x))(w * x),
+    "an output that is used after": lambda w, x: (lambda y: y.mul_(x) * y)(w * x),
+    "another dtype": lambda w, x: (w.float() * x.float()).add_((w * x).sum()).sin(),
+    "a view": lambda w, x: (lambda y: (y[:2].mul_(x[1:]), y)[1])(w * x),
+    "a copy": lambda w, x: (w * x).clone().copy_(x * w.sin()),
+    "numbers": lambda w, x: torch.zeros_like(x).add_(w * x).sin(),
+    "a fill": lambda w, x: (w * x).clone().fill_(2.0) * w,
+    "an activation": lambda w, x: torch.relu_(w * x) * torch.sigmoid_(w * x),
+    "an index": lambda w, x: (w * x).index_put_((torch.arange(2, device=x.device),), x[1:]).sin(),
+    "another shape": lambda w, x: (w * x).unsqueeze_(0).t_().sin(),
+    "part of several": lambda w, x: torch.stack([part.mul_(x[:1]) for part in torch.frexp(w * x)[:1]]).sin() * w,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_are_traced(write, device):
+    w, x = torch.rand(3, device=device), torch.rand(5, 3, device=device) + 0.5
+    fn = psg.per_sample_grad(lambda w, x: write(w, x).sum())
+    fast = psg.jit(fn, backend="eager", check=False)
+    for scale in (1.0, 0.5):
+        same(fast(w, scale * x), fn(w, scale * x))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+def test_a_graph_without_writes_of_fn_is_traced_once(monkeypatch, device):
+    """Rules write into what they have just computed, but for that nothing is traced again."""
+    traced = []
+    make_fx = _trace._make_fx
+    monkeypatch.setattr(_trace, "_make_fx", lambda function, tensors: traced.append(function) or make_fx(function, tensors))
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    loss, params = psg.stateless(model.to(device), lambda output: output.square().sum())
+    fn, x = psg.clipped_grad(loss, clip_norm=0.1), torch.randn(5, 6, 3, device=device)
+    same(psg.jit(fn, backend="eager")(params, x), fn(params, x))
+    assert len(traced) == 1
 
 
 def test_values_of_an_argument_under_a_view_that_fn_closes_over_are_not_kept(device):

@@ -79,7 +79,7 @@ def jit(
       what other objects hold, attributes that fn itself writes, classes that are changed, and what a scripted module holds. After 16 traces
       for one signature, further changes run eagerly. Give fn an attribute `cache_key` for what psg does not see: a function without
       arguments, whose hashable result becomes part of the signature. Tensors that fn makes past torch's dispatcher (`torch.func.linearize`,
-      DLPack) cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors is traced twice.
+      DLPack) cannot be traced; to tell them from tensors that fn closes over, a function that closes over tensors runs twice.
     - Other Python values that fn closes over are fixed by the trace, and fn prints or appends to lists only then. A function may take
       Python values (by `.item()`, by branching), masks and sizes from tensors that it makes of numbers, and from tensors that it closes
       over, the edges of a graph say: all later calls compare the latter with what they were in the trace, for which Python waits on
@@ -255,7 +255,7 @@ class Jitted:
 
                 def noted(*args: Any, **kwargs: Any) -> Any:
                     mode: Any = get_proxy_mode()
-                    with called.noting(mode.tracer.root):  # the module in which the tracer keeps constants
+                    with called.noting(*([] if mode is None else [mode.tracer.root])):  # the module in which the tracer keeps constants
                         return self._fn(*args, **kwargs)
 
                 found = trace(noted, leaves, spec, tensors, name, draws.generators, called.constants)

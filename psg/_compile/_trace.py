@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from psg import _trees
 from psg._errors import PsgError, StateError
@@ -112,13 +113,17 @@ def trace(
     recorded = [own for own, alone in zip(captured, detached, strict=True) if not (alone and id(own) in constants)]
     found = [*read.values()]
     recorded += [tensor for tensor, _ in found]
-    # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second trace finds another one in its place.
+    # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second run finds another one in its place.
     # Autograd's symbolic zeros may differ.
-    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()} | read.keys()
-    if suspects and not suspects <= {id(tensor) for tensor in _captured(_make_fx(flat, tensors))} | read.keys():
-        raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
+    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()} | {id(tensor) for tensor, _ in found}
+    if suspects:
+        with _Given() as again:
+            flat(*tensors)
+        if not suspects <= again.found.keys():
+            raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
+    _write_anew(graph)
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
-        # Compilers know functional graphs best, and refuse some ops that write into a given tensor.
+        # Compilers know functional graphs best, and refuse some ops that write into a given tensor. This traces the graph once more.
         _reshape(graph, _views_of_final_values(graph))
         with _ambient.off():  # autocast is in the graph already
             graph = _make_fx(torch.func.functionalize(graph), [*tensors, *(tensor.detach() for tensor in captured)])
@@ -135,6 +140,30 @@ def trace(
     known = enumerate((*tensors, *captured, *sized))
     placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
     return Trace(graph, captured, recorded, found, sized, [*reads.flags.values()], placed, *outcome)
+
+
+def _write_anew(graph: GraphModule) -> None:
+    """Give an op that writes into a tensor, which nothing else uses or shares memory with, a tensor of its own to write into."""
+    for node in graph.graph.nodes:
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            continue
+        place, *others = node.args
+        packet = getattr(torch.ops.aten, node.target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+        op = getattr(packet, node.target._overloadname, None)
+        if op is None or op._schema.is_mutable or node.kwargs or not isinstance(place, Node) or len(place.users) > 1:
+            continue
+        operands = [place, *(other for other in others if isinstance(other, Node))]
+        alike = all(getattr(own.meta.get("val"), "dtype", None) == place.meta["val"].dtype for own in operands)  # else the form promotes
+        if alike and _is_fresh(place):
+            node.target = op
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether an op has made this tensor, which is no view of another."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(maker, Node) or not isinstance(maker.target, OpOverload):
+        return False
+    return all(returned.alias_info is None for returned in maker.target._schema.returns)
 
 
 def _reshape(graph: GraphModule, views: Iterable[Node]) -> None:
@@ -176,6 +205,31 @@ def _make_fx(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphMo
     # which about halves the time.
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         return make_fx(function)(*tensors)
+
+
+class _Given(TorchDispatchMode):
+    """Finds the operands that no op has made: arguments, and what fn closes over. A tracer would take much longer.
+
+    Attributes:
+        found: They, by id.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = WeakIdKeyDictionary()
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _trees.tensors_in(_trees.flatten((args, kwargs))[0]):
+            if tensor not in self._made:
+                self.found[id(tensor)] = tensor
+        output = func(*args, **kwargs)
+        for tensor in _trees.tensors_in(_trees.flatten(output)[0]):
+            self._made[tensor] = True
+        return output
 
 
 class _ConstantsAsInputs(TorchDispatchMode):
