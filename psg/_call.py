@@ -38,6 +38,8 @@ class Options:
     method: str = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.has_aux, bool):
+            raise InputError(f"has_aux={self.has_aux!r}: expected True or False.")
         _one_of("randomness", self.randomness, get_args(Randomness))
         _one_of("method", self.method, get_args(Method))
         chunk = self.chunk_size
@@ -207,7 +209,7 @@ class Call:
         """For fn a function of a batch: the same call with a function of one sample, which calls fn on a batch of one."""
 
         def fn(*sample: Any, **kwargs: Any) -> Any:
-            leaves, spec = _trees.flatten(sample)
+            leaves, _ = _trees.flatten(sample)
             leaves = [leaf if dim is None else leaf.unsqueeze(dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
             loss, aux = replace(self, kwargs=kwargs, n=1).evaluate(leaves, batch=True)
             if not self.has_aux:

@@ -1,4 +1,4 @@
-"""The errors and the one warning that psg raises on its own account, and a check of arguments."""
+"""The errors and the one warning that psg raises on its own account, a check of arguments, and how messages name things."""
 
 import functools
 import inspect

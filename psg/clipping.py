@@ -52,15 +52,15 @@ def clip(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     return torch.where(under, 1, clip_norm / torch.where(under, 1, norms))
 
 
-def _fits(value: Any, fits: Callable[[float], bool]) -> bool:
-    """Whether a value is a number, or a scalar tensor of one, that fits; the tensor's is looked at where reading it is free."""
+def fits(value: Any, within: Callable[[float], bool]) -> bool:
+    """Whether a value is a number, or a scalar tensor of one, within bounds; the tensor's is looked at where reading it is free."""
     if isinstance(value, Tensor):
         if value.ndim > 0 or value.is_complex():
             return False
         if not _functorch.can_read_now(value):
             return True
         value = value.item()
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and fits(float(value))
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and within(float(value))
 
 
 def automatic(gamma: float = 0.01) -> Policy:
@@ -80,7 +80,7 @@ def automatic(gamma: float = 0.01) -> Policy:
         >>> automatic(gamma=1.0)(torch.tensor([0.0, 1.0]), 2.0)
         tensor([1., 1.])
     """
-    if not _fits(gamma, lambda gamma: gamma > 0):
+    if not fits(gamma, lambda gamma: gamma > 0):
         raise InputError(f"automatic(gamma={gamma!r}): expected a number greater than 0; policy='normalize' is the limit at 0.")
     return _Automatic(gamma)
 
@@ -193,7 +193,7 @@ def adapt(
         A scalar tensor on the device of `norms`, in their dtype or that of a `clip_norm` of higher precision.
 
     Raises:
-        InputError: `norms` or `mask` is not [n], `clip_norm` is a `PerLeaf` or `PerGroup`, or an option is out of range.
+        InputError: `norms` or `mask` is not [n], `clip_norm` is a `PerLeaf` or `PerGroup`, or a value is out of range.
 
     Example:
         >>> import torch
@@ -207,22 +207,20 @@ def adapt(
     """
     if isinstance(clip_norm, (PerLeaf, PerGroup)):
         raise InputError(f"psg.clipping.adapt: got a {type(clip_norm).__name__}; adapt each of its clip norms by its own `group_norms`.")
-    check_clip_norm(clip_norm)
-    if not isinstance(clip_norm, Tensor) and not 0 < clip_norm < math.inf:
-        raise InputError(f"psg.clipping.adapt: clip_norm={clip_norm}: expected a finite number greater than 0; this one would never move.")
     if not isinstance(norms, Tensor):
         hint = ": pass out.norms" if hasattr(norms, "clip_coef") else ""
         raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got a {type(norms).__name__}{hint}.")
     if norms.ndim != 1:
         raise InputError(f"psg.clipping.adapt: expected norms [n], got shape {tuple(norms.shape)}.")
     check_mask("psg.clipping.adapt", mask, len(norms))
-    for name, value, fits, expected in (
+    for name, value, within, expected in (
+        ("clip_norm", clip_norm, lambda norm: 0 < norm < math.inf, "greater than 0 and finite, or it would never move"),
         ("expected_batch_size", expected_batch_size, lambda size: 0 < size < math.inf, "greater than 0 and finite"),
         ("quantile", quantile, lambda share: 0 <= share <= 1, "in [0, 1]"),
         ("rate", rate, lambda rate: 0 <= rate < math.inf, "at least 0 and finite"),
         ("std", std, lambda std: 0 <= std < math.inf, "at least 0 and finite"),
     ):
-        if not _fits(value, fits):
+        if not fits(value, within):
             raise InputError(f"psg.clipping.adapt: {name}={value!r}: expected a number {expected}.")
     counts = (norms <= clip_norm).to(norms.dtype) - 0.5
     total = (counts if mask is None else torch.where(mask, counts, 0)).sum()
@@ -347,7 +345,10 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
     coefs = policy(norms if is_bounded(policy) else norms.clone(), clip_norm)  # a user's policy may write into its input
     if not isinstance(coefs, Tensor) or coefs.shape != norms.shape:
         got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
-        raise InputError(f"the policy has to give a coefficient for each norm, {tuple(norms.shape)}; it gave {got}.")
+        raise InputError(
+            f"policy: expected it to return a tensor of shape {tuple(norms.shape)}, a coefficient for each norm, got {got}. One number for "
+            "all of them is torch.full_like(norms, number)."
+        )
     return coefs
 
 

@@ -312,6 +312,7 @@ def test_an_array_inside_a_dataclass_of_the_batch(params, x):
         ({"chunk_size": -2}, r"chunk_size=-2.*at least 1"),
         ({"chunk_size": 2.0}, r"chunk_size=2\.0.*integer"),
         ({"argnums": "p"}, r"argnums='p'.*integer"),
+        ({"has_aux": "no"}, r"has_aux='no'.*True or False"),
         ({"argnums": ()}, r"argnums=\(\).*non-empty"),
         ({"argnums": True}, r"argnums=True.*integer"),
     ],

@@ -1088,13 +1088,21 @@ def test_sums_and_products_of_dense_gradients_in_blocks(n, m, width, blocks, see
     "make",
     [
         lambda values: Outer(values, values),
+        lambda values: Outer(values.real, values),
         lambda values: Rows(torch.zeros(2, 3, dtype=torch.int64), values, 4),
+        lambda values: Conv(values.real[:, None], values[:, None], Geometry((1,), (1,), (0,), (1,), 1)),
         lambda values: Conv(values[:, None], values[:, None], Geometry((1,), (1,), (0,), (1,), 1)),
     ],
 )
 def test_products_of_complex_tensors_are_refused(make):
     with pytest.raises(psg.InputError, match=r"psg\.factors\.(Outer|Rows|Conv): .*only Dense"):
         make(torch.ones(2, 3, 4, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("input", [torch.ones(2, 3, 5), torch.ones(2, 2, 3, 5), torch.ones(3, 1, 3, 5)])
+def test_the_sides_of_a_convolution_have_the_same_samples_and_images(input):
+    with pytest.raises(psg.InputError, match=r"Conv: expected a cotangent \[n, images, o, \*out\] .* one image a sample is \[n, 1"):
+        Conv(torch.ones(2, 1, 4, 5), input, Geometry((1,), (1,), (0,), (1,), 1))
 
 
 def test_groups_never_mix(device):

@@ -524,6 +524,11 @@ WRITES = {
 }
 
 
+def test_a_backend_that_is_neither_a_name_nor_a_function():
+    with pytest.raises(psg.InputError, match=r"psg\.jit\(backend=3\): expected a name, or a function"):
+        psg.jit(torch.sin, backend=3)
+
+
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_writes_are_traced(write, device):
     w, x = torch.rand(3, device=device), torch.rand(5, 3, device=device) + 0.5

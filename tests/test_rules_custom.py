@@ -842,9 +842,17 @@ def test_a_rule_may_take_shared_without_a_default(rule_for_project, device):
     assert seen == [{"weight"}]
 
 
-def test_params_of_a_rule_are_a_tuple():
-    with pytest.raises(psg.InputError, match=r"params='weight'\): expected a tuple of names: \('weight',\)"):
-        psg.rule(project, params="weight")
+@pytest.mark.parametrize("params", ["weight", 3])
+def test_params_of_a_rule_are_a_tuple(params):
+    with pytest.raises(psg.InputError, match=r"params=('weight'|3)\): expected a tuple of names, such as \('weight',\)"):
+        psg.rule(project, params=params)
+
+
+def test_a_rule_for_no_op_and_a_primitive_of_no_function():
+    with pytest.raises(psg.InputError, match=r"expected the ops that the rule is for"):
+        psg.rule()
+    with pytest.raises(psg.InputError, match=r"psg\.primitive: expected a function of tensors, got a int"):
+        psg.primitive(3)
 
 
 def test_a_rule_whose_sides_do_not_fit_is_an_error(rule_for_project, device):

@@ -44,6 +44,7 @@ from psg._torch._autocast import cast_of
 from psg._torch._higher_order import HIGHER_ORDER
 from psg._torch._ops import (
     ACCUMULATING,
+    DETACHING,
     DIFFERENTIATING,
     GRAD_FN,
     METADATA,
@@ -280,7 +281,7 @@ class _BatchMode(Watch, Looking):
             self._refuse(f"{returned[0]} as an autograd.Function returns it")
         if func in REQUIRING and False in (*args[1:], *kwargs.values()):
             self._refuse(f"requires_grad_(False) on {met[0].name}")
-        if func in (Tensor.detach_, torch.detach_):  # the handle would go on as the same value
+        if func in DETACHING:  # the handle would go on as the same value
             self._refuse(f"detach_ on {met[0].name}")
         if func == Tensor.register_hook:  # it would never see the gradient of a rule, and run under vmap when others are pulled back
             self._refuse(f"a hook on {met[0].name}")

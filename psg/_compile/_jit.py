@@ -415,6 +415,8 @@ def _sizes(buckets: int | Sequence[int]) -> Callable[[int], int]:
 
 
 def _backend(name: str) -> _Compile:
+    if not isinstance(name, str):
+        raise InputError(f"psg.jit(backend={name!r}): expected a name, or a function of a graph and its inputs.")
     from torch._dynamo.exc import InvalidBackend  # takes half a second, so that only those who compile pay for it
 
     try:

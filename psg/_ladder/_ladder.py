@@ -28,7 +28,7 @@ def run(call: Call, method: str) -> Result:
         The result, with a derivative if `call.needs_derivative` (which capture cannot give) and else without history.
 
     Raises:
-        InputError: fn does not return a scalar.
+        InputError: fn does not return a scalar, or the method needs rules, which are disabled.
         StateError: fn changes state.
         OutOfMemoryError: A device has not enough memory for so many samples at once.
     """

@@ -182,5 +182,5 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
 )
 
-CALLED: ContextVar[Called | None] = ContextVar("psg_called_stateless", default=None)
+CALLED: ContextVar[Called | None] = ContextVar("psg_called", default=None)
 """What the trace that is running must know of the modules that it meets; None outside of traces."""

@@ -58,9 +58,9 @@ def _floating_only(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     return lambda tensor: function(tensor) if _trees.is_inexact(tensor) else tensor
 
 
-def expect_real(factor: "Factor", tensor: Tensor) -> None:
+def expect_real(factor: "Factor", *tensors: Tensor) -> None:
     """Raise InputError if a factor's tensor is complex: only Dense takes a complex entry for a pair of real numbers."""
-    if tensor.is_complex():
+    if any([tensor.is_complex() for tensor in tensors]):
         raise InputError(f"psg.factors.{type(factor).__name__}: only Dense takes complex gradients: pass them to psg.factors.Dense.")
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg import plans
+from psg._errors import InputError
 from psg._hardware import _fused, _machine, _matmul
 from psg._torch import _functorch
 from psg.factors._arithmetic import scale_rows, squared_terms_of, wide, wide_bmm, widen
@@ -59,7 +60,7 @@ class Conv(Planned):
         geometry: Kernel, stride, padding, dilation, groups.
 
     Raises:
-        InputError: The tensors are complex.
+        InputError: The tensors are complex, or their shapes do not fit.
 
     Example:
         >>> import torch
@@ -77,12 +78,18 @@ class Conv(Planned):
     constants = ("geometry",)
 
     def __init__(self, cotangent: Tensor, input: Tensor, geometry: Geometry) -> None:
+        if not cotangent.ndim == input.ndim == 3 + len(geometry[0]) or cotangent.shape[:2] != input.shape[:2]:
+            shapes = f"{tuple(cotangent.shape)} and {tuple(input.shape)}"
+            raise InputError(
+                f"psg.factors.Conv: expected a cotangent [n, images, o, *out] and an input [n, images, i, *in], got {shapes}; one image a "
+                "sample is [n, 1, c, *spatial]."
+            )
         self.cotangent = cotangent
         self.input = input
         kernel, stride, padding, dilation, groups = geometry
         # Lists could not be part of the key under which costs are remembered.
         self.geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
-        expect_real(self, cotangent)
+        expect_real(self, cotangent, input)
 
     @property
     def shape(self) -> torch.Size:

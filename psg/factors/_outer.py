@@ -47,7 +47,7 @@ class Outer(Planned):
             raise InputError(f"psg.factors.Outer: expected [n, t, a] and [n, t, b], got {shapes}; a single position is [n, 1, a].")
         self.left = left
         self.right = right
-        expect_real(self, left)
+        expect_real(self, left, right)
 
     @property
     def shape(self) -> torch.Size:

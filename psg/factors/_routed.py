@@ -62,7 +62,7 @@ class Routed(Planned):
         self.left = left
         self.right = right
         self.num_groups = num_groups
-        expect_real(self, left)
+        expect_real(self, left, right)
 
     @property
     def shape(self) -> torch.Size:

@@ -23,7 +23,7 @@ class Rows(Additive):
         num_rows: The number of rows v of the parameter.
 
     Raises:
-        InputError: The index holds no integers, or the cotangent is complex.
+        InputError: The index holds no integers, the shapes do not fit, or the cotangent is complex.
 
     Example:
         >>> import torch

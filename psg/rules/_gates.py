@@ -368,7 +368,7 @@ class Gru(Recurrence):
         return self.found[2]
 
     def record(self, state: Sequence[Tensor]) -> list[Tensor]:
-        w_ih, w_hh, b_ih, b_hh, _ = self.weights
+        b_ih, b_hh = self.weights.b_ih, self.weights.b_hh
         width = state[0].shape[1]
         b_n = None
         if b_ih is not None and b_hh is not None:

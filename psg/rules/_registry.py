@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import handle_torch_function, has_torch_function
 
-from psg._errors import InputError
+from psg._errors import InputError, received
 from psg._torch._ambient import P, R
 from psg._torch._cached import cached
 from psg._torch._higher_order import HIGHER_ORDER
@@ -167,8 +167,8 @@ def rule(
         A decorator that registers the function, in place of an earlier rule for the same op, and returns it.
 
     Raises:
-        InputError: torch's function mode does not see an op, a name in `params` is no argument of the function, or the function
-            takes positional-only arguments or `**options`.
+        InputError: No op is given, torch's function mode does not see one, `params` are no names of arguments of the function, or the
+            function takes positional-only arguments or `**options`.
 
     Example:
         >>> import torch, psg
@@ -184,6 +184,8 @@ def rule(
         tensor([[1., 2.],
                 [3., 4.]])
     """
+    if not ops:
+        raise InputError("psg.rule(): expected the ops that the rule is for, as in @psg.rule(op).")
     for op in ops:
         if not _visible(op):
             raise InputError(
@@ -192,8 +194,8 @@ def rule(
                 "A rule is registered by `@psg.rule(op)`."
             )
 
-    if isinstance(params, str):
-        raise InputError(f"psg.rule(params={params!r}): expected a tuple of names: ({params!r},).")
+    if not isinstance(params, (tuple, list)):
+        raise InputError(f"psg.rule(params={params!r}): expected a tuple of names, such as ('weight',).")
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(run)
@@ -233,6 +235,9 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
     Returns:
         A function with the same results, to call in place of the original. A call that no rule takes runs the ops of the original.
 
+    Raises:
+        InputError: It is not a function.
+
     Example:
         >>> import torch, psg
         >>> @psg.primitive
@@ -241,6 +246,8 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
         >>> double(torch.tensor(1.5))
         tensor(3.)
     """
+    if not callable(function):
+        raise InputError(f"psg.primitive: expected a function of tensors, got {received(function)}.")
 
     @functools.wraps(function)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:

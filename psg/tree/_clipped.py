@@ -2,7 +2,6 @@
 
 import functools
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -138,11 +137,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
             raise InputError(
                 f"psg.tree.add_noise: {place} is a sparse sum, but noise goes on every entry, stored or not: pass its to_dense()."
             )
-    if isinstance(std, Tensor) and std.ndim != 0:
-        raise InputError(f"psg.tree.add_noise: std: expected a number or a scalar tensor, got shape {tuple(std.shape)}.")
-    # On a device, reading a tensor would wait; a trace has no value.
-    known = std if not isinstance(std, Tensor) else std.item() if _functorch.can_read_now(std) else 0.0
-    if isinstance(known, bool) or not (isinstance(known, numbers.Real) and 0 <= known < math.inf):
+    if not clipping.fits(std, lambda std: 0 <= std < math.inf):
         raise InputError(
             f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor of one. The sensitivity "
             "of a policy of your own is inf unless psg.clipping.bounded wraps it."

@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from psg import _trees
-from psg._errors import InputError, as_integer
+from psg._errors import InputError, as_integer, received
 from psg._torch import _functorch
 from psg._torch._ambient import unaffected
 from psg.factors import Dense, Factor, is_factor
@@ -198,7 +198,7 @@ def concat(trees: Iterable[Any]) -> Any:
         One tree. A leaf stays factored where its kind and shapes agree in all trees, and is materialised where they do not.
 
     Raises:
-        InputError: No tree is given, or structures differ.
+        InputError: No tree is given, structures or shapes differ, or `trees` is a tree itself.
 
     Example:
         >>> import torch
@@ -206,6 +206,8 @@ def concat(trees: Iterable[Any]) -> Any:
         tensor([[1.],
                 [2.]])
     """
+    if isinstance(trees, (Tensor, Factor, Mapping)) or not isinstance(trees, Iterable):
+        raise InputError(f"psg.tree.concat: expected a list of trees, got {received(trees)}; one tree alone is [tree].")
     trees = list(trees)
     if not trees:
         raise InputError("psg.tree.concat: expected at least one tree.")
