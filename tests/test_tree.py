@@ -715,7 +715,7 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.add_noise(VALUES, -1.0), r"psg\.tree\.add_noise: std=-1\.0: expected a number that is at least 0"),
         (lambda: psg.tree.add_noise(VALUES, "1"), r"psg\.tree\.add_noise: std='1': expected a number that is at least 0"),
         (lambda: psg.tree.add_noise(VALUES, torch.ones(2)), r"psg\.tree\.add_noise: std=tensor\(\[1\., 1\.\].*: expected a number"),
-        (lambda: psg.tree.concat(torch.ones(3, 2)), r"psg\.tree\.concat: expected a list of trees, got a Tensor; one tree alone is \[tree\]"),
+        (lambda: psg.tree.concat(torch.ones(3, 2)), r"concat: expected a list of trees, got a Tensor; one tree alone is \[tree\]"),
         (lambda: psg.tree.concat({"a": VALUES}), r"psg\.tree\.concat: expected a list of trees, got a dict"),
         (lambda: psg.tree.concat(psg.factors.Dense(torch.ones(3, 2))), r"psg\.tree\.concat: expected a list of trees, got a Dense"),
         (lambda: psg.tree.concat(None), r"psg\.tree\.concat: expected a list of trees, got a NoneType"),

@@ -684,3 +684,61 @@ def test_flags_that_are_assigned_are_no_writes(method, device):
     plain, _ = psg.stateless(module, lambda output: output.sum())
     expected = loop_grad(lambda p, x: (F.linear(x, p["linear.weight"], p["linear.bias"]).tanh() * module.scale).sum())(params, x)
     assert_trees_close(psg.per_sample_grad(loss if method == "batch" else plain, method=method)(params, x), expected)
+
+
+# --- places of samples --------------------------------------------------------------------------------------
+
+_I, _J = torch.tensor([0, 2, 1]), torch.tensor([1, 0, 1])
+# Of y [3, 3, 2], values v [3, 3], the places of all samples alike, those of each sample's own, and a number of each sample's own.
+PLACES = {
+    "behind a dimension": lambda y, v, i, own, k: put(y, (slice(None), own), v[:, :, None]),
+    "behind a dimension, of an ellipsis": lambda y, v, i, own, k: put(y, (..., own % 2), v[:, None]),
+    "behind a number": lambda y, v, i, own, k: put(y, (slice(1, None), 1, own % 2), v[1:]),
+    "in two dimensions that are apart": lambda y, v, i, own, k: put(y, (own, slice(None), own % 2), v),
+    "alike, in two dimensions that are apart": lambda y, v, i, own, k: put(y, (i, slice(None), i % 2), v),
+    "alike and of their own": lambda y, v, i, own, k: put(y, (i, slice(None), own % 2), v),
+    "behind a new dimension": lambda y, v, i, own, k: put(y, (None, own, slice(None), i % 2), v[:, None]),
+    "of two dimensions": lambda y, v, i, own, k: put(y, (slice(None), own.expand(2, 3)), v[:, None, :, None]),
+    "added to": lambda y, v, i, own, k: put(y, (slice(None), own), y[:, own] + v[:, :, None]),
+    "in lists": lambda y, v, i, own, k: put(y, ([0, 2, 1], slice(None), [1, 0, 1]), v),
+    "beside a mask": lambda y, v, i, own, k: put(y, (i > -1, slice(None), own % 2), v),
+    "beside a mask of their own": lambda y, v, i, own, k: put(y, (own > -1, slice(None), i % 2), v),
+    "a number": lambda y, v, i, own, k: put(y, (slice(None), k), v[:, :2]),
+    "a number, and places": lambda y, v, i, own, k: put(y, (k, slice(None), own % 2), v),
+    "a number, for a number": lambda y, v, i, own, k: put(y, (..., k, 0), 2.0),
+    "by index_put_": lambda y, v, i, own, k: torch.ops.aten.index_put_(y, [own, None, i % 2], v),
+    "by index_put_, accumulated": lambda y, v, i, own, k: torch.ops.aten.index_put_(y, [i, None, own % 2], v, True),
+    "by index_put": lambda y, v, i, own, k: torch.ops.aten.index_put(y, [None, own, i % 2], v),
+    "read, a number and places": lambda y, v, i, own, k: y[k, :, own % 2] * v,
+    "read, a number and places alike": lambda y, v, i, own, k: y[k, :, i % 2] * v,
+    "read, apart": lambda y, v, i, own, k: y[own, :, i % 2] * v,
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+@pytest.mark.parametrize("use", PLACES.values(), ids=PLACES)
+def test_places_of_samples(use, method, device):
+    """vmap put the values into places in another order, which no error showed where the sizes were the same."""
+
+    def fn(params, x, own, k):
+        y = use(params["w"] * x * 1, params["v"], _I.to(x.device), own, k)
+        return (y * weights[tuple(map(slice, y.shape))]).sum().sin()
+
+    weights = torch.randn(3, 3, 3, device=device)
+    params = {"w": torch.randn(3, 3, 2, device=device), "v": torch.randn(3, 3, device=device)}
+    x, own = torch.randn(4, 3, 3, 2, device=device), torch.stack([torch.randperm(3, device=device) for _ in range(4)])
+    args = params, x, own, torch.tensor([0, 1, 1, 0], device=device)
+    try:
+        found = psg.per_sample_grad(fn, method=method)(*args)
+    except (RuntimeError, psg.PsgError):
+        assert method == "vmap"  # a number that it cannot read, masks
+        return
+    assert_trees_close(found, loop_grad(fn)(*args))
+
+
+def test_values_that_do_not_fit_places(device):
+    """The loop's error, where vmap would have taken them."""
+    args = torch.ones(2, 2, device=device), torch.ones(3, 2, 2, device=device), torch.ones(3, 1, device=device).long()
+    with pytest.raises(RuntimeError, match="shape|size"):
+        psg.per_sample_grad(lambda w, x, i: put(w * x, (slice(None), i), w[0]).sum())(*args)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -270,12 +270,131 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape[: index.ndim]
     is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
     if not (is_mask and is_number and _functorch.is_vmapped(index)):
-        return NotImplemented
+        return _put_at(self, index, value)
     if isinstance(value, Tensor):
         value = value.to(self.dtype)
     elif not is_inexact(self):
         value = self.new_full((), value)  # of a float and integers, torch.where makes float32, which rounds the integers
     self.copy_(torch.where(index.reshape(index.shape + (1,) * (self.ndim - index.ndim)), value, self))
+
+
+class _Places(NamedTuple):
+    """Places in a tensor that indices give, `tensor[:, i]`, as vmap gets them right: with their dimensions in front.
+
+    Attributes:
+        front: A view of the tensor, with the dimensions that the places index in front.
+        index: The places.
+        before: How many of the other dimensions come before those of the places in what is read or written.
+    """
+
+    front: Tensor
+    index: tuple[Tensor, ...]
+    before: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, places: Sequence[Tensor | None], counted: Callable[[Tensor], bool] = lambda place: True) -> "_Places":
+        """Places by dimension; those that are `counted` decide where their dimensions come: in front unless they are side by side."""
+        at = [d for d, place in enumerate(places) if place is not None]
+        index = tuple([place for place in places if place is not None])
+        others = [d for d in range(tensor.ndim) if d not in at]
+        deciding = [d for d, place in zip(at, index, strict=True) if counted(place)]
+        together = not any(deciding[0] < d < deciding[-1] for d in others) if deciding else False
+        return cls(tensor.permute(*at, *others), index, sum(d < deciding[0] for d in others) if together else 0)
+
+    @classmethod
+    def at(cls, tensor: Tensor, index: Any) -> "_Places | None":
+        """What an index in brackets means; None if it has no places, or masks of each sample's own."""
+        items: list[Any] = []
+        for item in index if isinstance(index, tuple) else (index,):
+            places = _places_of(item, tensor)
+            items += [item] if places is None else places
+        if not all(item is None or item is ... or type(item) in (int, slice) or _is_place(item) for item in items):
+            return None
+        dots = [k for k, item in enumerate(items) if item is ...] or [len(items)]
+        rest = tensor.ndim - sum(item is not None and item is not ... for item in items)
+        if rest < 0 or len(dots) > 1 or not any(map(_is_place, items)):
+            return None
+        items[dots[0] : dots[0] + 1] = [slice(None)] * rest
+        view = tensor[tuple([slice(None) if isinstance(item, Tensor) else item for item in items])]
+        own = [item if isinstance(item, Tensor) else None for item in items if not isinstance(item, int)]
+        return cls.of(view, own, lambda place: place.ndim > 0)  # a place without dimensions counts as a number, as in torch
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the places."""
+        return torch.broadcast_shapes(*(place.shape for place in self.index))
+
+    def read(self) -> Tensor:
+        """What is there."""
+        count = len(self.shape)
+        return self.front[tuple([place.expand(self.shape) for place in self.index])].movedim(
+            list(range(count)), list(range(self.before, self.before + count))
+        )
+
+    def write(self, values: Tensor, accumulate: bool = False) -> None:
+        """Put values there, which may have fewer entries, and more dimensions of size 1."""
+        rest, count = self.front.shape[len(self.index) :], len(self.shape)
+        sizes = (*rest[: self.before], *self.shape, *rest[self.before :])
+        while values.ndim > len(sizes) and values.shape[0] == 1:
+            values = values[0]
+        values = values.expand(sizes).movedim(list(range(self.before, self.before + count)), list(range(count)))
+        self.front.index_put_(self.index, values, accumulate)
+
+
+def _is_place(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32)
+
+
+def _places_of(item: Any, tensor: Tensor) -> "list[Tensor] | None":
+    """The places that a list, an array or a mask stands for, which all samples share; None for other items, and for masks of their own."""
+    if _is_array(item):
+        item = torch.as_tensor(item, device=tensor.device)
+    if not isinstance(item, Tensor) or _functorch.is_vmapped(item) or item.dtype not in (torch.bool, torch.uint8):
+        return [item] if _is_place(item) else None
+    return list(item.nonzero(as_tuple=True)) if item.ndim else None
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, (list, range)) or not isinstance(item, Tensor) and getattr(item, "ndim", 0) > 0
+
+
+def _are_in_front(items: Sequence[Any]) -> bool:
+    """Whether places and masks come before everything else, which vmap gets right."""
+    chosen = [isinstance(item, Tensor) or _is_array(item) for item in items]
+    return all(chosen[: sum(chosen)])
+
+
+def _put_at(self: Tensor, index: Any, value: Any) -> Any:
+    """tensor[:, i] = values, tensor[i, :, j] = values. vmap takes the values in another order, and no tensor for a number."""
+    items = index if isinstance(index, tuple) else (index,)
+    numbers = any(_is_place(item) and not item.ndim and _functorch.is_vmapped(item) for item in items)
+    if not numbers and (not isinstance(value, Tensor) or _are_in_front(items)):
+        return NotImplemented
+    if not any(map(_functorch.is_vmapped, tensors_of((self, index, value), {}))):
+        return NotImplemented
+    places = _Places.at(self, index)
+    return NotImplemented if places is None else places.write(torch.as_tensor(value, dtype=self.dtype, device=self.device))
+
+
+@decomposition(Tensor.__getitem__)
+def _get_at(self: Tensor, index: Any) -> Any:
+    """tensor[i, :, j] where i has no dimensions, and is a number for one sample alone. vmap takes it for another place like j."""
+    items = index if isinstance(index, tuple) else ()
+    if not any(_is_place(item) and not item.ndim and _functorch.is_vmapped(item) for item in items):
+        return NotImplemented
+    places = _Places.at(self, index)
+    return NotImplemented if places is None or not places.shape else places.read()
+
+
+@decomposition(torch.index_put_, Tensor.index_put_)
+def _index_put(input: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """The same as in brackets."""
+    if _are_in_front(indices) or not any(map(_functorch.is_vmapped, tensors_of((input, indices, values), {}))):
+        return NotImplemented
+    if not all(place is None or _is_place(place) for place in indices) or len(indices) > input.ndim or values.dtype != input.dtype:
+        return NotImplemented
+    _Places.of(input, indices).write(values, accumulate)
+    return input
 
 
 def _in_parts(op: Any) -> None:
