@@ -562,6 +562,97 @@ def test_values_of_an_argument_under_a_view_that_fn_closes_over_are_not_kept(dev
     same(fast(w, data[:2]), psg.per_sample_grad(fn)(w, data[:2]))
 
 
+def check_after(fn, changes, device, builds=None, **options):
+    """The jitted function after each change of what fn closes over, beside the eager one."""
+    w, x = torch.rand(4, device=device), torch.randn(2, 4, device=device)
+    slow = psg.per_sample_grad(fn, **options)
+    fast = psg.jit(slow, backend="eager")
+    for change in (lambda: None, *changes):
+        change()
+        same(fast(w, x), slow(w, x))
+    if builds is not None:
+        assert [entry.error for entry in fast.cache_info()] == [None]
+        assert fast._builds.total() == builds
+    return fast
+
+
+def test_several_views_of_one_memory_that_fn_closes_over(device):
+    source, target = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]], device=device)
+    fn = lambda w, x: (w * x)[target[source != target]].sum().sin() * int(target.max())  # noqa: E731
+    changes = [lambda: target.copy_(torch.tensor([0, 0, 3, 0])), lambda: source.copy_(torch.tensor([0, 1, 1, 1]))]
+    check_after(fn, changes, device, builds=3)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_values_beyond_a_view_that_fn_closes_over(device):
+    whole = torch.arange(1.0, 9.0, device=device)
+    part = whole[:3]
+    check_after(lambda w, x: (w * x).sum().sin() * part.as_strided((8,), (1,), 0).sum().item(), [lambda: whole[5:].add_(1)], device)
+
+
+def test_entries_at_constant_places_are_not_baked_in(device):
+    table, places = torch.rand(4, device=device), torch.tensor([0, 2, 1, 3], device=device)
+    check_after(lambda w, x: (w * x * table[places]).sum().sin(), [lambda: table.add_(1)] * 3, device, builds=1)
+
+
+def test_values_that_were_used_before_they_are_read(device):
+    c = torch.tensor([0.5, 2.0, 3.0, 0.0], device=device)
+    check_after(lambda w, x: ((w * x) ** 2 * c)[c > 1].sum() * c[1].item(), [lambda: c.copy_(c.flip(0))], device, builds=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "use"),
+    [
+        (0.0, -0.0, lambda c: math.copysign(1.0, c.item())),
+        (complex("nan+1j"), complex("nan+3j"), lambda c: c.item().imag),
+        (1.0, math.nan, lambda c: 1.0 if c > 0 else 2.0),
+    ],
+    ids=["zeros", "parts of numbers that are none", "to nan"],
+)
+def test_values_are_compared_bit_by_bit(first, second, use, device):
+    c = torch.tensor(first, device=device)
+    check_after(lambda w, x: (w * x).sum().sin() * use(c), [lambda: c.copy_(torch.tensor(second))], device, builds=2)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_memory_that_numpy_shares(reads_first):
+    def fn(w, x):
+        z = torch.zeros(4)
+        array = z.numpy()
+        if reads_first:
+            z.copy_(x)
+            return (w * x).sum().sin() * (float(array[0]) + 2)
+        array[:] = 7.0
+        return (w * x * z).sum().sin()
+
+    fast = check_after(fn, [lambda: None], torch.device("cpu"), method="loop")
+    assert fast.cache_info()[0].error is not None
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: nn.Linear(4, 4).weight.detach()[0] * 0 + x, lambda x: nn.Parameter(torch.zeros_like(x)).data.copy_(x)],
+    ids=["module", "parameter"],
+)
+def test_a_parameter_that_fn_makes_is_none_that_it_closes_over(make):
+    check_after(lambda w, x: (w * make(x)).sum().sin(), [], torch.device("cpu"), method="loop")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: torch.func.jvp(torch.func.grad(lambda q: ((q * x) ** 3).sum()), (w,), (x,))[1].sum(),
+        lambda w, x: torch.func.hessian(lambda q: ((w * q) ** 4).mean())(x).diagonal().sum() ** 2,
+    ],
+    ids=["jvp of grad", "hessian"],
+)
+def test_symbolic_zeros_of_forward_mode(fn, device):
+    """The tracer crashed where a power's second derivative in forward mode met one."""
+    check_after(fn, [lambda: None], device, builds=1)
+
+
 def test_nan_among_the_values_that_a_trace_depends_on(device):
     limits = torch.tensor([1.0, math.nan], device=device)
     fn = lambda w, x: (w * x).sum().sin() * limits[0].item()  # noqa: E731

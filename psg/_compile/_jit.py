@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _trees, plans
-from psg._compile._trace import Trace, trace
+from psg._compile._trace import Trace, bits_of, trace
 from psg._compile._verify import Draws, draws_numbers, verify
 from psg._errors import FallbackWarning, InputError, StateError, as_integer, first_line, received, user_line
 from psg._torch import _ambient, _autograd, _functorch
@@ -312,7 +312,7 @@ class _Program:
     def is_outdated(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the program does not fit these arguments, or what the function closes over now."""
         differ = any(_signature(tensor) != expected for tensor, expected in zip(self._outside, self._expected, strict=True))
-        return differ or self._offsets_of(tensors) != self._offsets or not all(_are_equal(*pair) for pair in self._trace.read)
+        return differ or self._offsets_of(tensors) != self._offsets or not all(_has_bits(*pair) for pair in self._trace.read)
 
     def _offsets_of(self, tensors: Sequence[Tensor]) -> list[Any]:
         if not self._trace.placed:
@@ -328,10 +328,10 @@ class _Program:
         return any(tensor.requires_grad != before for tensor, before in self._trace.flags)
 
 
-def _are_equal(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether two tensors of one shape have the same values, NaN among them."""
+def _has_bits(tensor: Tensor, bits: Tensor) -> bool:
+    """Whether a tensor still has the values of the trace."""
     with _ambient.off(), torch.no_grad():
-        return torch.equal(tensor, copy) or bool(((tensor == copy) | (tensor != tensor) & (copy != copy)).all())
+        return torch.equal(bits_of(tensor), bits)
 
 
 def _plain(tensor: Tensor) -> Tensor:

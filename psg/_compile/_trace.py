@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
-from psg._torch._ops import CONVERSIONS, REQUIRES_GRAD, SET_DATA, read_by, tensors_of
+from psg._torch._ops import ARRAYS, CONVERSIONS, REQUIRES_GRAD, SET_DATA, read_by, tensors_of
 
 
 class Trace(NamedTuple):
@@ -33,7 +33,7 @@ class Trace(NamedTuple):
         graph: Maps the tensors of the arguments, followed by those captured, to those of the result.
         captured: The tensors that the function closes over.
         recorded: Those of them that autograd would record: all but a module's parameters that `stateless` has detached.
-        read: Tensors that the function closes over whose values it takes for Python values, sizes or masks, with these values.
+        read: Tensors that the function closes over whose values it takes for Python values, sizes or masks, with the bits of these values.
         sized: Other tensors that the function closes over, of which it may read the shape or the dtype.
         flags: The tensors of which it reads whether they require grad, with the answers.
         placed: The tensors whose `storage_offset` it reads, by position among those of the arguments, `captured` and `sized`.
@@ -89,7 +89,7 @@ def trace(
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
         with _ambient.compiling, _ambient.unmoved, _ambient.unvalidated, _ConstantsAsInputs(tensors, name) as watching, reads:
-            reads.outside = watching.outside
+            reads.watching = watching
             result[:] = _trees.flatten(fn(*args, **kwargs))
         read.clear()
         read.update(watching.read)
@@ -244,7 +244,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
 
     Attributes:
         outside: The arguments, and the tensors that fn closes over as far as they are known, by storage.
-        read: The latter as far as values that are baked in depend on them, each with a copy, by id.
+        read: The latter as far as values that are baked in depend on them, each with a copy of its bits, by id.
     """
 
     supports_higher_order_operators = True
@@ -256,62 +256,107 @@ class _ConstantsAsInputs(TorchDispatchMode):
         self.outside = {_storage(tensor): tensor for tensor in tensors}
         self._given = set(self.outside)
         self.read: dict[int, tuple[Tensor, Tensor]] = {}
-        # What is known, and from which tensors that fn closes over it is computed, by storage.
-        self._known: dict[StorageWeakRef, tuple[Tensor, ...]] = {}
+        # By storage, what is known, with the tensors that fn closes over from which it is computed, by id.
+        self._known: dict[StorageWeakRef, dict[int, Tensor]] = {}
+        self._made: set[StorageWeakRef] = set()
+        self._shown: set[StorageWeakRef] = set()  # to NumPy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        mode: Any = get_proxy_mode()
         operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
-        tags = func.tags if isinstance(func, OpOverload) else ()
-        counts = torch.Tag.dynamic_output_shape in tags or func in _SIZED_BY_DATA
-        counts |= func in _SPARSE_PARTS and _storage(operands[0]) not in self.outside
+        if mode is not None and any([tensor._is_zerotensor() for tensor in operands]):
+            # The tracer crashes where some ops meet such a tensor, which autograd makes in forward mode.
+            args, kwargs = _trees.map_tensors(lambda leaf: self._filled(leaf) if leaf._is_zerotensor() else leaf, (args, kwargs))
+            operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
         literal = func is torch.ops.aten.lift_fresh.default  # torch.tensor(1.0) inside fn
-        known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in tags
-        known = literal or known and all(map(self._knows, operands))
-        if known and operands and (counts or func in _PYTHON_VALUED) and get_proxy_mode() is not None:
+        if mode is not None and not literal:
+            for tensor in operands:
+                if not has_proxy_slot(tensor, mode.tracer):
+                    self._meet(tensor, mode.tracer)
+        counts = self._counts(func, args, kwargs, operands)
+        known = literal or self._is_fixed(func) and all(map(self._knows, operands))
+        if known and operands and (counts or func in _PYTHON_VALUED) and mode is not None:
             self._note_read(operands)
             with disable_proxy_modes_tracing():
                 output = func(*args, **kwargs)
             return _trees.map_tensors(self._literal, output)
-        if func is torch.ops.aten.index.Tensor:
-            masks = [isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]]
-            counts = any(mask and not self._knows(index) for mask, index in zip(masks, args[1], strict=True))
-            args = args[0], [self._baked(index) if mask and not counts else index for mask, index in zip(masks, args[1], strict=True)]
-        if counts and kwargs.get("output_size") is None and get_proxy_mode() is not None:
+        if counts and mode is not None:
             raise PsgError(f"the size of the output of {func} depends on the data")
-        if getattr(func, "namespace", "") == "c10d" and get_proxy_mode() is not None:
+        if getattr(func, "namespace", "") == "c10d" and mode is not None:
             raise PsgError(f"it calls {func}, and a graph would not wait for its end: call it outside")
-        output = self._run(func, args, kwargs)
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [self._baked(index) if _is_mask(index) and mode is not None else index for index in args[1]]
         written = _written(func, args, kwargs)
+        self._expect_own(func, written)
+        output = func(*args, **kwargs)
+        made = {_functorch.storage_of(tensor): tensor for tensor in _strided([*_trees.flatten(output)[0], *written])}
+        self._made.update([storage for storage, tensor in made.items() if _storage(tensor) not in self.outside])
         if known:
-            sources = {id(source): source for tensor in operands for source in self._known.get(_functorch.storage_of(tensor), ())}
-            made = _strided([*_trees.flatten(output)[0], *written])
-            self._known.update((_functorch.storage_of(tensor), (*sources.values(),)) for tensor in made)
+            sources = {key: own for tensor in operands for key, own in self._known.get(_functorch.storage_of(tensor), {}).items()}
+            self._known.update(dict.fromkeys(made, sources))
         else:
-            for tensor in _strided(written):
+            # as_strided reaches memory beyond the view that it is given.
+            for tensor in made.values() if func is torch.ops.aten.as_strided.default else _strided(written):
                 self._known.pop(_functorch.storage_of(tensor), None)
         return output
 
+    def _meet(self, tensor: Tensor, tracer: Any) -> None:
+        """Make a tensor that the tracer does not know, so that fn closes over it, an input."""
+        if tensor.layout == torch.strided:
+            storage = _functorch.storage_of(tensor)
+            if storage in self._made:
+                raise PsgError("it makes a tensor that the tracer does not see, as nn.Parameter does")
+            if _storage(tensor) not in self._given and not tensor.is_quantized:
+                # All its views: what is computed from one may change where another is written into.
+                self._known[storage] = {**self._known.get(storage, {}), id(tensor): tensor}
+        self.outside[_storage(tensor)] = tensor
+        track_tensor_tree(tensor, tracer.proxy(tracer.create_arg(tensor)), constant=None, tracer=tracer)
+
+    def _filled(self, tensor: Tensor) -> Tensor:
+        """A tensor of zeros with memory."""
+        with self:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _counts(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor]) -> bool:
+        """Whether the size of an op's output depends on its operands' values, or on those of masks that are not known."""
+        if func is torch.ops.aten.index.Tensor:
+            return any(_is_mask(index) and not self._knows(index) for index in args[1])
+        if func in _SPARSE_PARTS:
+            return _storage(operands[0]) not in self.outside
+        tags = func.tags if isinstance(func, OpOverload) else ()
+        return (torch.Tag.dynamic_output_shape in tags or func in _SIZED_BY_DATA) and kwargs.get("output_size") is None
+
+    def _is_fixed(self, func: Any) -> bool:
+        """Whether an op's output follows from its operands' values. One of other libraries may draw random numbers unseen."""
+        if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "prim"):
+            return False
+        return torch.Tag.nondeterministic_seeded not in func.tags and func is not torch.ops.aten.as_strided.default
+
     def _knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is known in the trace. One that the tracer does not know yet is one that fn closes over."""
-        if tensor.layout != torch.strided:
-            return False
-        storage = _functorch.storage_of(tensor)
-        if storage in self._known:
-            return True
-        mode: Any = get_proxy_mode()
-        if mode is None or has_proxy_slot(tensor, mode.tracer) or _storage(tensor) in self._given:
-            return False
-        self._known[storage] = (tensor,)
-        return True
+        return tensor.layout == torch.strided and _functorch.storage_of(tensor) in self._known
 
     def _note_read(self, tensors: Sequence[Tensor]) -> None:
         """Note what known values depend on that are baked in."""
         for tensor in tensors:
-            for source in self._known[_functorch.storage_of(tensor)]:
-                if id(source) not in self.read:
+            for key, source in self._known[_functorch.storage_of(tensor)].items():
+                if key not in self.read:
                     with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-                        self.read[id(source)] = source, source.detach().clone()
+                        self.read[key] = source, bits_of(source).clone()
+
+    def show(self, tensor: Tensor) -> None:
+        """Note that a NumPy array shares a tensor's memory."""
+        self._shown.add(_functorch.storage_of(tensor))
+
+    def _expect_own(self, func: Any, written: Sequence[Tensor]) -> None:
+        """Refuse a write into an argument, what fn closes over, or what NumPy reads unseen."""
+        if any(_storage(tensor) in self.outside for tensor in written):
+            raise StateError(
+                f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over ({func}), which "
+                "compiling would do more than once. Return the new value from the function and write it outside."
+            )
+        if any(_functorch.storage_of(tensor) in self._shown for tensor in _strided(written)):
+            raise PsgError("it writes into the memory of a NumPy array, which the tracer does not see")
 
     def _baked(self, tensor: Tensor) -> Tensor:
         self._note_read([tensor])
@@ -325,20 +370,14 @@ class _ConstantsAsInputs(TorchDispatchMode):
             literal = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
             return literal if literal.shape == tensor.shape else literal.reshape(tensor.shape)
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        mode: Any = get_proxy_mode()
-        if mode is not None and func is not torch.ops.aten.lift_fresh.default:
-            tracer = mode.tracer
-            for leaf in _trees.flatten((args, kwargs))[0]:
-                if isinstance(leaf, Tensor) and not has_proxy_slot(leaf, tracer):
-                    self.outside[_storage(leaf)] = leaf
-                    track_tensor_tree(leaf, tracer.proxy(tracer.create_arg(leaf)), constant=None, tracer=tracer)
-        if any(_storage(tensor) in self.outside for tensor in _written(func, args, kwargs)):
-            raise StateError(
-                f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over ({func}), which "
-                "compiling would do more than once. Return the new value from the function and write it outside."
-            )
-        return func(*args, **kwargs)
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """A tensor's entries bit by bit, [bytes]: 0.0 is not -0.0, and NaN is NaN."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 # Ops with a Python value, which the tracer gives only of literals.
@@ -379,12 +418,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Reads(TorchFunctionMode):
-    """Makes the tracer refuse reads of memory that are no ops, by asking it for one entry, which it gives only of constants.
+    """Makes the tracer refuse reads of memory that are no ops, by asking it for one entry, which it gives only of what is known.
 
     It also notes the generators that ops draw from, and takes arguments for valid that are checked as torch.distributions does.
 
     Attributes:
-        outside: The storages of the arguments and of the tensors that the function closes over, as far as they are known.
+        watching: The mode that sees the ops.
         sized: Tensors unknown to the tracer that the function has given to ops, which may have read the shape or the dtype, by id.
         flags: Those of which it has read whether they require grad, with the answers, by id.
         placed: The storages of tensors of which it has read where they begin.
@@ -394,7 +433,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._name = name
         self._generators = generators
-        self.outside: Container[int] = ()
+        self.watching: _ConstantsAsInputs
         self.sized: dict[int, Tensor] = {}
         self.flags: dict[int, tuple[Tensor, bool]] = {}
         self.placed: set[int] = set()
@@ -422,11 +461,15 @@ class _Reads(TorchFunctionMode):
             return torch.tensor(True, device=args[0].device)
         if func in CONVERSIONS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             raise PsgError("a constructor such as torch.FloatTensor reads a tensor unseen by the tracer; torch.stack makes one of tensors")
-        return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if func in ARRAYS:
+            output.setflags(write=False)
+            self.watching.show(_functorch.bare(args[0]))
+        return output
 
     def _refuse_assignment(self, tensor: Tensor) -> None:
         """Refuse `.data =` and `.grad =`, which are no ops of a graph."""
-        if _storage(_functorch.bare(tensor)) in self.outside:
+        if _storage(_functorch.bare(tensor)) in self.watching.outside:
             raise StateError(
                 f"psg.jit({self._name}): the function writes into an argument or into a tensor that it closes over (it assigns the data or "
                 "the gradient), which a graph would not do. Return the new value from the function and assign it outside."
