@@ -1053,6 +1053,10 @@ STAYS = {
         + (w * x)[0].index_fill_(0, (3 * x[2]).long() % 4, w[0, 0]).exp().sum()
         + (w @ x).sum().index_fill(0, torch.tensor([0], device=x.device), x[0]).sin()
     ),
+    "addmm that ignores its input": lambda w, x: (
+        score(torch.addmm(x.expand(4, 4) * torch.nan, x.outer(x), x.outer(x), beta=0) * w)
+        + score((x.expand(4, 4) * torch.nan).addmm_(w * x, w, beta=0, alpha=2))
+    ),
     "one_hot": lambda w, x: score(w @ F.one_hot((3 * x).long() % 5, 5).to(x.dtype)) + (w @ x)[F.one_hot(x[0].long() % 4, 4).argmax()],
     "entries that are taken": lambda w, x: ((w * x).take((3 * x[:3]).long() % 16) * x[:3]).sin().sum(),
     "columns side by side": lambda w, x: (torch.column_stack([w @ x, w * x]) @ x.repeat(2)[:5]).sin().sum(),

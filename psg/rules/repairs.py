@@ -105,6 +105,15 @@ for _op in (F.mse_loss, F.smooth_l1_loss, F.huber_loss):
     _of_difference(_op)
 
 
+@decomposition(torch.addmm, Tensor.addmm, need="beta")
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, **others: Any) -> Any:
+    """With beta = 0 torch ignores the input, NaN included; vmap multiplies it by 0."""
+    if others or isinstance(beta, Tensor) or beta != 0 or not any(map(_functorch.is_vmapped, (input, mat1, mat2))):
+        return NotImplemented
+    product = mat1 @ mat2
+    return (product if alpha == 1 else alpha * product).contiguous()
+
+
 @decomposition(Tensor.squeeze_)
 def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
     """Squeeze one dimension after the other: without `dim`, vmap squeezes the dimension of the samples too, where there is one sample."""
