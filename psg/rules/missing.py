@@ -283,23 +283,23 @@ class _Places(NamedTuple):
 
     Attributes:
         front: A view of the tensor, with the dimensions that the places index in front.
-        index: The places.
+        chosen: The places.
         before: How many of the other dimensions come before those of the places in what is read or written.
     """
 
     front: Tensor
-    index: tuple[Tensor, ...]
+    chosen: tuple[Tensor, ...]
     before: int
 
     @classmethod
     def of(cls, tensor: Tensor, places: Sequence[Tensor | None], counted: Callable[[Tensor], bool] = lambda place: True) -> "_Places":
         """Places by dimension; those that are `counted` decide where their dimensions come: in front unless they are side by side."""
         at = [d for d, place in enumerate(places) if place is not None]
-        index = tuple([place for place in places if place is not None])
+        chosen = tuple([place for place in places if place is not None])
         others = [d for d in range(tensor.ndim) if d not in at]
-        deciding = [d for d, place in zip(at, index, strict=True) if counted(place)]
+        deciding = [d for d, place in zip(at, chosen, strict=True) if counted(place)]
         together = not any(deciding[0] < d < deciding[-1] for d in others) if deciding else False
-        return cls(tensor.permute(*at, *others), index, sum(d < deciding[0] for d in others) if together else 0)
+        return cls(tensor.permute(*at, *others), chosen, sum(d < deciding[0] for d in others) if together else 0)
 
     @classmethod
     def at(cls, tensor: Tensor, index: Any) -> "_Places | None":
@@ -322,23 +322,23 @@ class _Places(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """That of the places."""
-        return torch.broadcast_shapes(*(place.shape for place in self.index))
+        return torch.broadcast_shapes(*(place.shape for place in self.chosen))
 
     def read(self) -> Tensor:
         """What is there."""
         count = len(self.shape)
-        return self.front[tuple([place.expand(self.shape) for place in self.index])].movedim(
+        return self.front[tuple([place.expand(self.shape) for place in self.chosen])].movedim(
             list(range(count)), list(range(self.before, self.before + count))
         )
 
     def write(self, values: Tensor, accumulate: bool = False) -> None:
         """Put values there, which may have fewer entries, and more dimensions of size 1."""
-        rest, count = self.front.shape[len(self.index) :], len(self.shape)
+        rest, count = self.front.shape[len(self.chosen) :], len(self.shape)
         sizes = (*rest[: self.before], *self.shape, *rest[self.before :])
         while values.ndim > len(sizes) and values.shape[0] == 1:
             values = values[0]
         values = values.expand(sizes).movedim(list(range(self.before, self.before + count)), list(range(count)))
-        self.front.index_put_(self.index, values, accumulate)
+        self.front.index_put_(self.chosen, values, accumulate)
 
 
 def _is_place(item: Any) -> bool:
