@@ -68,7 +68,8 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default="mlp,cnn,gpt", help=f"names, or all of the first {len(WORKLOADS)}: {', '.join(WORKLOADS | LARGE)}")
+    names = ", ".join(WORKLOADS | LARGE)
+    parser.add_argument("--workloads", default="mlp,cnn,gpt", help=f"names, or all for the first {len(WORKLOADS)}: {names}")
     parser.add_argument("--methods", default="default", help=f"names and groups: {', '.join([*GROUPS, *METHODS])}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=15)
