@@ -587,7 +587,13 @@ def test_several_views_of_one_memory_that_fn_closes_over(device):
 def test_values_beyond_a_view_that_fn_closes_over(device):
     whole = torch.arange(1.0, 9.0, device=device)
     part = whole[:3]
-    check_after(lambda w, x: (w * x).sum().sin() * part.as_strided((8,), (1,), 0).sum().item(), [lambda: whole[5:].add_(1)], device)
+    other = whole[3:4]
+
+    def fn(w, x):
+        beyond = part.as_strided((8,), (1,), 0)
+        return (w * x * other).sum().sin() * beyond.sum().item()
+
+    check_after(fn, [lambda: whole[5:].add_(1)], device)
 
 
 def test_entries_at_constant_places_are_not_baked_in(device):

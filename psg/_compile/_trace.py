@@ -84,15 +84,12 @@ def trace(
     """
     result: list[Any] = []
     reads = _Reads(name, generators)
-    read: dict[int, tuple[Tensor, Tensor]] = {}
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
         with _ambient.compiling, _ambient.unmoved, _ambient.unvalidated, _ConstantsAsInputs(tensors, name) as watching, reads:
             reads.watching = watching
             result[:] = _trees.flatten(fn(*args, **kwargs))
-        read.clear()
-        read.update(watching.read)
         return tuple(_trees.tensors_in(result[0]))
 
     before = _random.get_python_state()
@@ -111,11 +108,11 @@ def trace(
     places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]
     detached = [all(user.target in _DETACHING for user in place.users) for place in places]
     recorded = [own for own, alone in zip(captured, detached, strict=True) if not (alone and id(own) in constants)]
-    found = [*read.values()]
-    recorded += [tensor for tensor, _ in found]
+    read = [*reads.watching.read.values()]
+    recorded += [tensor for tensor, _ in read]
     # A tensor that fn makes unseen by the tracer looks like one that it closes over, but a second run finds another one in its place.
     # Autograd's symbolic zeros may differ.
-    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()} | {id(tensor) for tensor, _ in found}
+    suspects = {id(tensor) for tensor in captured if not tensor._is_zerotensor()} | {id(tensor) for tensor, _ in read}
     if suspects:
         with _Given() as again:
             flat(*tensors)
@@ -139,7 +136,7 @@ def trace(
     sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
     known = enumerate((*tensors, *captured, *sized))
     placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
-    return Trace(graph, captured, recorded, found, sized, [*reads.flags.values()], placed, *outcome)
+    return Trace(graph, captured, recorded, read, sized, [*reads.flags.values()], placed, *outcome)
 
 
 def _write_anew(graph: GraphModule) -> None:
@@ -254,7 +251,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
         self._name = name
         # By storage, which views share. The tensors are kept alive, so that no other storage gets the same key.
         self.outside = {_storage(tensor): tensor for tensor in tensors}
-        self._given = set(self.outside)
+        self._varying = set(self.outside)  # whose values are not baked in
         self.read: dict[int, tuple[Tensor, Tensor]] = {}
         # By storage, what is known, with the tensors that fn closes over from which it is computed, by id.
         self._known: dict[StorageWeakRef, dict[int, Tensor]] = {}
@@ -296,9 +293,11 @@ class _ConstantsAsInputs(TorchDispatchMode):
             sources = {key: own for tensor in operands for key, own in self._known.get(_functorch.storage_of(tensor), {}).items()}
             self._known.update(dict.fromkeys(made, sources))
         else:
-            # as_strided reaches memory beyond the view that it is given.
-            for tensor in made.values() if func is torch.ops.aten.as_strided.default else _strided(written):
+            strided = func is torch.ops.aten.as_strided.default
+            for tensor in made.values() if strided else _strided(written):
                 self._known.pop(_functorch.storage_of(tensor), None)
+            if strided:  # it reaches memory beyond the view that it is given, which is all that later calls compare
+                self._varying.update(map(_storage, made.values()))
         return output
 
     def _meet(self, tensor: Tensor, tracer: Any) -> None:
@@ -307,7 +306,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
             storage = _functorch.storage_of(tensor)
             if storage in self._made:
                 raise PsgError("it makes a tensor that the tracer does not see, as nn.Parameter does")
-            if _storage(tensor) not in self._given and not tensor.is_quantized:
+            if _storage(tensor) not in self._varying and not tensor.is_quantized:
                 # All its views: what is computed from one may change where another is written into.
                 self._known[storage] = {**self._known.get(storage, {}), id(tensor): tensor}
         self.outside[_storage(tensor)] = tensor

@@ -364,11 +364,15 @@ def _are_in_front(items: Sequence[Any]) -> bool:
     return all(chosen[: sum(chosen)])
 
 
+def _have_numbers(items: Sequence[Any]) -> bool:
+    """Whether an item is a number of each sample's own."""
+    return any(_is_place(item) and not item.ndim and _functorch.is_vmapped(item) for item in items)
+
+
 def _put_at(self: Tensor, index: Any, value: Any) -> Any:
     """tensor[:, i] = values, tensor[i, :, j] = values. vmap takes the values in another order, and no tensor for a number."""
     items = index if isinstance(index, tuple) else (index,)
-    numbers = any(_is_place(item) and not item.ndim and _functorch.is_vmapped(item) for item in items)
-    if not numbers and (not isinstance(value, Tensor) or _are_in_front(items)):
+    if not _have_numbers(items) and (not isinstance(value, Tensor) or _are_in_front(items)):
         return NotImplemented
     if not any(map(_functorch.is_vmapped, tensors_of((self, index, value), {}))):
         return NotImplemented
@@ -379,8 +383,7 @@ def _put_at(self: Tensor, index: Any, value: Any) -> Any:
 @decomposition(Tensor.__getitem__)
 def _get_at(self: Tensor, index: Any) -> Any:
     """tensor[i, :, j] where i has no dimensions, and is a number for one sample alone. vmap takes it for another place like j."""
-    items = index if isinstance(index, tuple) else ()
-    if not any(_is_place(item) and not item.ndim and _functorch.is_vmapped(item) for item in items):
+    if not isinstance(index, tuple) or not _have_numbers(index):
         return NotImplemented
     places = _Places.at(self, index)
     return NotImplemented if places is None or not places.shape else places.read()
