@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from cases import N, each_case, score
 from cases.derived import COMPUTED_ONCE, Scaled
 from conftest import as_large
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1093,6 +1095,33 @@ def assert_stays_on_the_first_rung(fn, device):
 def test_stays_on_the_first_rung(fn, device):
     assert_stays_on_the_first_rung(fn, device)
     assert torch.equal(CONSTANT, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+REWRITTEN = {
+    "index_fill by a number": lambda y, i, dim: y.index_fill(dim, i % y.shape[dim], 2.0),
+    "index_fill by a tensor": lambda y, i, dim: y.index_fill(dim, i % y.shape[dim], y.flatten()[0]),
+    "index_fill_": lambda y, i, dim: (y * 1).index_fill_(dim, i % y.shape[dim] - y.shape[dim], -1.0),
+    "one_hot": lambda y, i, dim: y.sum() * F.one_hot(i, 6).cumsum(-1),
+    "one_hot of pairs": lambda y, i, dim: y.sum() * F.one_hot(torch.stack([i, i + 1]), 7).cumsum(-1),
+    "isclose": lambda y, i, dim: y * torch.isclose(y, y.round(), rtol=0.1, atol=0.1) * y.isclose(y.detach()),
+    "addmm with beta=0": lambda y, i, dim: torch.addmm(y.flatten(1) * torch.nan, y.flatten(1), y.flatten(1).T @ y.flatten(1), beta=0),
+    "addmm_ with beta=0": lambda y, i, dim: (y.flatten(1) * 1).addmm_(y.flatten(1), y.flatten(1).T @ y.flatten(1), beta=0, alpha=2),
+}
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize("use", REWRITTEN.values(), ids=REWRITTEN)
+@given(sizes=st.lists(st.integers(1, 4), min_size=2, max_size=3), n=st.integers(0, 3), count=st.integers(1, 3), seed=st.integers(0, 99))
+def test_ops_that_are_written_out(use, method, sizes, n, count, seed):
+    torch.manual_seed(seed)
+    w, x, i = torch.randn(sizes), torch.randn(n, *sizes), torch.randint(0, 6, (n, count))
+    dim = seed % (2 * len(sizes)) - len(sizes)
+
+    def fn(w, x, i):
+        output = use(w * x, i, dim)
+        return (output * torch.arange(1.0, 1 + output.numel()).reshape(output.shape)).sum().sin()
+
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x, i), loop_grad(fn)(w, x, i))
 
 
 def by_rows(index, dim, like):

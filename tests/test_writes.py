@@ -1,12 +1,15 @@
 """Ops that write one tensor into another, with the gradient on either side: every rung gives the loop's result, or refuses."""
 
 import contextlib
+import math
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import score
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 import psg
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
@@ -688,7 +691,7 @@ def test_flags_that_are_assigned_are_no_writes(method, device):
 
 # --- places of samples --------------------------------------------------------------------------------------
 
-_I, _J = torch.tensor([0, 2, 1]), torch.tensor([1, 0, 1])
+_I = torch.tensor([0, 2, 1])
 # Of y [3, 3, 2], values v [3, 3], the places of all samples alike, those of each sample's own, and a number of each sample's own.
 PLACES = {
     "behind a dimension": lambda y, v, i, own, k: put(y, (slice(None), own), v[:, :, None]),
@@ -735,6 +738,67 @@ def test_places_of_samples(use, method, device):
         assert method == "vmap"  # a number that it cannot read, masks
         return
     assert_trees_close(found, loop_grad(fn)(*args))
+
+
+@st.composite
+def subscripts(draw):
+    """Sizes of a tensor, and what stands in the brackets for each dimension."""
+    sizes = draw(st.lists(st.integers(2, 3), min_size=2, max_size=4))
+    lead = draw(st.sampled_from([(1,), (2,), (3,), (2, 2)]))  # the places' own dimensions
+    items = []
+    for size in sizes:
+        items += [None] * draw(st.sampled_from([0, 0, 0, 1]))
+        items.append(draw(st.sampled_from(["own", "own", "alike", "list", "number", slice(None), slice(0, 2), size - 1, -1])))
+    if draw(st.booleans()):
+        first = draw(st.integers(0, len(items)))
+        items[first:] = [...]
+    if "own" not in items and "alike" not in items:
+        items = ["own" if item == "list" else item for item in items]
+    return sizes, lead, items
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@given(subscript=subscripts(), n=st.integers(0, 3), part=st.booleans(), seed=st.integers(0, 99))
+def test_drawn_places_of_samples(subscript, n, part, seed):
+    """Reads and writes at drawn places, of values that may broadcast; a place is never written twice."""
+    sizes, lead, items = subscript
+    torch.manual_seed(seed)
+    dims = iter(sizes[: sum(item is not None and item is not ... for item in items)])
+    places = [None if item is None or item is ... else next(dims) for item in items]
+    count = math.prod(lead)
+    assume(all(item not in ("own", "alike", "list") or count <= size for item, size in zip(items, places, strict=True)))
+
+    def drawn(item, size):
+        if item == "number":
+            return torch.randint(0, size, (n,))
+        rows = torch.stack([torch.randperm(size)[:count].reshape(lead) for _ in range(max(n, 1))])
+        return rows[:n] if item == "own" else rows[0]
+
+    found = {i: drawn(item, size) for i, (item, size) in enumerate(zip(items, places, strict=True)) if isinstance(item, str)}
+    own = {i: place for i, place in found.items() if items[i] in ("own", "number")}
+
+    def key(own):
+        return tuple(
+            own[i] if i in own else found[i].tolist() if item == "list" else found[i] if i in found else item
+            for i, item in enumerate(items)
+        )
+
+    w, x = torch.randn(sizes), torch.randn(n, *sizes)
+    shape = w[key({i: place[0] if n else torch.zeros(place.shape[1:], dtype=torch.int64) for i, place in own.items()})].shape
+    v, weights = torch.randn(shape[1:] if part and shape else shape), torch.randn(max(shape, default=1), *sizes)
+
+    def write(params, x, own):
+        return (put(params["w"] * x, key(own), params["v"]) * weights[0]).sum().sin()
+
+    def read(params, x, own):
+        return ((params["w"] * x)[key(own)] * params["v"] * torch.arange(1.0, 1 + shape.numel()).reshape(shape)).sum().sin()
+
+    args = {"w": w, "v": v}, x, own
+    for fn in (write, read):
+        expected = loop_grad(fn)(*args)
+        assert_trees_close(psg.per_sample_grad(fn)(*args), expected)
+        with contextlib.suppress(RuntimeError):  # vmap cannot read a number of each sample's own
+            assert_trees_close(psg.per_sample_grad(fn, method="vmap")(*args), expected)
 
 
 def test_values_that_do_not_fit_places(device):

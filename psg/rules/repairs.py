@@ -107,11 +107,11 @@ for _op in (F.mse_loss, F.smooth_l1_loss, F.huber_loss):
 
 @decomposition(torch.addmm, Tensor.addmm, need="beta")
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, **others: Any) -> Any:
-    """With beta = 0 torch ignores the input, NaN included; vmap multiplies it by 0."""
+    """With beta = 0 torch ignores the input, NaN included, but for a gradient of zeros; vmap multiplies it by 0."""
     if others or isinstance(beta, Tensor) or beta != 0 or not any(map(_functorch.is_vmapped, (input, mat1, mat2))):
         return NotImplemented
-    product = mat1 @ mat2
-    return (product if alpha == 1 else alpha * product).contiguous()
+    product, none = mat1 @ mat2, torch.zeros((), dtype=torch.bool, device=input.device)
+    return (alpha * product + torch.where(none, input, 0)).contiguous()
 
 
 @decomposition(Tensor.squeeze_)
