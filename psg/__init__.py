@@ -21,9 +21,9 @@ from psg._torch._replaced import torchs_own
 
 with torchs_own():  # the tables of these modules are keyed by torch's functions
     from psg import clipping, distributed, factors, plans, rules, testing, tree
-    from psg._compile._jit import jit
+    from psg._compile._jit import Jitted, jit
     from psg._errors import FallbackWarning, InputError, PsgError, StateError
-    from psg._explain import explain
+    from psg._explain import Report, explain
     from psg._hardware._memory import keep_pages
     from psg._stateless import stateless
     from psg.rules import primitive, rule
@@ -43,7 +43,9 @@ __all__ = [
     "ClippedGrad",
     "FallbackWarning",
     "InputError",
+    "Jitted",
     "PsgError",
+    "Report",
     "StateError",
     "__version__",
     "check",

@@ -172,6 +172,7 @@ def gained(monkeypatch):
         (lambda x, gain: ((x * gain).sum(0), {"gain": Dense}), r"the 4 samples in dim 0, got \(2,\)"),
         (lambda x, gain: (3.0, {"gain": Dense}), "the 4 samples in dim 0, got float"),
         (lambda x, gain: ((x * gain, None), {"gain": Dense}), r"the 4 samples in dim 0, got \(4, 2\), NoneType"),
+        (lambda x, gain: (x * gain, {"gain": Dense(x)}), "gives a Dense as the builder for gain; expected a function from the"),
         (lambda x, gain: (x * gain, {"gain": lambda cotangent: cotangent * x}), "gives a Tensor; expected one of psg.factors"),
         (lambda x, gain: (x * gain, {"gain": lambda cotangent: Dense(cotangent[:, :1])}), r"shape \(1,\), the parameter has"),
         (

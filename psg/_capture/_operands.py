@@ -122,7 +122,13 @@ def run_rule(
         for (name, index), value in own.items():
             if name not in builders:
                 raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
-            targets.append((name, value, builders[name]) if index is None else (f"{name}[{index}]", value, builders[name][index]))
+            place, build = (name, builders[name]) if index is None else (f"{name}[{index}]", builders[name][index])
+            if not callable(build):
+                raise InputError(
+                    f"the rule for {op} gives a {type(build).__name__} as the builder for {place}; expected a function from the output's "
+                    "cotangent to a factor."
+                )
+            targets.append((place, value, build))
         outputs = watch.tap(op, outputs, single, targets, (*data.values(), *shared.values()), guess)
     for value in own.values():
         value.uses.append(f"{op}: rule")
