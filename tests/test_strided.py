@@ -183,3 +183,30 @@ def test_writes_into_a_module_are_refused(device):
         with pytest.raises(psg.StateError, match="calls"):
             psg.per_sample_grad(loss)(params, torch.randn(3, 6, 3, device=device))
         assert model.calls == 0
+
+
+@given(
+    size=st.integers(1, 6),
+    hop=st.integers(1, 7),
+    center=st.booleans(),
+    rows=st.sampled_from([(), (2,)]),
+    signal=st.sampled_from(["a parameter", "what is computed from one", "each sample's own"]),
+    inside=st.booleans(),
+    n=st.integers(0, 3),
+)
+def test_frames_of_a_signal_that_all_samples_share(size, hop, center, rows, signal, inside, n):
+    """torch takes the frames of stft by as_strided, whose derivative adds up what shares its memory, as the samples of a parameter do."""
+    options = {"n_fft": size, "hop_length": hop, "center": center, "return_complex": True}
+    w, x = torch.randn(*rows, 12), torch.rand(n, size)
+
+    def fn(w, x):
+        def loss(w):
+            return torch.view_as_real(torch.stft(w, window=x, **options)).sin().sum()
+
+        w = w.sin() if signal == "what is computed from one" else w
+        return torch.func.grad(loss)(w).sin().sum() if inside else loss(w)
+
+    batch = (w.expand(n, *w.shape), x) if signal == "each sample's own" else (w, x)
+    in_dims = (0, 0) if signal == "each sample's own" else None
+    found = psg.per_sample_value_and_grad(fn, in_dims=in_dims)(*batch)
+    assert_trees_close(found, loop_value_and_grad(fn, in_dims=in_dims)(*batch))

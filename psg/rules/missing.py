@@ -400,19 +400,26 @@ def _index_put(input: Tensor, indices: Sequence[Tensor | None], values: Tensor, 
     return input
 
 
-def _in_parts(op: Any) -> None:
+def _in_parts(op: Any, compose: Any = None) -> None:
     @decomposition(op)
     def parts(*args: Any, **kwargs: Any) -> Any:
         if "out" in kwargs or not any(map(_functorch.is_vmapped, tensors_of(args, kwargs))) or _functorch.tangents_active():
             return NotImplemented
-        return _functorch.in_parts(op, args, kwargs)
+        return _functorch.in_parts(compose or op, args, kwargs)
+
+
+def _stft_of_a_copy(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """stft takes its frames by as_strided, whose derivative adds up the samples of an expanded tensor: they share their memory."""
+    return torch.stft(input.clone(), *args, **kwargs)
 
 
 for _op in (
-    *(torch.stft, Tensor.stft, torch.istft, Tensor.istft, torch.diagflat, Tensor.diagflat, torch.linalg.tensorsolve),
-    *(torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, torch.fft.ihfftn, torch.column_stack, torch.block_diag),
+    *(torch.istft, Tensor.istft, torch.diagflat, Tensor.diagflat, torch.linalg.tensorsolve, torch.column_stack, torch.block_diag),
+    *(torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, torch.fft.ihfftn),
 ):
     _in_parts(_op)
+for _op in (torch.stft, Tensor.stft):
+    _in_parts(_op, _stft_of_a_copy)
 
 
 def _quantile(name: str) -> None:
