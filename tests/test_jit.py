@@ -141,6 +141,22 @@ def test_what_fn_adds_up_in_place(made, device):
     assert [entry.error for entry in fast.cache_info()] == [None]
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: torch.linalg.vector_norm(w * x, 3, dim=-1),
+        lambda w, x: F.normalize(w * x, 1.5, dim=-1).sin().sum(),
+        lambda w, x: torch.dist(w, x, 3),
+    ],
+)
+def test_norms_whose_derivatives_raise_to_a_power_in_place(fn, device):
+    """pow_ of a tensor and a number has another name where it writes nothing."""
+    w, x = torch.randn(4, device=device), torch.randn(N, 4, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    same(fast(w, x), psg.per_sample_grad(fn)(w, x))
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
 # --- every case of the table --------------------------------------------------------------------------------
 
 

@@ -149,6 +149,9 @@ def _write_anew(graph: GraphModule) -> None:
         op = getattr(packet, node.target._overloadname, None)
         if op is None or op._schema.is_mutable or node.kwargs or not isinstance(place, Node) or len(place.users) > 1:
             continue
+        takes, given = ([argument.type for argument in own._schema.arguments] for own in (op, node.target))
+        if takes != given:  # pow.Scalar is a number to the power of a tensor, pow_.Scalar a tensor to the power of a number
+            continue
         operands = [place, *(other for other in others if isinstance(other, Node))]
         alike = all(getattr(own.meta.get("val"), "dtype", None) == place.meta["val"].dtype for own in operands)  # else the form promotes
         if alike and _is_fresh(place):
