@@ -788,3 +788,36 @@ def test_writes_at_indices_under_a_vmap_of_fn(inner, write, method, normal):
     w, x = normal(3), normal(4, 5, 3)
     with pytest.raises(psg.PsgError, match="nested vmaps") if method == "vmap" else contextlib.nullcontext():
         assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
+
+
+FORWARD = {
+    "a jvp": lambda f, A, v: torch.func.jvp(f, (A,), (v,))[1],
+    "a jvp of the gradient": lambda f, A, v: torch.func.jvp(grad(f), (A,), (v,))[1],
+    "the gradient of a jvp": lambda f, A, v: grad(lambda A: torch.func.jvp(f, (A,), (v,))[1])(A),
+}
+
+
+@given(
+    rows=st.sampled_from([(), (2,)]),
+    op=st.sampled_from([torch.linalg.det, lambda A: torch.linalg.slogdet(A)[1], lambda A: A.slogdet()[0] * A.det()]),
+    forward=st.sampled_from(sorted(FORWARD)),
+    matrix=st.sampled_from(["w", "x", "w x"]),
+    layout=st.sampled_from(["dense", "every second", "one for all", "transposed"]),
+    n=st.integers(0, 3),
+)
+def test_forward_mode_through_determinants_of_any_layout(rows, op, forward, matrix, layout, n):
+    """torch asks the layout of A whether its factors are those of the transpose; a sample's may differ from its batch's."""
+    w, x = torch.randn(*rows, 3, 3), torch.randn(n, *rows, 3, 3)
+    x = {
+        "dense": x,
+        "every second": x.repeat_interleave(2, 0)[::2],
+        "one for all": torch.randn(*rows, 3, 3).expand(n, *rows, 3, 3),
+        "transposed": x.mT.contiguous().mT,
+    }[layout]
+
+    def fn(w, x):
+        A = {"w": w, "x": x, "w x": w * x}[matrix]
+        return FORWARD[forward](lambda A: (op(A) * w.sum() * x.sum()).sin().sum(), A, A.cos()).sin().sum()
+
+    for method in ("capture", "vmap"):
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))

@@ -69,6 +69,22 @@ def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor |
     return lu_solve(LU_data, LU_pivots, b, out=out)
 
 
+def _laid_out_alike(op: Any) -> None:
+    @decomposition(op)
+    def determinant(A: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Make the batch contiguous: in forward mode torch takes the factors for those of A, or of its transpose, by the layout of A.
+
+        vmap tells it the layout of one sample, and factorises the batch, which may not be contiguous where each sample is.
+        """
+        if not _functorch.tangents_active() or not _functorch.is_vmapped(A) or _functorch.is_contiguous(A) == A.is_contiguous():
+            return NotImplemented
+        return op(A.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+
+
+for _op in (torch.linalg.det, torch.det, Tensor.det, torch.linalg.slogdet, torch.slogdet, Tensor.slogdet):
+    _laid_out_alike(_op)
+
+
 def _aligned(op: Any) -> None:
     @decomposition(op)
     def solve(A: Tensor, B: Tensor, *, left: bool = True, **options: Any) -> Any:
