@@ -721,3 +721,33 @@ def test_filters_standardised_by_torchs_own_batch_norm(device):
 
     params = {"w": w, "gain": gain}
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(fn)(params, x))
+
+
+MASK = torch.tensor([True, False, True, False])
+SELECTED = {
+    "two masks": lambda w: torch.logaddexp(torch.where(MASK, w, -torch.inf), (2 * w).masked_fill(MASK, -torch.inf)[[0, 1, 0, 1]]),
+    "filled": lambda w: torch.logaddexp(w.masked_fill(~MASK, -torch.inf), (2 * w).masked_fill(~MASK, -torch.inf)).clamp(min=-3),
+    "a root of zeros": lambda w: (w - 0.5).relu().sqrt(),
+    "a root of a mask": lambda w: torch.where(MASK, w.square(), 0).sqrt(),
+    "clamped": lambda w: (w.clamp(min=20, max=21) - 20).sqrt(),
+    "a triangle": lambda w: torch.outer(w, w).tril().sqrt(),
+    "bounded": lambda w: (F.hardtanh(10 * w) - 1).sqrt().nan_to_num(),
+    "one over zeros": lambda w: (torch.where(MASK, w, 0) ** -1).clamp(max=1e3),
+    "filled with zeros": lambda w: w.masked_fill(MASK, 0).square().sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("traced", [True, False])
+def test_entries_that_an_op_leaves_out_have_no_gradient_whatever_the_cotangent_is(name, summed, traced):
+    """0 times NaN is NaN, but autograd selects."""
+
+    def fn(w, x):
+        value = SELECTED[name](w)
+        return (value.sum() if summed else value * torch.arange(1.0, value.numel() + 1).reshape(value.shape)).sum() * x
+
+    w, x = torch.tensor([0.3, 0.7, 0.9, 0.4]), torch.tensor([0.5, -2.0, 1.5])
+    transform = psg.per_sample_grad(fn)
+    found = (psg.jit(transform, backend="eager", check=False) if traced else transform)(w, x)
+    assert_trees_close(found, loop_grad(fn)(w, x))

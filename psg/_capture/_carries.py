@@ -186,15 +186,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
     """Carry a factor over an elementwise op or a reduction to few numbers; over any op, if it is multiples c[n] E of a constant E."""
     constant = torch.ones_like(step.output.detach())
     numbers: Tensor | None = None
-    if step.name in _POINTWISE:
-        if side.shape != constant.shape:
-            return None
-    elif isinstance(factor, Dense):
-        small = (1,) * side.ndim if constant.numel() == 1 else _keepdim_shape(step, side)
-        if small is None:
-            return None
-        numbers = factor.values.reshape(factor.n, *small)
-    elif (
+    if (
         isinstance(factor, Scaled)
         and isinstance(factor.factor, Expanded)
         and factor.shared is not None
@@ -203,10 +195,21 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         numbers, constant = factor.factor.values, factor.shared.expand(factor.shape)
         if numbers.ndim != 1 + side.ndim:  # else keep the same tensor: multiples are recognised by it
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
+    elif step.name in _POINTWISE:
+        if side.shape != constant.shape:
+            return None
+    elif isinstance(factor, Dense):
+        small = (1,) * side.ndim if constant.numel() == 1 else _keepdim_shape(step, side)
+        if small is None:
+            return None
+        numbers = factor.values.reshape(factor.n, *small)
     else:
         return None
     entries = step.vjp(side, constant)
-    if not (_may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))):
+    if _functorch.can_read_now(entries):
+        if not (_may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))):
+            return None
+    elif step.name in _SELECTING and isinstance(factor, Dense):
         return None
     return scaled(factor, entries) if numbers is None else _multiple(numbers, entries)
 
@@ -214,9 +217,10 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
 def _may_be_multiplied(tensor: Tensor) -> bool:
     """Whether zero times each entry is zero: where an op selects entries, autograd has exact zeros.
 
-    On an accelerator or in a trace the values cannot be read, and the answer is yes: an entry that is not finite may then give NaN.
+    On an accelerator or in a trace the values cannot be read: there gradients [n, *shape] are left to autograd at ops that select, and an
+    entry of another factor that is not finite may give NaN.
     """
-    if not _functorch.can_read_now(tensor) or not tensor.is_floating_point():
+    if not tensor.is_floating_point():
         return True
     return bool((tensor[:1] if tensor.ndim and is_one_row(tensor) else tensor).sum().isfinite())
 
@@ -481,6 +485,14 @@ _POINTWISE = frozenset(
     """.split()
 )
 """Elementwise ops: each entry of the result depends on the argument's entry at the same place alone."""
+
+_SELECTING = frozenset(
+    """
+    relu relu6 hardtanh hardswish hardsigmoid hardshrink softshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum
+    minimum fmax fmin tril triu copysign xlogy special_xlogy nan_to_num
+    """.split()
+)
+"""Those of them whose derivative is zero at some entries whatever the cotangent is there, NaN included."""
 
 _REDUCING: dict[str, int] = {
     **dict.fromkeys("sum mean var std var_mean std_mean amax amin logsumexp prod nansum nanmean norm_except_dim".split(), 1),
