@@ -1036,13 +1036,18 @@ def test_norms_of_routed_rows_that_nearly_cancel(device):
         assert_norms(factor.norm(), exact, rtol=5e-5)
 
 
-def test_factors_are_saved_and_loaded(make, tmp_path):
+@pytest.mark.parametrize("reduced", [False, True])
+def test_factors_are_saved_and_loaded(reduced, make, tmp_path):
     one = {
         "routed": make(routed, 3, "square")[0],
         "conv": make(conv, 3, "depthwise")[0],
         "outer": make(outer, 3, next(iter(SIZES)))[0],
         "tied": make(sum_of(rows, outer), 3, next(iter(SIZES)))[0],
+        "segments": make(segments(routed), 3, "square")[0],
     }
+    if reduced:  # factors keep what they have computed for it
+        psg.tree.norm(one)
+        psg.tree.sum(one)
     torch.save(one, tmp_path / "factors.pt")
     other = torch.load(tmp_path / "factors.pt", weights_only=True)
     assert {name: type(factor) for name, factor in other.items()} == {name: type(factor) for name, factor in one.items()}

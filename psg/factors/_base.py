@@ -408,6 +408,10 @@ class Factor(ABC):
         """How a norm and a weighted sum are computed from this factor, in a few words."""
         return "dense"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and saved: not what has been computed from it, which `torch.load` may not know, or puts on another device."""
+        return {name: getattr(self, name) for name in (*self.fields, *self.constants)}
+
     def __repr__(self) -> str:
         """Kind, samples and shape."""
         return f"{type(self).__name__}(n={self.n}, shape={tuple(self.shape)}, dtype={self.dtype})"
