@@ -629,6 +629,43 @@ def test_tangents_of_solve_and_det_go_down(transform, op, device):
     assert_trees_close(grads, expected)
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (w * x * (w * x > 0).any(dim=())).square().sum(),
+        lambda w, x: torch.func.jacfwd(lambda x: pivoted(w, x).det())(x).sin().sum(),
+        lambda w, x: (w * x).sum() * (w * x).detach().clone().resize_(2).sum(),
+    ],
+    ids=["any", "det", "resize_"],
+)
+def test_a_vmap_around_a_loop_runs_no_op_that_it_gets_wrong(fn, method, device):
+    # All members go through the loop at once: it went on where the rungs above had refused, and its results were wrong.
+    w, x = torch.randn(2, 3, device=device), torch.randn(4, 3, device=device)
+    norms = psg.per_sample_norm(fn, method=method)
+    for dims, args in (((0, None), (w, x)), ((None, 0), (w[0], torch.stack([x, x.flip(0)])))):
+        with pytest.raises(psg.PsgError, match="call psg in a loop over the members of the vmap around it"):
+            torch.func.vmap(norms, dims)(*args)
+    shared = torch.func.vmap(lambda c: c * norms(w[0], x))(w[:, 0])  # what this vmap batches does not reach fn
+    assert_trees_close(shared, w[:, :1] * norms(w[0], x), per_sample=False)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "differentiate", [lambda f, w: f(w.requires_grad_()), lambda f, w: torch.func.grad(f)(w)], ids=["backward", "grad"]
+)
+def test_a_loop_under_a_vmap_that_autograd_records_below(differentiate, device):
+    def fn(w, x):
+        return torch.select_scatter(w * x, x[0] * w[1], 0, 1).square().sum()
+
+    w, x = torch.randn(2, 3, 3, device=device), torch.randn(4, 3, 3, device=device)
+    norms = lambda w: torch.func.vmap(psg.per_sample_norm(fn), (0, None))(w, x)  # noqa: E731
+    assert_trees_close(norms(w), torch.stack([psg.per_sample_norm(fn)(own, x) for own in w]), per_sample=False)
+    with pytest.raises(psg.PsgError, match="select_scatter under vmap has a wrong gradient"):
+        differentiate(lambda w: norms(w).sum(), w)
+
+
 def test_parameters_that_are_wrappers_seen_by_the_function_look_like_parameters(args):
     seen = []
 

@@ -34,7 +34,7 @@ from psg._watch._marks import Marks
 from psg._watch._outside import Looking
 from psg._watch._writes import Aliases, changes_nothing, written
 from psg.rules import _kernels
-from psg.rules._registry import find_decomposition, find_leak, is_misderived, python_form
+from psg.rules._registry import REWRITTEN, find_decomposition, find_leak, is_misderived, known_as, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 OWN_TRACER = (
@@ -169,7 +169,7 @@ def _is_ordinary(func: Any) -> tuple[bool, bool]:
         return False, False
     if func in _kernels.BATCH_NORMS or func in _kernels.RECURRENT or python_form(func) is not None:
         return False, False
-    return True, not find_decomposition(func, differentiated=True)
+    return True, known_as(func) not in REWRITTEN
 
 
 class Unasserted(TorchFunctionMode):
@@ -221,6 +221,9 @@ class Repaired(TorchFunctionMode):
             self._ran_undecomposed |= misderived
         if func in DIFFERENTIATING and kwargs.get("create_graph"):
             self.is_misderived |= self._ran_undecomposed and not self.differentiated
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return _kernels.run(func, args, kwargs)
 
 
@@ -266,6 +269,14 @@ class LoopGuard(Repaired, Looking):
         output = super().__torch_function__(func, types, args, kwargs)
         self.outside.made(output, kwargs)
         return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # A vmap around psg runs the loop for all of its members at once, and gets ops as wrong as psg's own does on the rungs above.
+        batched = [value for tensor in tensors_of(args, kwargs) for value in _functorch.under_vmaps(tensor, self.level)]
+        recorded = ("capture",) if any(value.requires_grad for value in batched) else ()
+        if batched and (reason := find_leak(func, args, kwargs, "vmap", *recorded)) is not None:
+            raise PsgError(f"{reason}; call psg in a loop over the members of the vmap around it")
+        return super()._run(func, args, kwargs)
 
 
 class RerunGuard(Repaired):

@@ -232,6 +232,11 @@ def vmap_levels(tensor: Tensor) -> set[int]:
     return {level_of(layer) for layer in layers(tensor) if _C.is_batchedtensor(layer)}
 
 
+def under_vmaps(tensor: Tensor, level: int) -> list[Tensor]:
+    """The tensors right under the wrappers that vmaps below this level have put around this tensor."""
+    return [value_of(layer) for layer in layers(tensor) if _C.is_batchedtensor(layer) and level_of(layer) < level]
+
+
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether some vmap has wrapped this tensor."""
     return any(map(_C.is_batchedtensor, layers(tensor)))
