@@ -604,6 +604,21 @@ def test_squeeze_in_place_leaves_the_samples_alone(dim, method, n, device):
     assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))
 
 
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: torch.roll(w, 1) * x.sum(),  # computed once, and its gradient pulled back under vmap
+        lambda w, x: (w * x.sum()).roll((2,)).sin(),
+        lambda w, x: torch.func.grad(lambda w: w.roll(1).sin())(w) * x.sum(),
+        lambda w, x: torch.func.vmap(lambda x: (x * w).roll(1))(x).sin().sum(),
+    ],
+)
+def test_scalars_do_not_roll(fn, method, device):
+    w, x = torch.randn((), device=device), torch.randn(4, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
+
+
 @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
 @pytest.mark.parametrize(
     "op",

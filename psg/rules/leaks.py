@@ -54,12 +54,6 @@ leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under v
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
 leak(Tensor.addbmm_, reason="addbmm_ under vmap resizes the tensor that it writes into", rungs=("capture", "vmap"))
 leak(
-    *(torch.roll, Tensor.roll),
-    reason="roll of a scalar under vmap rolls the samples",
-    when=lambda input, *args, **kwargs: input.ndim == 0,
-    rungs=("capture", "vmap"),
-)
-leak(
     *(torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.tensorsolve, torch.logdet, Tensor.logdet),
     *(torch.linalg.det, torch.det, Tensor.det, torch.linalg.slogdet, torch.slogdet, Tensor.slogdet),
     reason="forward-mode derivatives of solve and det under nested vmaps use other pivots, and are wrong",

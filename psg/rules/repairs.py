@@ -130,6 +130,14 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: An
     return (alpha * product + torch.where(none, input, 0)).contiguous()
 
 
+@decomposition(torch.roll, Tensor.roll)
+def roll(input: Tensor, shifts: Any, dims: Any = ()) -> Any:
+    """A scalar stays as it is; vmap rolls the samples, forward and backward."""
+    if input.ndim or isinstance(dims, int) or dims or isinstance(shifts, (list, tuple)) and len(shifts) != 1:
+        return NotImplemented
+    return input.clone()
+
+
 @decomposition(Tensor.squeeze_)
 def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
     """Squeeze one dimension after the other: without `dim`, vmap squeezes the dimension of the samples too, where there is one sample."""
