@@ -37,6 +37,29 @@ def test_norms_of_half_precision_do_not_overflow(device):
     assert_trees_close(psg.per_sample_norm(lambda w, x: F.linear(x, w).sum())(w, x), norms)
 
 
+@given(
+    dtype=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16]),
+    size=st.integers(-12, 12),
+    n=st.integers(0, 3),
+    t=st.integers(1, 3),
+    turned=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_gradients_through_weights_rounded_to_fewer_bits(dtype, size, n, t, turned, seed, device):
+    """They are rounded once, as products: the sides of an outer product, rounded one by one, lost more, and left the range of 8 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(4, 3, generator=generator).to(device, torch.float32)
+    # Integers, whose products and sums have no rounding errors of their own.
+    x, c = (torch.randint(-20, 21, (n, t, d), generator=generator).to(device, torch.float32) for d in (3, 4))
+
+    def fn(w, x, c):
+        rounded = w.T.to(dtype).T if turned else w.to(dtype)
+        return (F.linear(x * 2.0**size, rounded.to(w.dtype)) * c * 2.0**-size).sum()
+
+    found, expected = psg.per_sample_grad(fn)(w, x, c), loop_grad(fn)(w, x, c)
+    assert_trees_close(found, expected, rtol=0 if dtype != torch.bfloat16 else 2**-6)  # which has all exponents: its sides are rounded
+
+
 def test_autocast(device):
     def fn(p, x):
         with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -106,8 +106,8 @@ def carry_of(step: Step) -> Carry | None:
             found = [_of_entries(step, side, factor)]
         return [part if part.dtype == side.dtype else part.to(side.dtype) for part in found if part is not None] or None
 
-    # In float16 the two sides of a factor may overflow or underflow where their product, which autograd computes first, does not.
-    narrow = step.name not in _MOVING and any(tensor.dtype == torch.float16 for tensor in (output, *sides))
+    # In float16 and float8 the sides of a factor may overflow or underflow where their product, which autograd computes first, does not.
+    narrow = step.name not in _MOVING and any(torch.finfo(tensor.dtype).max < _MOST for tensor in (output, *sides))
 
     def carry(factor: Factor) -> list[list[Factor]] | None:
         if narrow and not isinstance(factor, Dense):
@@ -121,6 +121,9 @@ def carry_of(step: Step) -> Carry | None:
         return carried if len(carried) == len(found) else None
 
     return carry
+
+
+_MOST = 1e6  # the largest number of dtypes with few exponents is smaller
 
 
 class _Steps(TorchFunctionMode):
