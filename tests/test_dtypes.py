@@ -37,6 +37,18 @@ def test_norms_of_half_precision_do_not_overflow(device):
     assert_trees_close(psg.per_sample_norm(lambda w, x: F.linear(x, w).sum())(w, x), norms)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_reductions_of_complex_half_precision_accumulate_in_float32(device):
+    """Inner products were rounded to float16, in which these are infinite, and sums had no kernel."""
+    z = 300 * torch.randn(3, 4, 2, device=device, dtype=torch.complex64)
+    tree, exact = (psg.factored_grad(lambda p, z: (p * z.conj()).real.float().sum())(own[0], own) for own in (z.to(torch.complex32), z))
+    assert tree.dtype == torch.complex32
+    for reduce in (psg.tree.norm, psg.tree.gram, lambda g: psg.tree.dot(g, z[0]), lambda g: psg.tree.project(g, 4), psg.tree.moments):
+        assert_trees_close(reduce(tree), reduce(exact), rtol=2e-3, per_sample=False)  # in the same dtypes
+    assert_trees_close(psg.tree.clip(tree, 1.0).grads, psg.tree.clip(exact, 1.0).grads, rtol=2e-3, per_sample=False)
+    assert psg.tree.sum(tree).dtype == torch.complex32
+
+
 @given(
     dtype=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16]),
     size=st.integers(-12, 12),

@@ -7,18 +7,18 @@ from torch import Tensor
 
 from psg._torch import _functorch
 
-# The dtypes whose sums are accumulated in float32.
-HALF = (torch.float16, torch.bfloat16)
+# The dtypes whose sums are accumulated in float32, those of complex numbers in complex64.
+HALF = (torch.float16, torch.bfloat16, torch.complex32)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums of products of `dtype` are accumulated: at least float32."""
-    return torch.float32 if dtype in HALF else dtype
+    return torch.promote_types(dtype, torch.float32) if dtype in HALF else dtype
 
 
 def widen(tensor: Tensor) -> Tensor:
     """The tensor in its `wide` dtype."""
-    return tensor.float() if tensor.dtype in HALF else tensor
+    return tensor.to(wide(tensor.dtype)) if tensor.dtype in HALF else tensor
 
 
 def spacious(tensor: Tensor) -> torch.dtype:
