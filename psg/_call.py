@@ -457,10 +457,10 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
         if leaf.layout != torch.strided or leaf.is_nested:
             what = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
             raise InputError(f"{name}: {paths[position]} {what}; expected a dense tensor, since it is differentiated.")
-        if not _trees.is_inexact(leaf):
+        if not _trees.is_computable(leaf):
             raise InputError(
-                f"{name}: {paths[position]} has dtype {leaf.dtype}; expected a floating or complex tensor, since it is differentiated. "
-                "Pass integer tensors in another argument."
+                f"{name}: {paths[position]} has dtype {leaf.dtype}; expected a floating or complex tensor of at least 16 bits, since it is "
+                "differentiated. Pass integer tensors in another argument, and those of 8 bits in a wider dtype."
             )
 
 

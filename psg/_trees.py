@@ -166,6 +166,11 @@ def is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def is_computable(tensor: torch.Tensor) -> bool:
+    """Whether torch computes with the entries as it does with real numbers: 8 bits it only stores, and integers wrap around."""
+    return is_inexact(tensor) and tensor.dtype.itemsize > 1
+
+
 def paths(tree: Any, root: str, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The path to every leaf, as a Python expression: `args[1]['ids']`."""
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)]

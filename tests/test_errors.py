@@ -261,6 +261,15 @@ def test_an_integer_parameter(name, params, x, device):
 
 
 @each_transform
+def test_a_parameter_of_8_bits(name, params, x):
+    """torch stores float8 and does not compute with it: the error came from a kernel, and inner products were rounded to 8 bits."""
+    params["w"] = params["w"].to(torch.float8_e4m3fn)
+    message = rf"^{name}.*: p\['w'\] has dtype torch\.float8_e4m3fn; expected .* at least 16 bits.*a wider dtype"
+    with pytest.raises(psg.InputError, match=message):
+        TRANSFORMS[name](lambda p, x: score(F.linear(x, p["w"].to(x.dtype))))(params, x)
+
+
+@each_transform
 def test_a_parameter_on_the_meta_device(name, params, x):
     """torch's linear layers without a bias read uninitialised memory for it."""
     params["w"] = params["w"].to("meta")

@@ -817,9 +817,9 @@ def test_samples_that_take_cannot_find(index, message, factor, device):
         psg.tree.take({"w": factor(torch.ones(3, 1, 2, device=device))}, index)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8, torch.float8_e5m2])
 @pytest.mark.parametrize("reduce", [psg.tree.sum, psg.tree.mean, psg.tree.norm, psg.tree.gram, lambda g: psg.tree.dot(g, {"w": g["w"][0]})])
-def test_integers_are_no_gradients(reduce, dtype):
+def test_integers_and_numbers_of_8_bits_are_no_gradients(reduce, dtype):
     with pytest.raises(psg.InputError, match=r"tree\['w'\] has dtype torch\..*, in which sums would round or overflow"):
         reduce({"w": torch.ones(3, 2).to(dtype)})
 

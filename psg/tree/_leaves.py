@@ -31,7 +31,7 @@ def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
         # A function that only selects, joins or materialises samples takes any dtype: ids, say, beside the gradients.
-        if computes and isinstance(leaf, Tensor) and not _trees.is_inexact(leaf):
+        if computes and isinstance(leaf, Tensor) and not _trees.is_computable(leaf):
             place = place_of(tree, "tree", i)
             raise InputError(
                 f"psg.tree.{name}: {place} has dtype {leaf.dtype}, in which sums would round or overflow; convert it to float32."
