@@ -226,6 +226,54 @@ def test_derivatives_of_weighted_sums_of_16_bits(device):
     assert_trees_close(found.float(), expected, rtol=psg.testing.default_rtol(torch.bfloat16))
 
 
+PROMOTING = {
+    "where": lambda a, b, c: torch.where(a.detach() > 0, b, c),
+    "where, as a method": lambda a, b, c: b.where(a.detach() > 0, c),
+    "clamp": lambda a, b, c: torch.clamp(a.expand(2), b, max=c),
+    "clip": lambda a, b, c: a.expand(2).clip(max=b) + c.sum(),
+    "addcmul": lambda a, b, c: torch.addcmul(a, b, c, value=2),
+    "addcdiv": lambda a, b, c: a.addcdiv(b, tensor2=c + 5),
+}
+FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@pytest.mark.parametrize("op", PROMOTING)
+@given(
+    roles=st.tuples(*[st.sampled_from(["parameter", "data", "product", "constant"])] * 3),
+    dtypes=st.tuples(*[st.sampled_from(FLOATING)] * 3),
+    dimensional=st.integers(0, 2),
+    n=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_operands_without_dimensions_leave_the_dtype_to_the_others(op, method, roles, dtypes, dimensional, n, seed, device):
+    """vmap gives them a dimension, of samples: where, clamp, addcmul and addcdiv then promoted the result to their dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape, dtype):
+        return (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).round().to(device, dtype)  # exact in all dtypes
+
+    operands = [(role, (2,) if i == dimensional else (), dtype) for i, (role, dtype) in enumerate(zip(roles, dtypes, strict=True))]
+    params, x, constants = {3: draw((), torch.float64)}, {3: draw((n,), torch.float64)}, {}
+    for i, (role, shape, dtype) in enumerate(operands):
+        if role == "product" or role == "parameter":
+            params[i] = draw(shape, torch.bfloat16 if role == "product" else dtype)
+        if role in ("data", "product"):
+            x[i] = draw((n, *shape), dtype)
+        constants[i] = draw(shape, dtype)
+    seen = []
+
+    def fn(params, x):
+        values = {**constants, **x, **params, **{i: params[i] * x[i] for i, (role, *_) in enumerate(operands) if role == "product"}}
+        output = PROMOTING[op](*(values[i] for i in range(3)))
+        seen.append(output.dtype)
+        return output.double().sum() * params[3] * x[3]
+
+    expected, dtype = loop_grad(fn)(params, x), seen[-1]
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(params, x), expected, rtol=0.05)
+    assert seen[-1] == dtype
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "fn",

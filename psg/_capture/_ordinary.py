@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
@@ -63,9 +64,9 @@ def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tens
         others: Arguments that are neither tensors nor plain values.
         differentiated: Whether the pass is differentiated.
     """
-    if others or not _is_plain(func):
+    if others or not (_is_plain(func) or func is torch.where and len(args) == 3):  # where of a condition alone locates entries
         return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
-    if func in REWRITTEN and may_rewrite(func, kwargs, differentiated) or kwargs and not _NOTED.isdisjoint(kwargs):
+    if func in REWRITTEN and may_rewrite(func, tensors, kwargs, differentiated) or kwargs and not _NOTED.isdisjoint(kwargs):
         return False
     return reads(func) and not may_draw(func) or target_of(func, args, kwargs) is None and not draws(func, args, kwargs)
 

@@ -132,7 +132,7 @@ _misderived: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
-ALWAYS, DIFFERENTIATED, SPARSE = "any call", "a pass that is differentiated", "a sparse tensor"
+ALWAYS, DIFFERENTIATED, MIXED, SPARSE = "any call", "a pass that is differentiated", "numbers of several dtypes", "a sparse tensor"
 REWRITTEN: dict[Any, set[str]] = {}
 """The ops that have a decomposition or a leak, each with what a call needs to meet it: one of these, or an option of this name."""
 _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
@@ -370,10 +370,12 @@ def _note_rewritten(ops: Iterable[Any], need: str) -> None:
         REWRITTEN.setdefault(op, set()).add(need)
 
 
-def may_rewrite(op: Any, kwargs: Mapping[str, Any], differentiated: bool) -> bool:
+def may_rewrite(op: Any, tensors: Iterable[Tensor], kwargs: Mapping[str, Any], differentiated: bool) -> bool:
     """Whether a call of an op in REWRITTEN, without sparse tensors, may meet a decomposition or a leak."""
     needs = REWRITTEN[op]
-    return ALWAYS in needs or differentiated and DIFFERENTIATED in needs or not needs.isdisjoint(kwargs)
+    if ALWAYS in needs or differentiated and DIFFERENTIATED in needs or not needs.isdisjoint(kwargs):
+        return True
+    return MIXED in needs and len({tensor.dtype for tensor in tensors if tensor.dtype != torch.bool}) > 1
 
 
 def find_rule(op: Any) -> Rule | None:

@@ -1,6 +1,7 @@
 """Ops that vmap gets wrong, written with ops that it gets right. Each has its test. Ops without such a form are in leaks.py."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -8,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg._torch._ops import GET_DATA, SET_DATA
-from psg.rules._registry import DIFFERENTIATED, decomposition, rule
+from psg._torch._ops import GET_DATA, SET_DATA, substitute, tensors_of
+from psg.rules._registry import DIFFERENTIATED, MIXED, decomposition, rule
 
 # By sorting: along a dimension torch has no deterministic median on a GPU.
 
@@ -128,6 +129,52 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: An
         return NotImplemented
     product, none = mat1 @ mat2, torch.zeros((), dtype=torch.bool, device=input.device)
     return (alpha * product + torch.where(none, input, 0)).contiguous()
+
+
+def _promoted(args: Any, kwargs: Any) -> Any:
+    """Operands in the dtype of their result; None if vmap finds it too.
+
+    Operands without dimensions change the dtype of others only from integers to floating-point or complex numbers. vmap gives those that
+    depend on the sample a dimension, and then asks for their dtypes like any others'.
+    """
+    tensors = tensors_of(args, kwargs)
+    if len({tensor.dtype for tensor in tensors}) < 2 or all(tensor.ndim for tensor in tensors):
+        return None
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.ndim == 0])
+    if others := [tensor.dtype for tensor in tensors if tensor.ndim]:
+        other = reduce(torch.promote_types, others)
+        dtype = torch.result_type(torch.empty((), dtype=dtype, device="meta"), torch.empty(1, dtype=other, device="meta"))
+    return substitute((args, kwargs), lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) else leaf)
+
+
+def _of_promoted(op: Any) -> None:
+    @decomposition(op, need=MIXED)
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        """The same of operands in one dtype."""
+        if kwargs.get("out") is not None or (operands := _promoted(args, kwargs)) is None:
+            return NotImplemented
+        args, kwargs = operands
+        return op(*args, **kwargs)
+
+
+for _name in ("clamp", "clip", "addcmul", "addcdiv"):
+    _of_promoted(getattr(torch, _name))
+    _of_promoted(getattr(Tensor, _name))
+
+
+@decomposition(torch.where, need=MIXED)
+def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The same of values in one dtype."""
+    if kwargs.get("out") is not None or (values := _promoted(args, kwargs)) is None:
+        return NotImplemented
+    args, kwargs = values
+    return torch.where(condition, *args, **kwargs)
+
+
+@decomposition(Tensor.where, need=MIXED)
+def where_of(input: Tensor, condition: Tensor, other: Any) -> Any:
+    """As a function."""
+    return torch.where(condition, input, other)
 
 
 @decomposition(torch.roll, Tensor.roll)
