@@ -400,17 +400,12 @@ def _index_put(input: Tensor, indices: Sequence[Tensor | None], values: Tensor, 
     return input
 
 
-def _in_parts(op: Any, compose: Any = None) -> None:
+def _in_parts(op: Any) -> None:
     @decomposition(op)
     def parts(*args: Any, **kwargs: Any) -> Any:
         if "out" in kwargs or not any(map(_functorch.is_vmapped, tensors_of(args, kwargs))) or _functorch.tangents_active():
             return NotImplemented
-        return _functorch.in_parts(compose or op, args, kwargs)
-
-
-def _stft_of_a_copy(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """stft takes its frames by as_strided, whose derivative adds up the samples of an expanded tensor: they share their memory."""
-    return torch.stft(input.clone(), *args, **kwargs)
+        return _functorch.in_parts(op, args, kwargs)
 
 
 for _op in (
@@ -418,8 +413,21 @@ for _op in (
     *(torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, torch.fft.ihfftn),
 ):
     _in_parts(_op)
-for _op in (torch.stft, Tensor.stft):
-    _in_parts(_op, _stft_of_a_copy)
+
+
+@decomposition(torch.stft, Tensor.stft)
+def stft(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """In parts too, and of a copy: torch takes frames by as_strided, whose derivative adds up the samples of an expanded tensor."""
+    if not any(map(_functorch.is_vmapped, tensors_of((input, *args), kwargs))):
+        return NotImplemented
+
+    def of_a_copy(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.stft(input.clone(), *args, **kwargs)
+
+    if _functorch.tangents_active():  # which take any op in parts
+        with torch._C.DisableTorchFunction():
+            return of_a_copy(input, *args, **kwargs)
+    return _functorch.in_parts(of_a_copy, (input, *args), kwargs)
 
 
 def _quantile(name: str) -> None:

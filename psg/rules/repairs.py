@@ -82,7 +82,10 @@ def _laid_out_alike(op: Any) -> None:
         return op(A.clone(memory_format=torch.contiguous_format), *args, **kwargs)
 
 
-for _op in (torch.linalg.det, torch.det, Tensor.det, torch.linalg.slogdet, torch.slogdet, Tensor.slogdet):
+for _op in (
+    *(torch.linalg.det, torch.det, Tensor.det, torch.logdet, Tensor.logdet),
+    *(torch.linalg.slogdet, torch.slogdet, Tensor.slogdet),
+):
     _laid_out_alike(_op)
 
 

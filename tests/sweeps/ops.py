@@ -4,6 +4,7 @@ python -m sweeps.ops [--only NAME ...] [--jobs 2] [--dtype complex128] [--json F
 """
 
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,13 @@ N = 3
 PARAM, DATA, CONST, PRODUCT, STRIDED, TURNED = "param", "data", "const", "product", "strided", "turned"
 """What a tensor of an op's arguments is: a parameter; another one in every sample; the same in all; a parameter times data; a parameter
 whose memory lies transposed; the transpose of a parameter."""
+INSIDE = {
+    "gradient": lambda f, input: torch.func.grad(f)(input),
+    "tangent": lambda f, input: torch.func.jvp(f, (input,), (input.cos(),))[1],
+}
+"""Derivatives of an op for its first argument that fn itself takes."""
+NOT_INSIDE = re.compile("^(bfloat16|half|chalf|float|cfloat)$|linear_cross_entropy")
+"""Ops that round a derivative otherwise, and one of which torch has no tangent, nor a right gradient: it branches on requires_grad."""
 LARGE = 100_000
 """Sample inputs with more entries than this test speed, not rules."""
 
@@ -59,6 +67,21 @@ def trials(name: str, dtype: torch.dtype) -> Iterator[Trial]:
 
 
 def _forms(op: Any, sample: Any) -> dict[str, Callable]:
+    processed = {form: _processed(call, sample) for form, call in _calls(op, sample).items()}
+    if isinstance(sample.input, Tensor) and _differentiable(sample.input) and not NOT_INSIDE.search(op.full_name):
+        processed |= {f"{name} inside": _inside(derivative, processed["function"]) for name, derivative in INSIDE.items()}
+    return processed
+
+
+def _processed(call: Callable, sample: Any) -> Callable:
+    return lambda input, *args, **kwargs: sample.output_process_fn_grad(call(input, *args, **kwargs))
+
+
+def _inside(derivative: Callable, call: Callable) -> Callable:
+    return lambda input, *args, **kwargs: derivative(lambda input: score(call(input, *args, **kwargs)), input)
+
+
+def _calls(op: Any, sample: Any) -> dict[str, Callable]:
     forms = {"function": op.get_op()}
     if isinstance(sample.input, Tensor):
         forms |= {"method": op.method_variant, "in place": op.inplace_variant}
@@ -132,9 +155,9 @@ def _problem(sample: Any, call: Callable, roles: tuple[str, ...], form: str, nam
             elif role == TURNED:
                 own[i] = _turned(params[str(i)])
         input, args, kwargs = optree.tree_unflatten(spec, own)
-        if form.startswith("in"):
+        if form.startswith("in"):  # in place
             input = input.clone()
-        output = sample.output_process_fn_grad(call(input, *args, **kwargs))
+        output = call(input, *args, **kwargs)
         return score(optree.tree_map(lambda leaf: leaf * batch["scale"] if _real(leaf) else leaf, output, none_is_leaf=True))
 
     return Problem(fn, (params, batch))
