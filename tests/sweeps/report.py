@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
+import pytest
 import torch
 from cases import Problem
+from conftest import as_large
 
 from sweeps.outcome import FAILURES, LEFT_OUT, REFUSED, RUNGS, TORCH, Outcome, settle
 
@@ -37,9 +39,11 @@ class Record(NamedTuple):
     seconds: float
 
 
-def run(trials: Callable[[str, torch.dtype], Iterable[Trial]], name: str, dtype: torch.dtype) -> Record:
+def run(trials: Callable[[str, torch.dtype], Iterable[Trial]], name: str, dtype: torch.dtype, large: bool) -> Record:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
+    if large:
+        as_large(pytest.MonkeyPatch())
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says about its own sample inputs
@@ -53,6 +57,7 @@ def report(title: str, names: Callable[[torch.dtype], list[str]], trials: Callab
     parser.add_argument("--only", nargs="*", help="full names")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--large", action="store_true", help="as if no parameter were small: all rules run, and values are computed once")
     parser.add_argument("--json", help="write every outcome to this file")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
@@ -61,7 +66,7 @@ def report(title: str, names: Callable[[torch.dtype], list[str]], trials: Callab
     records = []
     print(f"{'name':46}" + "".join(f"{column:>9}" for column in COLUMNS) + f"{'s':>7}")
     with ProcessPoolExecutor(args.jobs) as pool:
-        for record in pool.map(run, [trials] * len(chosen), chosen, [dtype] * len(chosen)):
+        for record in pool.map(run, [trials] * len(chosen), chosen, [dtype] * len(chosen), [args.large] * len(chosen)):
             records.append(record)
             counts = Counter(outcome.status for outcome in record.outcomes.values())
             totals += counts
