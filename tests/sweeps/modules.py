@@ -1,6 +1,6 @@
 """Every module with parameters that PyTorch's own tests know, on every sample input.
 
-python -m sweeps.modules [--only NAME ...] [--jobs 2] [--json FILE]
+python -m sweeps.modules [--only NAME ...] [--jobs 2] [--large] [--json FILE]
 """
 
 import random
