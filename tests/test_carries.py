@@ -723,31 +723,32 @@ def test_filters_standardised_by_torchs_own_batch_norm(device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), loop_grad(fn)(params, x))
 
 
-MASK = torch.tensor([True, False, True, False])
+# Functions of a weight and of which entries of it count.
 SELECTED = {
-    "two masks": lambda w: torch.logaddexp(torch.where(MASK, w, -torch.inf), (2 * w).masked_fill(MASK, -torch.inf)[[0, 1, 0, 1]]),
-    "filled": lambda w: torch.logaddexp(w.masked_fill(~MASK, -torch.inf), (2 * w).masked_fill(~MASK, -torch.inf)).clamp(min=-3),
-    "a root of zeros": lambda w: (w - 0.5).relu().sqrt(),
-    "a root of a mask": lambda w: torch.where(MASK, w.square(), 0).sqrt(),
-    "clamped": lambda w: (w.clamp(min=20, max=21) - 20).sqrt(),
-    "a triangle": lambda w: torch.outer(w, w).tril().sqrt(),
-    "bounded": lambda w: (F.hardtanh(10 * w) - 1).sqrt().nan_to_num(),
-    "one over zeros": lambda w: (torch.where(MASK, w, 0) ** -1).clamp(max=1e3),
-    "filled with zeros": lambda w: w.masked_fill(MASK, 0).square().sqrt(),
+    "two masks": lambda w, mask: torch.logaddexp(torch.where(mask, w, -torch.inf), (2 * w).masked_fill(mask.roll(1), -torch.inf)),
+    "filled": lambda w, mask: torch.logaddexp(w.masked_fill(~mask, -torch.inf), (2 * w).masked_fill(~mask, -torch.inf)).clamp(min=-3),
+    "a root of zeros": lambda w, mask: (w - 0.5).relu().sqrt(),
+    "a root of a mask": lambda w, mask: torch.where(mask, w.square(), 0).sqrt(),
+    "clamped": lambda w, mask: (w.clamp(min=20, max=21) - 20).sqrt(),
+    "a triangle": lambda w, mask: torch.outer(w.flatten(), w.flatten()).tril().sqrt(),
+    "bounded": lambda w, mask: (F.hardtanh(10 * w) - 1).sqrt().nan_to_num(),
+    "one over zeros": lambda w, mask: (torch.where(mask, w, 0) ** -1).clamp(max=1e3),
+    "filled with zeros": lambda w, mask: w.masked_fill(mask, 0).square().sqrt(),
 }
 
 
 @pytest.mark.parametrize("name", SELECTED)
-@pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize("traced", [True, False])
-def test_entries_that_an_op_leaves_out_have_no_gradient_whatever_the_cotangent_is(name, summed, traced):
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), n=st.integers(0, 3), summed=st.booleans(), seed=st.integers(0, 99))
+def test_entries_that_an_op_leaves_out_have_no_gradient_whatever_the_cotangent_is(name, traced, sizes, n, summed, seed):
     """0 times NaN is NaN, but autograd selects."""
+    torch.manual_seed(seed)
+    w, mask, x = torch.rand(sizes), torch.rand(sizes) < 0.5, torch.randn(n)
 
     def fn(w, x):
-        value = SELECTED[name](w)
+        value = SELECTED[name](w, mask)
         return (value.sum() if summed else value * torch.arange(1.0, value.numel() + 1).reshape(value.shape)).sum() * x
 
-    w, x = torch.tensor([0.3, 0.7, 0.9, 0.4]), torch.tensor([0.5, -2.0, 1.5])
     transform = psg.per_sample_grad(fn)
     found = (psg.jit(transform, backend="eager", check=False) if traced else transform)(w, x)
     assert_trees_close(found, loop_grad(fn)(w, x))

@@ -243,7 +243,7 @@ FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     roles=st.tuples(*[st.sampled_from(["parameter", "data", "product", "constant"])] * 3),
     dtypes=st.tuples(*[st.sampled_from(FLOATING)] * 3),
     dimensional=st.integers(0, 2),
-    n=st.integers(1, 3),
+    n=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
 def test_operands_without_dimensions_leave_the_dtype_to_the_others(op, method, roles, dtypes, dimensional, n, seed, device):
@@ -269,9 +269,10 @@ def test_operands_without_dimensions_leave_the_dtype_to_the_others(op, method, r
         seen.append(output.dtype)
         return output.double().sum() * params[3] * x[3]
 
-    expected, dtype = loop_grad(fn)(params, x), seen[-1]
-    assert_trees_close(psg.per_sample_grad(fn, method=method)(params, x), expected, rtol=0.05)
-    assert seen[-1] == dtype
+    expected, dtype = loop_grad(fn)(params, x), seen[-1:]  # none of no samples, for which fn is not called
+    # Of bfloat16, in whose steps of 2^-8 each of a few ops rounds.
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(params, x), expected, rtol=2**-6)
+    assert seen[-1:] == dtype
 
 
 @pytest.mark.filterwarnings("error")

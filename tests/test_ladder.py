@@ -614,8 +614,9 @@ def test_squeeze_in_place_leaves_the_samples_alone(dim, method, n, device):
         lambda w, x: torch.func.vmap(lambda x: (x * w).roll(1))(x).sin().sum(),
     ],
 )
-def test_scalars_do_not_roll(fn, method, device):
-    w, x = torch.randn((), device=device), torch.randn(4, 3, device=device)
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_scalars_do_not_roll(n, fn, method, device):
+    w, x = torch.randn((), device=device), torch.randn(n, 3, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
 
 

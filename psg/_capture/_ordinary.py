@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
@@ -23,6 +22,7 @@ from psg._torch._ops import (
     LOCATING,
     MASKED,
     PREDICATES,
+    chooses,
     draws,
     is_torchs,
     may_draw,
@@ -64,7 +64,7 @@ def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tens
         others: Arguments that are neither tensors nor plain values.
         differentiated: Whether the pass is differentiated.
     """
-    if others or not (_is_plain(func) or func is torch.where and len(args) == 3):  # where of a condition alone locates entries
+    if others or not (_is_plain(func) or chooses(func, args)):
         return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
     if func in REWRITTEN and may_rewrite(func, tensors, kwargs, differentiated) or kwargs and not _NOTED.isdisjoint(kwargs):
         return False

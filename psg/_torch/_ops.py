@@ -101,12 +101,17 @@ DETACHING = {torch.detach_, Tensor.detach_}
 """Of the tensor that they get, and not of a new one."""
 
 
+def chooses(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call is torch.where between two values; of a condition alone, it locates entries."""
+    return func is torch.where and len(args) == 3
+
+
 def tells_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the caller learns more from this call than whether a tensor is true: Python values, NumPy arrays, numbers of entries."""
     if func in CONVERSIONS:
         return func is not Tensor.__bool__
     if func in MASKED or func in LOCATING:
-        return not (func is torch.where and len(args) == 3)
+        return not chooses(func, args)
     return func in ARRAYS or bool(read_by(func, args, kwargs))
 
 
