@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._torch import _ambient
+from psg._torch import _ambient, _functorch
 from psg.factors import Conv, Geometry
 from psg.rules._registry import decomposition, reshape, rule, transpose
 from psg.rules.linear import sum_images
@@ -101,17 +101,23 @@ def _conv(cotangent: Tensor, input: Tensor, geometry: Geometry) -> Conv:
     return Conv(cotangent, input, geometry)
 
 
-def _with_full_lists(op: Any, dims: int) -> None:
+def _repaired(op: Any, dims: int) -> None:
+    def each(option: Any) -> Any:
+        return _each(option, dims) if isinstance(option, (list, tuple)) and len(option) == 1 < dims else option
+
     @decomposition(op)
-    def full(*args: Any, **kwargs: Any) -> Any:
-        """Expand lists of one entry: vmap takes the length of `stride` for the number of spatial dimensions, and misplaces the bias."""
+    def repaired(input: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any, **named: Any) -> Any:
+        """What vmap gets wrong (2.13): options, and weights of each sample's own.
 
-        def each(option: Any) -> Any:
-            return _each(option, dims) if isinstance(option, (list, tuple)) and len(option) == 1 < dims else option
-
-        if all(each(option) is option for option in (*args, *kwargs.values())):
+        It takes the length of `stride` for the number of spatial dimensions, and misplaces the bias. Where another kernel than oneDNN's
+        runs, the gradient of a weight with groups is wrong for one sample alone, if weight and data are channels last.
+        """
+        groups = named.get("groups", options[3] if len(options) > 3 else 1)
+        copied = groups > 1 and not weight.is_contiguous() and _functorch.is_vmapped(weight)
+        if not copied and all(each(option) is option for option in (*options, *named.values())):
             return NotImplemented
-        return op(*map(each, args), **{name: each(option) for name, option in kwargs.items()})
+        own = weight.contiguous() if copied else weight
+        return op(input, own, bias, *map(each, options), **{name: each(option) for name, option in named.items()})
 
 
 @decomposition(torch.convolution)
@@ -188,6 +194,6 @@ _TRANSPOSED = F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d
 for _dims, (_plain, _other) in enumerate(zip(_PLAIN, _TRANSPOSED, strict=True), start=1):
     rule(_plain)(_convolution(_dims))
     rule(_other)(_transposed(_dims))
-    _with_full_lists(_plain, _dims)
-    _with_full_lists(_other, _dims)
+    _repaired(_plain, _dims)
+    _repaired(_other, _dims)
     _transpose_each_other(_plain, _other, _dims)
