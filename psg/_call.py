@@ -61,6 +61,10 @@ class Options:
         self.in_dims = tuple(map(_dim, self.in_dims)) if isinstance(self.in_dims, (tuple, list)) else _dim(self.in_dims)
 
 
+Kept = Literal["gradients", "factors", "reductions"]
+"""What a transform keeps of each sample: its materialised gradient, the factors of it, or what these are reduced to."""
+
+
 @dataclass(eq=False)
 class Call:
     """A function, and a batch to call it on, flattened; not changed once it is made.
@@ -78,7 +82,7 @@ class Call:
         has_aux: Whether fn returns (loss, aux).
         randomness: "different", "same" or "error".
         n: The number of samples.
-        settles: Whether factors may be settled during the backward pass; see `Backward`.
+        kept: What the transform keeps of each sample.
         outside: What to do with tensors with a history that fn closes over.
         tensors: The leaves that are tensors.
         tensor_dims: For each of `tensors` the dimension of the samples, or None.
@@ -98,7 +102,7 @@ class Call:
     has_aux: bool
     randomness: str
     n: int
-    settles: bool
+    kept: Kept
     outside: Outside = field(default_factory=Outside)
     tensors: list[Tensor] = field(init=False)
     tensor_dims: list[int | None] = field(init=False)
@@ -249,7 +253,7 @@ def prepare(
     options: Options,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    settles: bool = False,
+    kept: Kept = "gradients",
 ) -> Call:
     """Check the arguments of a call against the options, and flatten them.
 
@@ -259,7 +263,7 @@ def prepare(
         options: The transform's options.
         args: The positional arguments, batched.
         kwargs: The keyword arguments.
-        settles: Whether factors may be settled during the backward pass; see `Backward`.
+        kept: What the transform keeps of each sample.
 
     Returns:
         The call.
@@ -316,7 +320,7 @@ def prepare(
         has_aux=options.has_aux,
         randomness=options.randomness,
         n=n,
-        settles=settles,
+        kept=kept,
     )
 
 

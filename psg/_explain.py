@@ -81,6 +81,9 @@ def explain(
 ) -> Callable[..., Report]:
     """Make a function that runs one pass over a batch and reports the path of every parameter.
 
+    The path may depend on sizes: products of few numbers (some 100 KB of all samples), and what is computed from few, are lifted, which
+    takes less time there than rules and factors. (`factored_grad` gives factors all the same.) Ask with a batch as large as in training.
+
     Args:
         fn: A pure function of one sample, `fn(params, *sample) -> scalar`.
         argnums: The index of the positional argument to differentiate, or a tuple of indices. The samples share these arguments unless
@@ -102,9 +105,9 @@ def explain(
 
     Example:
         >>> import torch, psg
-        >>> model = torch.nn.Linear(3, 2)
+        >>> model = torch.nn.Linear(64, 32)
         >>> loss, params = psg.stateless(model, torch.nn.functional.mse_loss)
-        >>> report = psg.explain(loss)(params, torch.randn(5, 3), torch.randn(5, 2))
+        >>> report = psg.explain(loss)(params, torch.randn(5, 64), torch.randn(5, 32))
         >>> report.rung, [leaf.kind for leaf in report.leaves]
         ('capture', ['Dense', 'Outer'])
     """

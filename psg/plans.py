@@ -69,7 +69,7 @@ def using(
     """A context that sets how norms and sums are computed. It changes time and memory, and results only by rounding.
 
     It applies to the thread that enters it. Contexts nest: an argument of None keeps the outer setting. Where a parameter does not have
-    the answer asked for (a "gram" of one position), the cost model chooses.
+    the answer asked for (a "gram" of one position, or of a gradient that is so small that psg computes it at once), the cost model chooses.
 
     Args:
         norm: "keep", "gram" or "chunks", or a function that gets the factor and a mapping from the possible answers to their costs, in

@@ -77,7 +77,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees, clipping
-from psg._call import Call, Method, Options, Randomness, note, noted, prepare, takes_keyword
+from psg._call import Call, Kept, Method, Options, Randomness, note, noted, prepare, takes_keyword
 from psg._clipped_sums import ClippedSums, clipped_sums, groups_of, sensitivity
 from psg._errors import InputError, received
 from psg._ladder import _chunks, _differentiable
@@ -440,15 +440,12 @@ class _Reduced(NamedTuple):
 _Reduce = Callable[[Call, Result, int], Any]
 """Reduces the result of one chunk, which begins at this sample."""
 
-_Kept = Literal["gradients", "factors", "reductions"]
-"""What a transform keeps of each chunk: materialised gradients, factors, or what it has reduced them to."""
-
 
 def _transform(
     name: str,
     fn: Callable[..., Any],
     options: Options,
-    kept: _Kept,
+    kept: Kept,
     collector: Callable[[int], Any],
     reduce: _Reduce,
     finish: Callable[[Call, _Reduced], Any],
@@ -458,7 +455,7 @@ def _transform(
     return _over_batches(name, fn, options, kept, lambda call, mask: finish(call, run(call, reduce)))
 
 
-def _chunk_by_chunk(options: Options, kept: _Kept, collector: Callable[[int], Any]) -> Callable[[Call, _Reduce], _Reduced]:
+def _chunk_by_chunk(options: Options, kept: Kept, collector: Callable[[int], Any]) -> Callable[[Call, _Reduce], _Reduced]:
     """The function that runs a call chunk by chunk, reduces each chunk and collects the reductions."""
     sizes = _chunks.Sizes(options.chunk_size, kept == "gradients")
 
@@ -490,7 +487,7 @@ def _over_batches(
     name: str,
     fn: Callable[..., Any],
     options: Options,
-    kept: _Kept,
+    kept: Kept,
     compute: Callable[[Call, Any], Any],
     masked: bool = False,
 ) -> Callable[..., Any]:
@@ -506,7 +503,7 @@ def _over_batches(
             mask = kwargs.pop(_PADDED) if _PADDED in kwargs else _pop_mask(fn, args, kwargs)
         own = _ambient.keep(fn)
         with _ambient.off():
-            return compute(prepare(label, own, options, args, kwargs, settles=kept == "reductions"), mask)
+            return compute(prepare(label, own, options, args, kwargs, kept=kept), mask)
 
     def pad(args: tuple[Any, ...], kwargs: dict[str, Any], size_for: Callable[[int], int]) -> tuple[tuple[Any, ...], dict[str, Any], int]:
         own = prepare(label, fn, options, args, {})

@@ -674,7 +674,7 @@ def test_factors_are_settled_while_the_pass_goes_on(device, monkeypatch):
         return x.sum()
 
     monkeypatch.setattr(Outer, "settle", lambda factor: taken.append("settled") or factor)
-    call = prepare("test", fn, Options(0), (params, torch.randn(N, 3, device=device)), {}, settles=True)
+    call = prepare("test", fn, Options(0), (params, torch.randn(N, 3, device=device)), {}, kept="reductions")
     _ladder.run(call, "capture")
     # Layer 3's factor is settled before the pass reaches layer 2, and so on; autograd is asked for the first layer's cotangent.
     assert taken == [3, "settled", 2, "settled", 1, "settled", 0]
@@ -1599,7 +1599,9 @@ def test_aux_of_a_parameter_is_not_its_memory(device):
     assert torch.equal(w, before)
 
 
-def test_fake_quantisation(device):
+def test_fake_quantisation(device, monkeypatch):
+    as_large(monkeypatch)
+
     def fn(w, x):
         by_row = torch.fake_quantize_per_channel_affine(w, steps, zeros, 0, -8, 7)
         return (torch.fake_quantize_per_tensor_affine(w, 0.1, 0, -8, 7) @ x).sin().sum() + (by_row @ x).cos().sum()

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from agreement import rows, rows_loss, summed, two_layer_params
 from agreement import two_layer_loss as loss
+from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg._hardware import _fused, _machine
+from psg._hardware import _fused
 from psg._torch import _functorch
 from psg.clipping import PerGroup, PerLeaf
 from psg.factors import Outer, _base
@@ -892,7 +893,7 @@ def test_samples_that_are_left_out_after_the_products(masked, policy, monkeypatc
     x[2, 1, 3], x[3] = torch.nan, torch.inf
     fn = psg.clipped_grad(tied, clip_norm=0.3, policy=policy)
     expected = fn(p, x, **own)
-    monkeypatch.setattr(_machine, "op_call", lambda device: 0)
+    as_large(monkeypatch)
     monkeypatch.setattr(_base, "_TINY", 0)
     monkeypatch.setattr(_functorch, "can_read_now", lambda tensor: False)
     monkeypatch.setattr(_fused, "takes_product", lambda tensor: True)

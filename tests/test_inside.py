@@ -457,7 +457,9 @@ def test_backward_passes_of_the_function_stay_in_its_thread(gradients, normal):
 # --- values that are computed from parameters again and again ---------------------------------------------------------------------
 
 
-def test_what_is_derived_again_is_derived_once(normal):
+def test_what_is_derived_again_is_derived_once(normal, monkeypatch):
+    as_large(monkeypatch)
+
     def fn(p, x):
         def energy(z):
             weight = p["v"] * (p["g"][:, None] / p["v"].norm(dim=1, keepdim=True))
@@ -471,7 +473,8 @@ def test_what_is_derived_again_is_derived_once(normal):
     assert v.uses["norm: derived"] == 1
 
 
-def test_constants_made_inside_of_a_transform(normal):
+def test_constants_made_inside_of_a_transform(normal, monkeypatch):
+    as_large(monkeypatch)
     frozen = normal(3, 3)
 
     def fn(p, x):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N
+from conftest import as_large
 from torch import nn
 
 import psg
@@ -66,7 +67,8 @@ def test_no_choice_changes_a_result(settings, problem):
         assert_trees_close(own, other, rtol=1e-9)
 
 
-def test_what_is_asked_for_is_what_runs(problem):
+def test_what_is_asked_for_is_what_runs(problem, monkeypatch):
+    as_large(monkeypatch)
     loss, params, x, y = problem
 
     def plan(path):
@@ -193,6 +195,7 @@ def test_settings_hold_in_autograds_threads(device, monkeypatch):
         asked.append(threading.current_thread())
         return "gram"
 
+    as_large(monkeypatch)
     monkeypatch.setattr(_autograd, "gradients", elsewhere)
     monkeypatch.setattr(_backward, "LARGE", 1)
     params = {"a": torch.randn(4, 3, device=device), "b": torch.randn(4, 4, device=device)}

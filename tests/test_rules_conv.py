@@ -113,7 +113,6 @@ def test_channels_last(own, n, groups, same, memory, seed, device):
         x = x.to(memory_format=torch.channels_last)
     padding = "same" if same else 1
 
-
     def fn(w, x):
         weight = w * x.mean() if own else w  # one of each sample's own
         return score(F.conv2d(x[None], weight, padding=padding, groups=groups))

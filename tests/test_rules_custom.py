@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import as_large
 from torch import Tensor
 
 import psg
@@ -404,7 +405,8 @@ def test_functions_that_vmap_cannot_run(fn, n, device):
     assert torch.autograd.Function.apply.__code__ is before
 
 
-def test_a_function_in_the_old_style_keeps_factors(device):
+def test_a_function_in_the_old_style_keeps_factors(device, monkeypatch):
+    as_large(monkeypatch)
     loss, w = lambda w, x: (F.linear(x, Quantised.apply(w)) ** 2).sum(), torch.randn(6, 7, device=device)
     (leaf,) = psg.explain(loss)(w, torch.randn(4, 7, device=device)).leaves
     assert leaf.uses == {"custom_function_call: derived": 1, "linear: rule": 1}

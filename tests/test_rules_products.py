@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
 from cases import Problem, score
+from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -239,7 +240,8 @@ RULED = {
 
 
 @pytest.mark.parametrize("name", RULED)
-def test_the_rule_is_taken(name, device):
+def test_the_rule_is_taken(name, device, monkeypatch):
+    as_large(monkeypatch)
     op, own, sample, kind = RULED[name]
     params = {key: torch.randn(shape) for key, shape in own.items()}
     problem = on(Problem(lambda p, x: score(op(p, x)), (params, torch.randn(2, *sample))), device)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from agreement import linear_args
 from agreement import linear_loss as loss
 from cases import N
+from conftest import as_large
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -299,6 +300,7 @@ def test_check_in_mixed_dtypes(name, method, device):
     ],
 )
 def test_check_is_no_less_strict_where_no_parameter_s_value_is_rounded(fn, monkeypatch, device):
+    as_large(monkeypatch)
     w, x = torch.randn(4, 3, device=device, dtype=torch.float64), torch.rand(5, 3, device=device, dtype=torch.float16)
     psg.check(fn)(w, x)
     right = psg.factors.Outer.materialize

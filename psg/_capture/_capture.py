@@ -152,7 +152,7 @@ def _one_pass(
         tensors[position], dims[position] = value.leaf, 0
 
     apart = call.randomness == "different" and n > 1
-    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look, state if apart else None, views)
+    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look, state if apart else None, views, call.kept == "factors")
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in call.tensor_params])
@@ -164,7 +164,7 @@ def _one_pass(
         lifts = (mode.prefers_lifting() or None) if habits.lifts is None else habits.lifts
         if (mode.differentiates, lifts) != (habits.recorded, habits.lifts):
             habits = habits._replace(recorded=mode.differentiates, lifts=lifts)
-        backward = Backward(mode.values, n, call.settles)
+        backward = Backward(mode.values, n, call.kept == "reductions")
         backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:
         # Those of a pass that fails: a tap's node may hold the mode, by a `LinearOp`, in a cycle that no garbage collector sees.

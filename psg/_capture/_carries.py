@@ -547,7 +547,8 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
 _SIMPLE = frozenset({*_CARRIES, *_POINTWISE, *_REDUCING}) | frozenset(
     """
     broadcast_tensors stack hstack vstack diag diagonal diag_embed flip roll repeat type_as index_select pad round floor ceil trunc sign sgn
-    cumsum cumprod
+    cumsum cumprod einsum bmm tile gather real imag conj resolve_conj view_as_real view_as_complex complex polar fft_fft fft_ifft fft_rfft
+    fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn
     """.split()
 )
 """Ops that vmap runs about as fast as torch does: entry by entry, reductions, products, moves of entries."""

@@ -22,6 +22,7 @@ class Lifted:
 
     Attributes:
         leaf: What the function sees, under vmap's wrapper: [n, *shape], an autograd leaf. (A function of a whole batch sees `value`.)
+        nbytes: Of the leaf, as if every sample had a copy.
         value: The one unexpanded value, detached: what rules use. None if every sample has its own.
         made_by: For a derived value, the step that has computed it, and the lifted values among the step's arguments.
         handle: The wrapper that the function holds; kept alive, since values are found by its id().
@@ -33,6 +34,7 @@ class Lifted:
 
     def __init__(self, leaf: Tensor, value: Tensor | None, name: str = "") -> None:
         self.leaf = leaf
+        self.nbytes = leaf.nbytes
         self.value = value
         self.made_by: tuple[Step, list[Lifted]] | None = None
         self.shared = False
@@ -69,7 +71,7 @@ class Lifted:
     @property
     def is_little(self) -> bool:
         """Whether it is few numbers, of all samples together."""
-        return self.leaf.nbytes <= _FEW_BYTES
+        return self.nbytes <= _FEW_BYTES
 
     @cached_property
     def attached(self) -> Tensor | None:
@@ -221,6 +223,31 @@ class Watch(TorchFunctionMode):
     def lifted_among(self, leaves: Sequence[Any]) -> list[Lifted]:
         """The lifted values among the arguments of a call."""
         return [self.by_handle[id(leaf)] for leaf in leaves if id(leaf) in self.by_handle]
+
+    def are_few(self, tensors: Sequence[Tensor], inside: bool) -> bool:
+        """Whether those of a call are so few numbers that vmap computes it for every sample in less time than Python takes for a rule.
+
+        A rule takes more time inside a transform or a derivative of the function's own, and for data of several rows, whose factor is more
+        than two vectors. (A program that is traced has no such overhead.)
+        """
+        if _functorch.is_traced():
+            return False
+        most, sampled, largest = 2 * _FEW_BYTES, False, 0
+        for tensor in tensors:
+            own = _functorch.innermost(tensor, self.level)
+            value = self.by_handle.get(id(own))
+            if value is not None:
+                if value.leaf.itemsize < 4:
+                    return False  # the gradients of several uses would add up in this dtype
+                largest = max(largest, value.nbytes)
+            elif own.ndim == 0:
+                return False  # in the place of a number, which a rule takes
+            elif _functorch.is_batched(own, self.level):
+                sampled = True
+                inside = inside or own.numel() > own.shape[-1]
+                if self.n * own.nbytes >= most:
+                    return False
+        return sampled and largest * (1 if inside else 8) < most
 
     def attached(self, leaf: Any) -> Any:
         """For a lifted value its attached value, with a history up to the parameters; any other argument as it is."""

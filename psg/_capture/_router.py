@@ -69,6 +69,7 @@ class Router(Watch, Looking):
         look: Callable[..., Any],
         state: _random.State | None,
         views: Sequence[View],
+        factored: bool,
     ) -> None:
         super().__init__(n, params, inputs)
         self.views = iter(views)  # that as_strided makes for the first sample alone, if the habits say that fn calls it
@@ -76,6 +77,7 @@ class Router(Watch, Looking):
         self.aliases = Aliases(laid_out, habits.follows)
         self.look = look
         self.habits = habits
+        self.spares_few = habits.lifts is not False and not factored  # who asks for factors gets those of the rules
         self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
@@ -177,6 +179,12 @@ class Router(Watch, Looking):
                 return NotImplemented
             if self._is_of_table(func, args):
                 return NotImplemented
+            if lifts and self._declines_few(rule, tensors):
+                if not is_pure(func, args, kwargs, tensors, others, self.habits.recorded):
+                    return NotImplemented
+                for value in self.lifted_among(tensors):
+                    value.uses.append(f"{name_of(func)}: lifted")
+                return self._call(func, args, kwargs)
             output = self._run_rule(func, rule, args, kwargs) if lifts or rule.takes_data_alone else NotImplemented
             if output is not NotImplemented:
                 return output
@@ -184,6 +192,10 @@ class Router(Watch, Looking):
             output = self._call(func, args, kwargs)
             return self.aliases.note(func, args, kwargs, tensors, output) if may_copy(func) else output
         return NotImplemented
+
+    def _declines_few(self, rule: _registry.Rule, tensors: list[Tensor], inside: bool = False) -> bool:
+        """Whether a rule leaves a call on few numbers to vmap."""
+        return rule.declines_few and self.spares_few and self.are_few(tensors, inside)
 
     def prefers_lifting(self) -> bool:
         """After the function has run: whether it is faster to lift the few numbers computed from parameters, beside which nothing is large.
@@ -412,6 +424,8 @@ class Router(Watch, Looking):
             if output is not NotImplemented:
                 return output
         rule = _registry.find_rule(func) if self.habits.ruled and not is_of_table else None
+        if rule is not None and self._declines_few(rule, tensors, inside=not here or self.habits.recorded):
+            rule = None
         if rule is not None and (not here or rule.takes_data_alone or self._meets_lifted(tensors)):
             run = self._run_rule if here and not self.habits.recorded else self._run_inside
             output = run(func, rule, args, kwargs)

@@ -134,8 +134,10 @@ class Outside:
             self._made[id(output)] = output
 
     def _is_older(self, tensor: Tensor, own: Collection[int]) -> bool:
-        """Whether a tensor that requires grad is neither one of these nor made by fn."""
+        """Whether a tensor that requires grad is neither one of these nor made by fn, or by a call of psg that fn makes."""
         if (node := tensor.grad_fn) is not None and not _autograd.made_before(node, self._start):
+            return False
+        if _autograd.is_own_leaf(tensor):
             return False
         base = id(_autograd.base_of(tensor))
         return id(tensor) not in own and base not in own and base not in self._made
@@ -187,7 +189,7 @@ class Recorded(Outside):
                 if not any(tensor is other for other in self.found):
                     self.found.append(tensor)
         for bare in _bare(tensors, level):
-            if self._is_older(bare, own) and not _autograd.is_own_leaf(bare) and not any(bare is other for other in self.found):
+            if self._is_older(bare, own) and not any(bare is other for other in self.found):
                 self._lost.append((_reference(bare), ("wrapped", name_of(func)), LOST_TO_TRANSFORM.format(user_line())))
         return True
 

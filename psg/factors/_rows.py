@@ -5,7 +5,7 @@ from torch import Tensor
 
 from psg import _trees
 from psg._errors import InputError
-from psg._hardware import _memory
+from psg._hardware import _machine, _memory
 from psg._torch import _functorch
 from psg._torch._library import opaque
 from psg.factors._arithmetic import square, wide, widen
@@ -63,10 +63,10 @@ class Rows(Additive):
         return scatter_rows(rows, self.cotangent, self.n * self.num_rows).reshape(self.n, *self.shape)
 
     def squared_norm(self) -> Tensor:
-        if self.is_kept:
-            return Dense(self.to(wide(self.dtype)).materialize()).squared_norm()
         if self.index.shape[1] == 1:
             return Dense(self.cotangent).squared_norm()
+        if self.is_kept:
+            return Dense(self.to(wide(self.dtype)).materialize()).squared_norm()
         if _functorch.is_traced() and not self.is_differentiated:
             return _norm_op(self.index, self.cotangent, self.num_rows)
         # Cotangents with the same index must be added before they are squared. Sorting gives each distinct index of a sample a slot
@@ -97,7 +97,10 @@ class Rows(Additive):
 
     @property
     def is_kept(self) -> bool:
-        return self.num_rows <= self.index.shape[1]  # a sample's whole table takes no more than its cotangent
+        """Whether a sample's whole table takes no more than its cotangent, or all tables less time than to find equal indices."""
+        if self.num_rows <= self.index.shape[1]:
+            return True
+        return 2 * _machine.reused_byte(self.device, self.dtype) * self.dense_bytes < _OPS_OF_SORTING * _machine.op_call(self.device)
 
     def _distinct(self, ordered: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """The distinct rows of each sample, equal indices added up: index [n, t], values [n, t, d]; zero in the slots left over."""
@@ -147,6 +150,9 @@ class Rows(Additive):
 
     def plan(self) -> str:
         return "materialised and kept" if self.is_kept else "sorted rows, one scatter"
+
+
+_OPS_OF_SORTING = 8
 
 
 def scatter_rows(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -34,6 +34,7 @@ class Rule(NamedTuple):
         accepted: The arguments that may be given by name.
         required: The arguments without a default.
         frozen: Whether the rule also runs where none of `params` is differentiated.
+        declines_few: Whether the rule is only for calls on more than a few numbers.
         takes_shared: Whether `run` takes the keyword `shared`; then arguments in `params` may also be data.
     """
 
@@ -45,10 +46,11 @@ class Rule(NamedTuple):
     accepted: frozenset[str]
     required: frozenset[str]
     frozen: bool
+    declines_few: bool
     takes_shared: bool
 
     @classmethod
-    def of(cls, run: Callable[..., Any], params: tuple[str, ...], frozen: bool = False) -> "Rule":
+    def of(cls, run: Callable[..., Any], params: tuple[str, ...], frozen: bool = False, declines_few: bool = False) -> "Rule":
         """The rule that runs this function."""
         try:
             arguments = list(inspect.signature(run, eval_str=True).parameters.values())
@@ -69,6 +71,7 @@ class Rule(NamedTuple):
             accepted=frozenset(a.name for a in by_name) - {"shared"},
             required=frozenset(a.name for a in by_name if a.default is a.empty) - {"shared"},
             frozen=frozen,
+            declines_few=declines_few,
             takes_shared=takes_shared,
         )
 
@@ -139,7 +142,7 @@ _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
 
 def rule(
-    *ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"), frozen: bool = False
+    *ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"), frozen: bool = False, declines_few: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fast path of an op.
 
@@ -162,6 +165,8 @@ def rule(
             (`torch.library.custom_op` or `torch.ops.library.op`), or a `psg.primitive`.
         params: Names of the arguments that may be parameters.
         frozen: Also run where no argument in `params` is differentiated: for ops that vmap cannot run, or runs slowly.
+        declines_few: Leave calls on few numbers (some 100 KB of parameters' gradients and of data, of all samples together) to the lifted
+            path: for ops that `torch.func.vmap` runs about as fast as torch, since a rule takes longer there.
 
     Returns:
         A decorator that registers the function, in place of an earlier rule for the same op, and returns it.
@@ -202,7 +207,7 @@ def rule(
         for name in params:
             if name not in signature.parameters:
                 raise InputError(f"psg.rule(params={params!r}): {run.__name__} has no argument {name!r}; it takes {signature}.")
-        made = Rule.of(run, tuple(params), frozen)
+        made = Rule.of(run, tuple(params), frozen, declines_few)
         for op in ops:
             _rules.update(dict.fromkeys(_aliases(op), made))
         return run

@@ -26,7 +26,7 @@ def _sum_leading(tensor: Tensor, dims: int) -> Dense:
     return Dense(tensor.reshape(tensor.shape[0], -1 if tensor.numel() else 0, *shape).sum(1))
 
 
-@rule(F.layer_norm)
+@rule(F.layer_norm, declines_few=True)
 def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
     """Over the last dimensions of each position: ([n,*,*shape], [*shape], [*shape]) -> [n,*,*shape]."""
     if _any_complex(input, weight, bias):
@@ -39,7 +39,7 @@ def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = Non
     }
 
 
-@rule(F.rms_norm, params=("weight",))
+@rule(F.rms_norm, params=("weight",), declines_few=True)
 def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     """Like layer_norm without centring: ([n,*,*shape], [*shape]) -> [n,*,*shape]."""
     if _any_complex(input, weight):
