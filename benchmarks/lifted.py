@@ -1,9 +1,10 @@
-"""Measures functions that use parameters in ops without a rule, against `vmap(grad)` of the same function.
+"""Measures functions that use parameters in ops without a rule, or few numbers, against `vmap(grad)` of the same function.
 
     python benchmarks/lifted.py --threads 4 --repeats 15 --out results/lifted.json
 
-Such a parameter is lifted: expanded to one copy per sample, and differentiated by PyTorch's own formulas under vmap. This must cost no more
-than vmap(grad). Per-sample gradients are compared with those of vmap(grad) before they are timed; times are medians of interleaved calls.
+Such a parameter is lifted: expanded to one copy per sample, and differentiated by PyTorch's own formulas under vmap. This should cost about
+what vmap(grad) does. Per-sample gradients are compared with those of vmap(grad) before they are timed; times are medians of interleaved
+calls.
 """
 
 from __future__ import annotations
@@ -201,6 +202,64 @@ def connectionist_temporal_classification(params, x):
 @function(params=((6, 32),), x=(64, 32))
 def affine_transformer(params, x):
     return F.affine_grid((params[0] @ x).view(1, 2, 3), (1, 1, 16, 16), align_corners=False).sin().mean()
+
+
+# Small models, whose layers have rules that take more time than the products of so few numbers.
+
+
+@function(params=((8, 4), (8,), (8, 4), (8, 4), (8,), (3, 8)), x=(16, 32, 8))
+def state_space_kernel(params, x):
+    """A diagonal state space model as a convolution: 8 channels with 4 states each, 32 steps."""
+    decay, step, inner, outer, skip, head = params
+    rates, steps = -decay.exp() * step.exp()[:, None], torch.arange(len(x), device=x.device)
+    kernel = (inner * outer)[:, :, None].mul((rates[:, :, None] * steps).exp()).sum(1)
+    size = 2 * len(x)
+    output = torch.fft.irfft(torch.fft.rfft(kernel, size) * torch.fft.rfft(x.T, size), size)[:, : len(x)].T
+    return F.linear(F.gelu(output + x * skip), head).square().mean()
+
+
+@function(params=((32, 4), (32,), (32, 32), (32,), (1, 32)), x=(16, 2, 4))
+def hamiltonian(params, x):
+    """A network's gradient moves a state of 2 positions and 2 momenta."""
+    first, bias, second, other, head = params
+    state, change = x.unbind(0)
+
+    def energy(z):
+        return F.linear(F.linear(F.linear(z, first, bias).tanh(), second, other).tanh(), head).sum()
+
+    forces, velocities = torch.func.grad(energy)(state).chunk(2)
+    return (torch.cat([velocities, -forces]) - change).square().sum()
+
+
+@function(params=((3,), (16,), (8,), (8, 8), (8,), (16, 3), (16, 16), (16, 8)), x=(16, 12, 3))
+def memory_cell(params, x):
+    """A Legendre memory unit of 16 states and a memory of 8, over 12 steps."""
+    read, recall, remember, turn, write, inputs, states, memories = params
+    state, memory = torch.zeros(16, device=x.device), torch.zeros(8, device=x.device)
+    for step in x.unbind(0):
+        memory = turn @ memory + write * (read @ step + recall @ state + remember @ memory)
+        state = (inputs @ step + states @ state + memories @ memory).tanh()
+    return state.square().sum()
+
+
+@function(params=((5, 12), (5, 5)), x=(16, 10, 12))
+def conditional_random_field(params, x):
+    """The normaliser of a chain of 10 tags out of 5, less the score of one chain."""
+    emit, move = params
+    scores = F.linear(x, emit)
+    alpha = scores[0]
+    for own in scores[1:].unbind(0):
+        alpha = (alpha[:, None] + move).logsumexp(0) + own
+    return alpha.logsumexp(0) - scores[:, 0].sum() - (len(x) - 1) * move[0, 0]
+
+
+@function(params=((32,), (32,), (96, 32), (32, 32), (32,), (32,), (64, 32), (32, 64)), x=(8, 16, 32))
+def small_transformer_block(params, x):
+    """Width 32, 4 heads, 16 tokens."""
+    gain, bias, mix, out, gain2, bias2, up, down = params
+    query, key, value = F.linear(F.layer_norm(x, (32,), gain, bias), mix).unflatten(1, (3, 4, 8)).permute(1, 2, 0, 3)
+    x = x + F.linear(F.scaled_dot_product_attention(query, key, value).transpose(0, 1).flatten(1), out)
+    return (x + F.linear(F.gelu(F.linear(F.layer_norm(x, (32,), gain2, bias2), up)), down)).square().mean()
 
 
 def main() -> None:
