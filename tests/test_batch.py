@@ -2099,3 +2099,11 @@ def test_an_operand_that_is_no_tensor_may_handle_the_op(op, method, device):
     w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
     found = psg.per_sample_grad(lambda w, x: x @ op(w, Doubling()), method=method)(w, x)
     assert_trees_close(found, 2 * w.cos() * x)
+
+
+def test_an_index_without_dimensions_is_a_number(device):
+    """Beside it the samples' dimension stays in its place, as in torch; beside another place it would come first."""
+    w, ids = torch.randn(3, 3, 5, 4, device=device), torch.tensor([4, 0, 2], device=device)
+    one, weights = torch.tensor(1, device=device), torch.randn(12, device=device)
+    found = psg.per_sample_grad(lambda w, ids: w[one, :, ids].sin().movedim(1, 0).flatten(1) @ weights, method="batch")(w, ids)
+    assert_trees_close(found, loop_grad(lambda w, i: w[1, :, i].sin().flatten() @ weights)(w, ids))

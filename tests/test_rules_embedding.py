@@ -218,6 +218,9 @@ def test_index_select_by_numbers_and_by_lists(n, shape, place, count, role, shar
     seed=st.integers(0, 99),
 )
 @example(n=2, kinds=["all", "ids", "range", "few"], left=0, t=2, seed=0)  # what the tensors select comes first
+@example(n=2, kinds=["one", "all", "few"], left=1, t=2, seed=0)  # but a tensor without dimensions is a number
+@example(n=2, kinds=["few", "all", "one"], left=0, t=2, seed=0)
+@example(n=2, kinds=["all", "few", "one", "few"], left=1, t=2, seed=0)
 def test_indices_of_all_kinds(n, kinds, left, t, seed, device):
     """Several tensors, whose shapes broadcast and whose entries may be negative, among numbers, ranges, None and an ellipsis."""
     torch.manual_seed(seed)

@@ -1,6 +1,6 @@
 """What psg knows of torch's functions, and helpers that take their arguments apart."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
@@ -92,6 +92,21 @@ def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
 def _in_lists(arguments: Iterable[Any]) -> list[Any]:
     """The leaves of those arguments that are lists, or sequences of another kind."""
     return leaves_of([list(item) for item in arguments if isinstance(item, Sequence) and not isinstance(item, str)], {})
+
+
+def dims_before(places: Mapping[int, bool], ndim: int) -> int:
+    """How many dimensions come before those of an index in what `tensor[index]` reads: none unless the tensors in it are side by side.
+
+    Args:
+        places: The dimensions that tensors index, in order, each with whether that tensor counts: in brackets, one without dimensions is a
+            number.
+        ndim: The number of all dimensions.
+    """
+    counted = [dim for dim, counts in places.items() if counts]
+    others = [dim for dim in range(ndim) if dim not in places]
+    if not counted or any(counted[0] < dim < counted[-1] for dim in others):
+        return 0
+    return sum(dim < counted[0] for dim in others)
 
 
 # Ops that select by a mask, or find nonzero entries: the number of entries is a Python value too.

@@ -10,6 +10,7 @@ from psg._errors import PsgError
 from psg._hardware import _machine
 from psg._torch import _functorch
 from psg._torch._library import opaque
+from psg._torch._ops import dims_before
 from psg.factors import Outer, Rows
 from psg.factors._arithmetic import wide
 from psg.rules._registry import DIFFERENTIATED, decomposition, reshape, rule, transpose
@@ -137,7 +138,7 @@ def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
     known = all(isinstance(own, (Tensor, slice)) or own is None or type(own) is int for own in indices)
     if not (tensors and known) or any(own.dtype not in (torch.int32, torch.int64) for own in tensors):
         return NotImplemented
-    # As in torch: first what selects no rows by a tensor, then the tensors, whose dimensions come first if anything is between them.
+    # As in torch: first what selects no rows by a tensor, then the tensors.
     others = tuple(slice(None) if isinstance(own, Tensor) else own for own in indices)
     if any(own != slice(None) for own in others):
         input = input[others]
@@ -151,7 +152,7 @@ def _lookup(input: Any, index: Any, from_end: bool = False) -> Any:
         tensors = [torch.where(own < 0, own + size, own) for own, size in zip(tensors, input.shape, strict=False)]
     index = _joined(tensors, input.shape)
     output = _as_embedding(input.flatten(0, count - 1) if count > 1 else input, index)
-    back = first if dims[-1] - first == count - 1 else 0
+    back = dims_before({dim: own.ndim > 0 for dim, own in zip(dims, tensors, strict=True)}, input.ndim)
     return output.movedim(tuple(range(index.ndim)), tuple(range(back, back + index.ndim))) if back else output
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg._torch._ops import tensors_of
+from psg._torch._ops import dims_before, tensors_of
 from psg._trees import is_inexact
 from psg.factors._arithmetic import widen
 from psg.rules._registry import SPARSE, decomposition, reshape, rule
@@ -297,9 +297,8 @@ class _Places(NamedTuple):
         at = [d for d, place in enumerate(places) if place is not None]
         chosen = tuple([place for place in places if place is not None])
         others = [d for d in range(tensor.ndim) if d not in at]
-        deciding = [d for d, place in zip(at, chosen, strict=True) if counted(place)]
-        together = not any(deciding[0] < d < deciding[-1] for d in others) if deciding else False
-        return cls(tensor.permute(*at, *others), chosen, sum(d < deciding[0] for d in others) if together else 0)
+        before = dims_before({d: counted(place) for d, place in zip(at, chosen, strict=True)}, tensor.ndim)
+        return cls(tensor.permute(*at, *others), chosen, before)
 
     @classmethod
     def at(cls, tensor: Tensor, index: Any) -> "_Places | None":
