@@ -4,6 +4,7 @@ import contextlib
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -715,6 +716,14 @@ PLACES = {
     "read, a number and places": lambda y, v, i, own, k: y[k, :, own % 2] * v,
     "read, a number and places alike": lambda y, v, i, own, k: y[k, :, i % 2] * v,
     "read, apart": lambda y, v, i, own, k: y[own, :, i % 2] * v,
+    "read, a number, NumPy's, and places": lambda y, v, i, own, k: y[k, None, np.int64(1), own % 2] * v,
+    "read, a number and a tuple": lambda y, v, i, own, k: y[k, :, (0, 1, 1)] * v,
+    "read, a number beside True": lambda y, v, i, own, k: y[k, :, True],
+    "read, a number beside what is true": lambda y, v, i, own, k: y[k, :, k > -1],
+    "read, a number beside False": lambda y, v, i, own, k: y[k, :, False],
+    "a number beside True": lambda y, v, i, own, k: put(y, (k, slice(None), True), v[:, None, :2]),
+    "beside True": lambda y, v, i, own, k: put(y, (slice(None), own, True), v[:, :2]),
+    "behind a number of NumPy's": lambda y, v, i, own, k: put(y, (slice(1, None), np.int64(1), own % 2), v[1:]),
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -305,17 +306,16 @@ class _Places(NamedTuple):
         """What an index in brackets means; None if it has no places, or masks of each sample's own."""
         items: list[Any] = []
         for item in index if isinstance(index, tuple) else (index,):
-            places = _places_of(item, tensor)
-            items += [item] if places is None else places
-        if not all(item is None or item is ... or type(item) in (int, slice) or _is_place(item) for item in items):
+            items += _parts_of(item, tensor)
+        if not all(item is None or item is ... or type(item) in (int, slice, _InNewDim) or _is_place(item) for item in items):
             return None
         dots = [k for k, item in enumerate(items) if item is ...] or [len(items)]
-        rest = tensor.ndim - sum(item is not None and item is not ... for item in items)
+        rest = tensor.ndim - sum(type(item) in (int, slice) or _is_place(item) for item in items)
         if rest < 0 or len(dots) > 1 or not any(map(_is_place, items)):
             return None
         items[dots[0] : dots[0] + 1] = [slice(None)] * rest
-        view = tensor[tuple([slice(None) if isinstance(item, Tensor) else item for item in items])]
-        own = [item if isinstance(item, Tensor) else None for item in items if not isinstance(item, int)]
+        view = tensor[tuple([slice(None) if _is_place(item) else None if type(item) is _InNewDim else item for item in items])]
+        own = [item.place if type(item) is _InNewDim else item if _is_place(item) else None for item in items if type(item) is not int]
         return cls.of(view, own, lambda place: place.ndim > 0)  # a place without dimensions counts as a number, as in torch
 
     @property
@@ -344,17 +344,26 @@ def _is_place(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32)
 
 
-def _places_of(item: Any, tensor: Tensor) -> "list[Tensor] | None":
-    """The places that a list, an array or a mask stands for, which all samples share; None for other items, and for masks of their own."""
-    if _is_array(item):
+class _InNewDim(NamedTuple):
+    """What True and False stand for in brackets: a place in a new dimension, of size 1, or none."""
+
+    place: Tensor
+
+
+def _parts_of(item: Any, tensor: Tensor) -> list[Any]:
+    """What an item in brackets stands for: the places of a list, an array or a mask which all samples share, or itself."""
+    if _is_array(item) or isinstance(item, bool):
         item = torch.as_tensor(item, device=tensor.device)
-    if not isinstance(item, Tensor) or _functorch.is_vmapped(item) or item.dtype not in (torch.bool, torch.uint8):
-        return [item] if _is_place(item) else None
-    return list(item.nonzero(as_tuple=True)) if item.ndim else None
+    if not isinstance(item, Tensor):
+        return [index(item) if hasattr(item, "__index__") else item]  # an integer of NumPy's
+    if _functorch.is_vmapped(item) or item.dtype not in (torch.bool, torch.uint8):
+        return [item]
+    places = item.nonzero(as_tuple=True)
+    return [*places] if item.ndim else [_InNewDim(*places)]
 
 
 def _is_array(item: Any) -> bool:
-    return isinstance(item, (list, range)) or not isinstance(item, Tensor) and getattr(item, "ndim", 0) > 0
+    return isinstance(item, (list, tuple, range)) or not isinstance(item, Tensor) and getattr(item, "ndim", 0) > 0
 
 
 def _are_in_front(items: Sequence[Any]) -> bool:
