@@ -401,8 +401,6 @@ def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | Non
 
 def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     shape = input.shape
-    if input.dtype != output.dtype:
-        return []  # view(dtype): the same bytes, read as another dtype
     return [(input, lambda factor: reshaped(factor, shape))]
 
 

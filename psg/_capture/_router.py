@@ -177,8 +177,6 @@ class Router(Watch, Looking):
         if rule is not None:
             if self.habits.recorded or not self.habits.ruled or not reads(func) or self.state is not None and draws(func, args, kwargs):
                 return NotImplemented
-            if self._is_of_table(func, args):
-                return NotImplemented
             if lifts and self._declines_few(rule, tensors):
                 if not is_pure(func, args, kwargs, tensors, others, self.habits.recorded):
                     return NotImplemented
