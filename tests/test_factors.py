@@ -1025,6 +1025,11 @@ def test_maps_and_terms_of_routed(make):
     for shape in ((), (4, 1, 1), (1, 4, 1), (4, 1, 3), (3,)):
         scale = torch.randn(shape).to(tensor)
         assert_trees_close(_maps.scaled(factor, scale).materialize(), tensor * scale)
+    entries = torch.randn(tensor.shape[1:]).to(tensor)
+    with psg.plans.using(norm="gram"):  # where nothing is materialised
+        found = _maps.scaled(factor, entries)
+    assert isinstance(found, Scaled)
+    assert_trees_close(found.materialize(), tensor * entries)
 
 
 def test_norms_of_routed_rows_that_nearly_cancel(device):

@@ -261,6 +261,17 @@ def test_norms_of_segments_of_factors(device):
     assert [entry.error for cached in (fast, reduced) for entry in cached.cache_info()] == [None, None]
 
 
+def test_some_of_the_segments_of_a_factor(device):
+    """A trace cannot read how many samples those have: it takes them out of all sums."""
+    sizes = torch.tensor([2, 0, 1], device=device)
+    tree = psg.factors.Segments(psg.factors.Outer(torch.randn(3, 2, 4, device=device), torch.randn(3, 2, 5, device=device)), sizes)
+    fast = psg.jit(lambda tree, index: psg.tree.norm(psg.tree.take(tree, index)), backend="aot_eager")
+    for index in ([2, 0], [1, 1]):
+        index = torch.tensor(index, device=device)
+        same(fast(tree, index), psg.tree.norm(tree)[index])
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
 @pytest.mark.parametrize("returned", ["a weight from parameters", "sums of segments"])
 def test_factors_of_another_kind_than_eager_ones(returned, device, monkeypatch):
     """Eager calls and traces weigh costs differently: what they return is compared materialised."""
@@ -1077,6 +1088,12 @@ def test_zeros_have_signs_and_plans_are_part_of_the_signature(device):
     with psg.plans.using(norm="gram"):
         same(fast(w, x, sign=0.0), x)
     assert len(fast.cache_info()) == 3
+    for plan in ("gram", "gram", "chunks"):  # functions with the same code are one, unless it reads something else
+        with psg.plans.using(norm=lambda factor, costs: "gram"):
+            same(fast(w, x, sign=0.0), x)
+        with psg.plans.using(norm=lambda factor, costs, plan=plan: plan):
+            same(fast(w, x, sign=0.0), x)
+    assert len(fast.cache_info()) == 7
 
 
 def test_argument_trees(device):

@@ -98,6 +98,19 @@ def test_products_in_blocks_of_rows(problem, device):
         assert_agrees(on(problem, device))
 
 
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("names", [{"weight"}, {"weight", "bias"}])
+def test_transposes_of_contiguous_tensors(names, lead, device):
+    """Large ones are not copied: an unfolded image, the mixing of tokens."""
+    shapes = {"weight": (4, 3), "bias": (4,)}
+    params = {name: torch.randn(shapes[name], device=device) for name in names}
+    x = torch.randn(3, *lead, 3, 5, device=device)
+    blocks = mock.patch.object(LINEAR._matmul, "affine_blocks", wraps=LINEAR._matmul.affine_blocks)
+    with mock.patch.object(LINEAR, "_FEW", 0), blocks as run:
+        assert_agrees(Problem(lambda p, x: score(F.linear(x.mT, **p)), (params, x)))
+    assert run.called
+
+
 @pytest.mark.parametrize("n", [2, 6])
 def test_products_in_blocks_of_rows_in_a_graph(n, device):
     params = {"weight": torch.randn(4, 3, device=device), "bias": torch.randn(4, device=device)}
