@@ -1,5 +1,6 @@
 """Ops of the user's own: torch.library ops, autograd functions, and rules for them."""
 
+import collections
 import functools
 import weakref
 
@@ -570,6 +571,34 @@ class Remembering(torch.autograd.Function):
         return cotangent * ctx.holder.seen, None
 
 
+def _recalling(write, read):
+    """A function that keeps its argument in a place that its backward reads."""
+
+    class Recalling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            write(x.detach())
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent * read().to(cotangent).cos()
+
+    return lambda w, x: Recalling.apply(w @ x).sum()
+
+
+_last = {}
+_queue = collections.deque()
+_holder = Holder()
+_seen = None
+_buffer = torch.zeros(3)
+
+
+def _keep(x):
+    global _seen
+    _seen = x
+
+
 def _closing_over(w, x):
     class Product(torch.autograd.Function):
         @staticmethod
@@ -637,8 +666,14 @@ def test_a_function_that_writes_in_compiled_calls(device):
         (lambda w, x: Noisy.apply(w @ x).sum(), "draws random numbers"),
         (lambda w, x: Listed.apply(w @ x)[0].sum(), "raises TypeError sample by sample"),
         (_logging, "takes a list or a dict"),
-        (lambda w, x: Remembering.apply(w @ x, Holder()).sum(), "sets attributes"),
-        (lambda w, x: Remembering.apply(w @ x, None).sum(), "sets attributes"),
+        (lambda w, x: Remembering.apply(w @ x, Holder()).sum(), "changes its class"),
+        (lambda w, x: Remembering.apply(w @ x, None).sum(), "changes its class"),
+        (_recalling(lambda x: _last.update(x=x), lambda: _last["x"]), "what its backward reads elsewhere"),
+        (_recalling(_queue.append, _queue.popleft), "what its backward reads elsewhere"),
+        (_recalling(lambda x: _queue.append(x), lambda: _queue.popleft()), "what its backward reads elsewhere"),
+        (_recalling(lambda x: setattr(_holder, "seen", [x]), lambda: _holder.seen[0]), "what its backward reads elsewhere"),
+        (_recalling(_keep, lambda: _seen), "what its backward reads elsewhere"),
+        (_recalling(lambda x: _buffer.copy_(x), lambda: _buffer), "what its backward reads elsewhere"),
         (lambda w, x: Injected.apply(w @ x) + (w @ x).sin().sum(), "samples are not told apart"),
         (_closing_over, "raises RuntimeError sample by sample"),
         (lambda w, x: torch.func.grad(lambda z: Reversed.apply(w @ z, 0.5).sum())(x).sum(), "runs inside a transform of fn's own"),
@@ -655,6 +690,12 @@ def test_a_function_that_writes_in_compiled_calls(device):
         "list",
         "object",
         "class",
+        "dict",
+        "method",
+        "queue",
+        "attribute",
+        "global",
+        "buffer",
         "injection",
         "closure",
         "in a transform",
@@ -690,10 +731,10 @@ def test_attributes_that_are_compared_stay_alive():
     """Otherwise an object that replaces one could lie in its place, and count as the same."""
     holder = Holder()
     holder.seen = torch.zeros(3)
-    former, before = weakref.ref(holder.seen), _functions.attributes_of([holder])
-    assert _functions.same_attributes(before, _functions.attributes_of([holder]))
+    former, before = weakref.ref(holder.seen), _functions.state_of(Remembering, [holder])
+    assert _functions.same_state(before, _functions.state_of(Remembering, [holder]))
     holder.seen = torch.zeros(3)
-    assert former() is not None and not _functions.same_attributes(before, _functions.attributes_of([holder]))
+    assert former() is not None and not _functions.same_state(before, _functions.state_of(Remembering, [holder]))
 
 
 def test_a_function_that_is_given_one_tensor_twice_sees_that(device):

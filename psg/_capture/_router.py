@@ -553,7 +553,7 @@ class Router(Watch, Looking):
         wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
         if _functions.holds_containers(args):
             raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
-        state, attributes = _random.get_state(tensors), _functions.attributes_of(others)
+        state, kept = _random.get_state(tensors), _functions.state_of(args[0], others)
         places: set[int] = set()
 
         def run(*own: Any, **options: Any) -> Any:
@@ -573,9 +573,9 @@ class Router(Watch, Looking):
             raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
         if not _random.same_state(state, _random.now(state)):
             raise Unsupported(f"{what} draws random numbers")
-        if not _functions.same_attributes(attributes, _functions.attributes_of(others)):
+        if not _functions.same_state(kept, _functions.state_of(args[0], others)):
             # All backward passes run after all forward passes: each would see what the last sample has left.
-            raise Unsupported(f"{what} sets attributes of its class or of an argument; what its backward needs belongs on ctx")
+            raise Unsupported(f"{what} changes its class, an argument or what its backward reads elsewhere; what that needs belongs on ctx")
         if places:
             self._leave(args[0], [(tensors[place], left[place]) for place in sorted(places)])
         return output

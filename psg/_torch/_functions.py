@@ -6,7 +6,9 @@ can see the call; `shown` makes it an op that modes see.
 """
 
 import contextlib
+import inspect
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -19,6 +21,7 @@ from torch.autograd.function import Function, _is_setup_context_defined
 from torch.distributions import dirichlet
 from torch.nn.modules._functions import CrossMapLRN2d
 
+from psg._errors import unwrapped
 from psg._torch import _functorch
 from psg._torch._patches import ForAll, assigned
 
@@ -69,15 +72,62 @@ def holds_containers(args: Sequence[Any]) -> bool:
     return any(isinstance(arg, (list, dict)) for arg in args)
 
 
-def attributes_of(holders: Sequence[Any]) -> list[dict[str, Any]]:
-    """The attributes of objects and classes. The values are kept alive: another object that took the place of one would have its id()."""
-    return [dict(vars(holder)) for holder in holders if hasattr(holder, "__dict__")]
+def state_of(function: type[Function], arguments: Sequence[Any]) -> list[Any]:
+    """What the function may keep beside ctx, where its backward finds it: in its class, in its arguments, and in what that reads elsewhere.
+
+    The objects themselves, which stay alive so that no other takes the place and the id() of one, and how often tensors were written into.
+    """
+    backward = function.vjp if function.backward is Function.backward else function.backward
+    return [part for holder in (function, *arguments, *_read_by(backward, set())) for part in _held(holder, 2)]
 
 
-def same_attributes(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> bool:
-    """Whether these are the same names, and the same objects."""
-    pairs = list(zip(before, now, strict=True))
-    return all(own.keys() == other.keys() and all(own[name] is other[name] for name in own) for own, other in pairs)
+def same_state(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether nothing has changed: the same objects, and the same numbers of writes."""
+    return len(before) == len(now) and all(
+        old is new or type(old) is type(new) is _Writes and old == new for old, new in zip(before, now, strict=True)
+    )
+
+
+class _Writes(int):
+    """How often a tensor was written into."""
+
+
+def _read_by(function: Any, seen: set[Any]) -> Iterator[Any]:
+    """The global and closed-over values that a function reads, and those that functions of the same module read, which it calls."""
+    function = unwrapped(function)
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return
+    seen.add(function)
+    try:
+        read = inspect.getclosurevars(function)
+    except ValueError:  # a variable that it closes over has no value yet
+        return
+    for value in (*read.nonlocals.values(), *read.globals.values()):
+        if isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
+            yield from _read_by(value, seen)
+        yield value
+
+
+def _held(holder: Any, depth: int) -> Iterator[Any]:
+    """An object, and what it holds: the elements of collections, the attributes of other objects and of the user's classes."""
+    yield holder
+    if isinstance(holder, (types.MethodType, types.BuiltinMethodType)):
+        holder = holder.__self__
+    if isinstance(holder, Tensor):
+        yield _Writes(-1 if holder.is_inference() else holder._version)
+        return
+    if depth == 0 or isinstance(holder, (types.ModuleType, types.FunctionType)):
+        return
+    if isinstance(holder, type) and holder.__module__.partition(".")[0] == "torch":
+        return
+    if isinstance(holder, dict):
+        parts = list(holder.values())
+    elif isinstance(holder, (list, tuple, set, deque)):
+        parts = list(holder)
+    else:
+        parts = list(getattr(holder, "__dict__", {}).values())
+    for part in parts:
+        yield from _held(part, depth - 1)
 
 
 @contextlib.contextmanager
