@@ -479,6 +479,10 @@ def test_an_output_changed_after_a_layer_keeps_the_layer_s_gradient(args):
 
 LEAKS = {
     "a function that asks for requires_grad": lambda w, x: score(F.linear(x, w)) if w.requires_grad else x.sum(),
+    "a function that asks for a version": lambda w, x: score(F.linear(x, w) * ((x * 2).add_(1)._version + 1)),
+    "a function that asks for a version of what a parameter makes": lambda w, x: score(F.linear(x, w) * ((w * 2).add_(1)._version + 1)),
+    "a function that asks for a view": lambda w, x: score(F.linear(x, w) * (1 + (x * 2)[:1]._is_view())),
+    "a function that asks for the base of a view": lambda w, x: score(F.linear(x, w) * (1 + ((x * w)[:1]._base is None))),
     "as_strided of a parameter": lambda w, x: score(w.as_strided((3, 3), (1, 2)) @ x),
     "as_strided of a view of a parameter": lambda w, x: score(w.T.as_strided((3, 3), (3, 1), 3) @ x),
     "as_strided of what a parameter and a sample make": lambda w, x: score((w * x).as_strided((2, 3), (3, 1)) * x),

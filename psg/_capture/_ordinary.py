@@ -21,6 +21,7 @@ from psg._torch._ops import (
     LIKENESSES,
     LOCATING,
     MASKED,
+    MEMORY_MARKS,
     PREDICATES,
     chooses,
     draws,
@@ -86,7 +87,7 @@ def reads(func: Any) -> bool:
 
 
 _ELSEWHERE = {
-    *(*PREDICATES, *DIFFERENTIATING, *REQUIRING, *DETACHING, Tensor.register_hook, custom_function_call),
+    *(*PREDICATES, *MEMORY_MARKS, *DIFFERENTIATING, *REQUIRING, *DETACHING, Tensor.register_hook, custom_function_call),
     *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *LIKENESSES, *CONVERSIONS, *ARRAYS, *MASKED, *LOCATING),
     *(factory for kind in FACTORIES for factory in kind),
 }

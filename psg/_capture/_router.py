@@ -16,7 +16,7 @@ from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
 from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_pure, reads
 from psg._capture._strided import STRIDED, View, for_every_sample, view_of
-from psg._errors import PsgError, Unsupported
+from psg._errors import PsgError, Unsupported, UnsupportedByVmap
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
 from psg._torch._higher_order import HIGHER_ORDER
@@ -28,6 +28,7 @@ from psg._torch._ops import (
     IS_LEAF,
     LIKE_ANOTHER,
     LIKENESSES,
+    MEMORY_MARKS,
     METADATA,
     PREDICATES,
     REQUIRES_GRAD,
@@ -240,6 +241,8 @@ class Router(Watch, Looking):
         refuse_updates(func, args, kwargs, target)
         if func is Tensor.register_hook:
             raise Unsupported("fn, or a tool such as FlopCounterMode, registers a hook on a tensor")
+        if func in MEMORY_MARKS and not self._meets_lifted(tensors):
+            raise UnsupportedByVmap("fn asks whether a tensor is a view, or how often it was written into")
         if func in PREDICATES:
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer

@@ -18,6 +18,9 @@ REQUIRES_GRAD, GRAD_FN, IS_LEAF = (_ATTRIBUTES[name].__get__ for name in ("requi
 GET_DATA, SET_DATA = _ATTRIBUTES["data"].__get__, _ATTRIBUTES["data"].__set__
 SET_REQUIRES_GRAD = _ATTRIBUTES["requires_grad"].__set__
 PREDICATES = {REQUIRES_GRAD, GRAD_FN, IS_LEAF}
+MEMORY_MARKS = {_ATTRIBUTES["_base"].__get__, _ATTRIBUTES["_version"].__get__, Tensor._is_view}
+"""What a tensor says of the memory that it shares with others; wrappers of transforms have neither a base nor versions."""
+
 METADATA = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_nested")
