@@ -392,27 +392,39 @@ def _held(slots: _Slots) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor], layers: list[nn.RNNBase]) -> Iterator[None]:
-    """A context in which these slots hold other tensors, as under `torch.func.functional_call`; `params` are parameters to isinstance.
+    """A context in which these slots hold other tensors, as under `torch.func.functional_call`.
+
+    `params` are parameters to isinstance, and have the attributes that the module's own have, such as the scale of a quantised weight.
 
     `layers` are the recurrent ones. Each lists its weights anew when they have changed, and on a GPU moves them then: a list of the call's
     tensors would make the next call of the module move its own parameters away from those that `stateless` has returned.
     """
     tensors = {**params, **buffers}
     own = {name: slots[name][0][slots[name][1]] for name in tensors}
-    marked = [vars(tensor) for tensor in params.values() if not isinstance(tensor, nn.Parameter)]
+    marked = [
+        (attributes := vars(tensor), {key: value for key, value in _attributes_of(own[name]).items() if key not in attributes})
+        for name, tensor in params.items()
+        if not isinstance(tensor, nn.Parameter)
+    ]
     lists = [(layer, layer._flat_weights, layer._flat_weight_refs) for layer in layers]
     try:
         _put(slots, tensors)
-        for attributes in marked:
-            attributes["_is_param"] = True
+        for attributes, added in marked:
+            attributes.update(added)
         with _ambient.unmoved:
             yield
     finally:
         _put(slots, own)
         for layer, weights, refs in lists:
             layer._flat_weights, layer._flat_weight_refs = weights, refs
-        for attributes in marked:
-            attributes.pop("_is_param", None)
+        for attributes, added in marked:
+            for key in added:
+                attributes.pop(key, None)
+
+
+def _attributes_of(parameter: Any) -> dict[str, Any]:
+    """What Python sees of a parameter beside the tensor: that it is one, and the attributes that were set on it, but for psg's marks."""
+    return {**{key: value for key, value in vars(parameter).items() if not key.startswith("_psg_")}, "_is_param": True}
 
 
 def _put(slots: _Slots, tensors: Mapping[str, Tensor | None]) -> None:

@@ -1092,6 +1092,24 @@ def test_parameters_are_parameters_to_isinstance(method, device):
     assert not any(isinstance(param, nn.Parameter) for param in params.values())
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop", "batch"])
+def test_attributes_of_parameters_are_read(method, device):
+    """As by models that keep the scale of a quantised weight, or its shape in a smaller model, with the weight."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight * getattr(self.weight, "scale", 1.0), self.bias) * self.bias.scale
+
+    module, x = Scaled(3, 2).to(device), torch.randn(4, 3, device=device)
+    module.weight.scale, module.bias.scale = 3.0, torch.tensor(0.5, device=device)
+    module.bias.requires_grad_(False)
+    dims, batch_dim = (1, None) if method == "batch" else (None, 0)
+    loss, params = psg.stateless(module, lambda output, y: output.square().sum(dims), batch_dim=batch_dim)
+    rows = [torch.autograd.grad(module(row[None]).square().sum(), module.weight)[0] for row in x]
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x, x)["weight"], torch.stack(rows))
+    assert [*params] == ["weight"] and not vars(params["weight"]) and vars(module.weight) == {"scale": 3.0}
+
+
 class Computed(nn.Module):
     """A module with a value that was computed in `__init__`, from its parameter or from another tensor that requires grad."""
 
