@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import types
 import weakref
 
 import pytest
@@ -592,6 +593,7 @@ _queue = collections.deque()
 _holder = Holder()
 _seen = None
 _buffer = torch.zeros(3)
+_module = types.ModuleType("somewhere_else")
 
 
 def _keep(x):
@@ -673,6 +675,7 @@ def test_a_function_that_writes_in_compiled_calls(device):
         (_recalling(lambda x: _queue.append(x), lambda: _queue.popleft()), "what its backward reads elsewhere"),
         (_recalling(lambda x: setattr(_holder, "seen", [x]), lambda: _holder.seen[0]), "what its backward reads elsewhere"),
         (_recalling(_keep, lambda: _seen), "what its backward reads elsewhere"),
+        (_recalling(lambda x: setattr(_module, "seen", x), lambda: _module.seen), "what its backward reads elsewhere"),
         (_recalling(lambda x: _buffer.copy_(x), lambda: _buffer), "what its backward reads elsewhere"),
         (lambda w, x: Injected.apply(w @ x) + (w @ x).sin().sum(), "samples are not told apart"),
         (_closing_over, "raises RuntimeError sample by sample"),
@@ -695,6 +698,7 @@ def test_a_function_that_writes_in_compiled_calls(device):
         "queue",
         "attribute",
         "global",
+        "module",
         "buffer",
         "injection",
         "closure",

@@ -93,7 +93,7 @@ class _Writes(int):
 
 
 def _read_by(function: Any, seen: set[Any]) -> Iterator[Any]:
-    """The global and closed-over values that a function reads, and those that functions of the same module read, which it calls."""
+    """The global and closed-over values that a function reads, and those that functions of the same package read, which it calls."""
     function = unwrapped(function)
     if not isinstance(function, types.FunctionType) or function in seen:
         return
@@ -102,10 +102,17 @@ def _read_by(function: Any, seen: set[Any]) -> Iterator[Any]:
         read = inspect.getclosurevars(function)
     except ValueError:  # a variable that it closes over has no value yet
         return
-    for value in (*read.nonlocals.values(), *read.globals.values()):
-        if isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
+    values = [*read.nonlocals.values(), *read.globals.values()]
+    for module in [value for value in values if isinstance(value, types.ModuleType) and _package_of(value.__name__) != "torch"]:
+        values += [vars(module)[name] for name in function.__code__.co_names if name in vars(module)]
+    for value in values:
+        if isinstance(value, types.FunctionType) and _package_of(value.__module__) == _package_of(function.__module__):
             yield from _read_by(value, seen)
         yield value
+
+
+def _package_of(module: str | None) -> str:
+    return (module or "").partition(".")[0]
 
 
 def _held(holder: Any, depth: int) -> Iterator[Any]:
@@ -118,7 +125,7 @@ def _held(holder: Any, depth: int) -> Iterator[Any]:
         return
     if depth == 0 or isinstance(holder, (types.ModuleType, types.FunctionType)):
         return
-    if isinstance(holder, type) and holder.__module__.partition(".")[0] == "torch":
+    if isinstance(holder, type) and _package_of(holder.__module__) == "torch":
         return
     if isinstance(holder, dict):
         parts = list(holder.values())
