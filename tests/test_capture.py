@@ -833,6 +833,15 @@ def test_a_tensor_in_the_place_of_a_number_counts_for_its_value(fn, number, devi
     assert_trees_close(psg.per_sample_grad(loss, method="capture")(params, agreeing), loop_grad(loss)(params, agreeing))
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_narrow_from_a_tensor_on(n, device):
+    def fn(w, x, start):
+        return score(w.narrow(0, start, 2) * x.narrow(0, start, 2) + x.narrow(0, x.detach().argmax() // 12, 2))
+
+    w, x, start = torch.randn(4, 3, device=device), torch.randn(n, 4, 3, device=device), torch.ones(n, device=device, dtype=torch.long)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x, start), loop_grad(fn)(w, x, start))
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize(
     "inner",
