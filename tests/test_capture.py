@@ -27,6 +27,7 @@ from psg._capture import _backward, _lifted
 from psg._ladder import _ladder
 from psg._torch import _functorch
 from psg.factors import Outer
+from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
 
 
@@ -157,6 +158,81 @@ def test_many_numbers_computed_from_parameters_are_not_lifted(device, monkeypatc
         assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(few_numbers)(params, x))
         uses = psg.explain(fn)(params, x).leaves[0].uses
         assert any(use.endswith("derived") for use in uses) == (params is many)
+
+
+SMALL_LAYERS = {
+    "linear": lambda p, x: F.linear(x, p["w"], p["b"]),
+    "matmul": lambda p, x: x @ p["w"].T + p["b"],
+    "matmul of a vector": lambda p, x: p["w"] @ x[0] + p["b"],
+    "mv": lambda p, x: torch.mv(p["w"], x[0]),
+    "addmm": lambda p, x: torch.addmm(p["b"], x, p["w"].T, beta=0.5),
+    "addmv": lambda p, x: torch.addmv(p["b"], p["w"], x[0]),
+    "einsum": lambda p, x: torch.einsum("ti,oi->to", x, p["w"]) * p["b"],
+    "bmm": lambda p, x: torch.bmm(x[None], p["w"].T[None]),
+    "tensordot": lambda p, x: torch.tensordot(x, p["w"], ([1], [1])),
+    "layer_norm": lambda p, x: F.layer_norm(x, (x.shape[1],), p["w"][0], p["w"][-1]),
+    "rms_norm": lambda p, x: F.rms_norm(x, (x.shape[1],), p["w"][0]),
+    "several times": lambda p, x: F.linear(F.linear(x, p["w"]).tanh() @ p["w"], p["w"], p["b"]),
+}
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("name", SMALL_LAYERS)
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
+    transform=st.sampled_from(["", "inside"]),
+    seed=st.integers(0, 99),
+)
+def test_layers_of_few_numbers(name, n, sizes, transform, seed, device):
+    torch.manual_seed(seed)
+    positions, inputs, outputs = sizes
+    params = {"w": torch.randn(outputs, inputs, device=device), "b": torch.randn(outputs, device=device)}
+    x = torch.randn(n, positions, inputs, device=device)
+
+    def fn(p, x):
+        layer = lambda x: score(SMALL_LAYERS[name](p, x))  # noqa: E731
+        return torch.func.grad(layer)(x).square().sum() if inside else layer(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+        found = psg.per_sample_grad(fn)(params, x)
+        norms = psg.per_sample_norm(fn)(params, x)
+    expected = loop_grad(fn)(params, x)
+    assert_trees_close(found, expected)
+    assert_trees_close(norms, psg.tree.norm(expected))
+
+
+def test_few_numbers_run_without_rules_and_many_with_them(device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+
+    def fn(w, x):
+        return F.linear(x, w).square().sum()
+
+    def uses(n, *sizes, dtype=None):
+        w = torch.randn(sizes[-1], sizes[-1], device=device, dtype=dtype)
+        return psg.explain(fn)(w, torch.randn(n, *sizes, device=device, dtype=dtype)).leaves[0].uses
+
+    assert uses(3, 4) == uses(3, 5, 4) == {"linear: lifted": 1}
+    # Many parameters, much data; more than a few numbers for one row; a dtype in which the gradients of several uses would be rounded.
+    assert uses(3, 200) == uses(3, 9999, 4) == uses(3, 64) == uses(3, 5, 4, dtype=torch.bfloat16) == {"linear: rule": 1}
+    w, x = torch.randn(4, 4, device=device), torch.randn(3, 5, 4, device=device)
+    assert isinstance(psg.factored_grad(fn)(w, x), Outer)  # who asks for factors gets them
+
+
+def test_a_rule_of_the_user_s_takes_few_numbers_too(device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+    taken = []
+
+    @psg.rule(F.linear, params=("weight",))
+    def own(input, weight, bias=None):
+        taken.append(input.shape)
+        return input @ weight.T, {"weight": lambda cotangent: Outer(cotangent[:, None], input[:, None])}
+
+    w, x = torch.randn(2, 4, device=device), torch.randn(3, 4, device=device)
+    found = psg.per_sample_grad(lambda w, x: F.linear(x, w).sin().sum())(w, x)
+    assert taken == [x.shape]
+    assert_trees_close(found, loop_grad(lambda w, x: (w @ x).sin().sum())(w, x))
 
 
 @pytest.mark.parametrize(
