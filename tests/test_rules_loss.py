@@ -234,6 +234,20 @@ def test_elementwise_losses_with_a_margin(data, device):
     )
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+@given(scale=st.sampled_from([1.0, 5.0, 9.0]), seed=st.integers(0, 99))
+def test_second_derivatives_of_soft_margins_keep_their_digits(n, scale, seed, device):
+    torch.manual_seed(seed)
+    # Beyond exp(88) the loss itself is infinite, as torch's is.
+    w, x = ((scale * torch.randn(*size, 4, device=device, dtype=torch.float32)).clamp(-9, 9) for size in ((), (n,)))
+
+    def fn(w, x):
+        return torch.func.grad(lambda w: F.soft_margin_loss(w, x))(w).square().sum()
+
+    exact = loop_grad(fn)(w.double(), x.double())
+    assert_trees_close(psg.per_sample_grad(fn)(w, x).double(), exact, rtol=1e-4)
+
+
 @given(data=st.data())
 def test_triplet_margin_loss(data, device):
     draw = data.draw

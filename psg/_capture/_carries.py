@@ -323,8 +323,8 @@ def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **
 
 
 def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | None:
-    """The shape of a sum along `dim`; None where the gradient is better materialised: 16 bits would round terms that cancel."""
-    if dim is None or input.dtype.itemsize < 4 or output.dtype.itemsize < 4:
+    """The shape of a sum along `dim`; None where the gradient is better materialised: narrow dtypes would round terms that cancel."""
+    if dim is None or input.dtype != output.dtype or output.dtype.itemsize < 4:
         return None
     return torch.Size(1 if d == dim % output.ndim else size for d, size in enumerate(output.shape))
 

@@ -187,7 +187,12 @@ def soft_margin_loss(
         return NotImplemented
     if not input.is_floating_point() or target.dtype != input.dtype:
         return NotImplemented
-    return _reduced((-input * target).exp().log1p(), reduction)
+    exponent = -input * target
+    # Its second derivative: that of log1p(exp(exponent)) is a difference of terms near one, of which float32 leaves no digits.
+    positive = exponent > 0
+    losses = torch.where(positive, exponent, 0) + torch.where(positive, -exponent, exponent).exp().log1p()
+    power = exponent.exp()
+    return _reduced(torch.where(power.isinf(), power.log1p(), losses), reduction)  # there torch's loss is infinite, and its gradient NaN
 
 
 @decomposition(F.kl_div)
