@@ -181,8 +181,7 @@ class Router(Watch, Looking):
             if lifts and self._declines_few(rule, tensors):
                 if not is_pure(func, args, kwargs, tensors, others, self.habits.recorded):
                     return NotImplemented
-                for value in self.lifted_among(tensors):
-                    value.uses.append(f"{name_of(func)}: lifted")
+                self._note_lifted(func, self.lifted_among(tensors))
                 return self._call(func, args, kwargs)
             output = self._run_rule(func, rule, args, kwargs) if lifts or rule.takes_data_alone else NotImplemented
             if output is not NotImplemented:
@@ -482,9 +481,13 @@ class Router(Watch, Looking):
         if output is not NotImplemented:
             return output
         self._avoid_leak(func, args, kwargs)
+        self._note_lifted(func, lifted)
+        return self._run(func, args, kwargs)
+
+    def _note_lifted(self, func: Any, lifted: list[Lifted]) -> None:
+        """Note that an op is computed for every sample with these values, for `explain`."""
         for value in lifted:
             value.uses.append(f"{name_of(func)}: lifted")
-        return self._run(func, args, kwargs)
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
@@ -496,10 +499,7 @@ class Router(Watch, Looking):
                 return output
         if _functions.lacks_vmap_rule(func, args):
             raise Unsupported(f"{_described(args[0])} runs inside a transform of fn's own")
-        for tensor in tensors_of(args, kwargs):
-            value = self.by_handle.get(id(_functorch.innermost(tensor, self.level)))
-            if value is not None:
-                value.uses.append(f"{name_of(func)}: lifted")
+        self._note_lifted(func, self.lifted_among([_functorch.innermost(tensor, self.level) for tensor in tensors_of(args, kwargs)]))
         if func is torch.autograd.grad:
             return _differentiate_elsewhere(*args, **kwargs)
         return self._call(func, args, kwargs)
@@ -723,9 +723,7 @@ class Router(Watch, Looking):
         output = _functorch.run_below(run, list(data.values()), self.level, self.n)
         if output is NotImplemented:
             return NotImplemented
-        for tensor in data.values():
-            if id(tensor) in self.by_handle:
-                self.by_handle[id(tensor)].uses.append(f"{op}: lifted")
+        self._note_lifted(func, self.lifted_among([*data.values()]))
         return output
 
 
