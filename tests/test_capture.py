@@ -202,6 +202,39 @@ def test_layers_of_few_numbers(name, n, sizes, inside, seed, device):
     assert_trees_close(norms, psg.tree.norm(expected))
 
 
+# Ops other than entry by entry, on parameters alone.
+FEW = {
+    "fft": lambda w: torch.fft.irfft(torch.fft.rfft(w) * torch.fft.rfft(w.flip(1)), w.shape[1]),
+    "fft of two dimensions": lambda w: torch.fft.ifft2(torch.fft.fft2(w) * torch.complex(w, w.sin())).real,
+    "real fft of all": lambda w: torch.fft.irfftn(torch.fft.rfftn(w).conj().resolve_conj(), w.shape),
+    "complex": lambda w: torch.view_as_real(torch.view_as_complex(torch.stack([w, w.cos()], -1)) ** 2).sum(-1),
+    "polar": lambda w: torch.polar(w.exp(), w).imag,
+    "einsum": lambda w: torch.einsum("ij,kj,kl->il", w, w, w),
+    "bmm": lambda w: torch.bmm(w[None], w.T[None])[0] @ w,
+    "gather": lambda w: w.gather(0, torch.zeros_like(w, dtype=torch.long)) * w,
+    "tile": lambda w: w.tile(2, 1)[: len(w)] * w,
+}
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("name", FEW)
+@given(sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)), seed=st.integers(0, 99))
+def test_few_numbers_that_other_ops_compute_are_lifted(name, n, sizes, seed, device):
+    torch.manual_seed(seed)
+    w, x = torch.randn(sizes, device=device), torch.randn(n, *sizes, device=device)
+
+    def fn(w, x):
+        return score(FEW[name](w).sin() * x)
+
+    expected = loop_grad(fn)(w, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+        for _ in range(2):  # the first call learns it
+            assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
+        if n:
+            assert not any("derived" in use for use in psg.explain(fn)(w, x).leaves[0].uses)
+
+
 def test_few_numbers_run_without_rules_and_many_with_them(device, monkeypatch):
     monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
 

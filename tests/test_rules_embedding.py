@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import psg
+from psg._hardware import _machine
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
@@ -251,3 +252,19 @@ def test_torch_s_own_embedding(n, rows, t, padding, seed, device):
     table, ids = torch.randn(rows, 2, device=device), torch.randint(rows, (n, t), device=device)
     for op in (torch.embedding, torch.ops.aten.embedding.default):
         assert_agrees(Problem(lambda w, ids, op=op: score(op(w, ids, padding)), (table, ids)))
+
+
+@pytest.mark.parametrize("cost", [0, 1_000_000])
+@pytest.mark.parametrize("n", [0, 1, 3])
+@given(rows=st.integers(1, 9), t=st.integers(0, 5), features=st.integers(1, 3), padding=st.booleans(), seed=st.integers(0, 99))
+def test_small_tables(cost, n, rows, t, features, padding, seed, device):
+    """Where ops cost something, norms are those of the materialised gradients; sparse sums stay sparse."""
+    torch.manual_seed(seed)
+    w, ids, c = torch.randn(rows, features), torch.randint(rows, (n, t)), torch.randn(n, t, features)
+    problem = Problem(lambda w, ids, c: score(F.embedding(ids, w, padding_idx=0 if padding else None) * c), (w, ids, c))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_machine, "op_call", lambda device: cost)
+        assert_agrees(on(problem, device))
+        factor = psg.factored_grad(problem.fn)(*(tensor.to(device) for tensor in problem.args))
+        if n:  # else fn is not called, and nothing says that it looks rows up
+            assert psg.tree.sparse_weighted_sum(factor, torch.ones(n, device=device)).is_sparse
