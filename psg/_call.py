@@ -194,10 +194,11 @@ class Call:
             what = "real floating-point losses" if batch else "a real floating-point scalar"
             raise InputError(f"{prefix}: expected fn to return {what}, got dtype {output.dtype}.{hint}")
 
-    def detached(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What fn has returned, without history; if that is a parameter or an input itself, a clone that shares no memory with it."""
+    def apart(self, outputs: Sequence[Tensor], history: bool = False) -> tuple[Tensor, ...]:
+        """What fn has returned, with or without its history; if that is a parameter or an input itself, a clone in memory of its own."""
         held = [*self.tensors, *self.keyword_tensors]
-        return tuple(output.detach().clone() if _functorch.shares_memory(output, held) else output.detach() for output in outputs)
+        outputs = outputs if history else [output.detach() for output in outputs]
+        return tuple(output.clone() if _functorch.shares_memory(output, held) else output for output in outputs)
 
     def sample(self, i: int) -> list[Any]:
         """Copies of the leaves for sample i, which fn may write into: every sample gets them as the caller gave them."""

@@ -1,13 +1,10 @@
 """For tests of derivatives: psg's functions beside the same written with vmap(grad), and what differentiates either."""
 
-import pytest
 import torch
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 import psg
-
-may_have_a_history = pytest.mark.filterwarnings("ignore:.*(have|has) a history:psg.FallbackWarning")
 
 
 class Times(torch.autograd.Function):

@@ -6,14 +6,11 @@ import pytest
 import torch
 from agreement import assert_agrees, cut, floor, samples, summed
 from cases import N, each_case, falling
-from differentiation import may_have_a_history
 
 import psg
 from psg._trees import flatten, unflatten
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad, reference_norm, reference_weighted_sum
 from psg.testing._loop import tree_map
-
-pytestmark = may_have_a_history
 
 
 def only_grads(result, problem):

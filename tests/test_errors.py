@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import N, score
-from differentiation import may_have_a_history
 from torch import nn
 from torch.func import functional_call
 
@@ -437,7 +436,6 @@ def test_a_module_that_changes_a_buffer_is_named(how, device):
 # --- live parameters ------------------------------------------------------------------------------------------
 
 
-@may_have_a_history
 @each_transform
 def test_live_parameters_work(name, device):
     module = nn.Linear(3, 4).to(device)

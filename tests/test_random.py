@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributions as D
 import torch.nn.functional as F
-from differentiation import may_have_a_history
 
 import psg
 from psg.testing import assert_trees_close
@@ -322,7 +321,6 @@ def test_numbers_of_python_and_numpy_are_drawn_once_but_by_the_loop(method, coun
     assert grads.unique().numel() == count
 
 
-@may_have_a_history
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 @pytest.mark.parametrize("method", ["auto", "loop"])
 def test_values_and_derivatives_come_from_one_draw_of_python_and_numpy(method, draw, device):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from cases import N, score
 from conftest import as_large
-from differentiation import FUNCTIONS, live, may_have_a_history, scalar, slopes, stacked, weigh
+from differentiation import FUNCTIONS, live, scalar, slopes, stacked, weigh
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -176,7 +176,6 @@ def kinds_of(outer, name):
 TABLE = [(outer, name, kind) for outer in OUTER for name in FUNCTIONS for kind in kinds_of(outer, name)]
 
 
-@may_have_a_history
 @pytest.mark.parametrize("outer, name, kind", TABLE)
 def test_equals_the_composition_over_vmap_grad(outer, name, kind, device):
     fn, args = KINDS[kind][0], arguments(kind, device)

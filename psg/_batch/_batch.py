@@ -198,7 +198,7 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
         ) from error
     # fn may close over what does not depend on the samples.
     outputs = [output if output in sampled else output.clone() for output in outputs]
-    return Captured(call.detached(outputs), [value.factor(n) for value in values], uses)
+    return Captured(call.apart(outputs), [value.factor(n) for value in values], uses)
 
 
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'

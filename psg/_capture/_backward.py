@@ -25,15 +25,17 @@ class Backward:
         values: The lifted values.
         n: The number of samples.
         settles: Whether to take large cotangents by hooks, and settle their factors at once (`Factor.settle`).
+        differentiated: Whether the factors keep a history.
 
     Attributes:
         freed: How many bytes settling the factors has freed.
     """
 
-    def __init__(self, values: Sequence[Lifted], n: int, settles: bool) -> None:
+    def __init__(self, values: Sequence[Lifted], n: int, settles: bool, differentiated: bool) -> None:
         self.values = values
         self.n = n
-        self.settles = settles
+        self.settles = settles and not differentiated
+        self.differentiated = differentiated
         self.freed = 0
         self._waiting: list[list[Tap]] = []  # for each hook the tap whose cotangent it takes, until it has
 
@@ -47,12 +49,12 @@ class Backward:
         asked = self._hook_large(taps)
         targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values] + [*others]
         try:
-            cotangents = iter(_autograd.gradients(losses, targets))
+            cotangents = iter(_autograd.gradients(losses, targets, create_graph=self.differentiated))
         finally:
             # The hook of a node that the losses do not depend on is not called; its tap holds the node, which holds the hook.
             for waiting in self._waiting:
                 waiting.clear()
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.differentiated):
             for tap in asked:
                 self._collect(tap, list(islice(cotangents, len(tap.edges))))
             for value in self.values:

@@ -37,7 +37,7 @@ class Captured(NamedTuple):
     """The result of one pass.
 
     Attributes:
-        outputs: What the function returned, samples in dim 0, without autograd history.
+        outputs: What the function returned, samples in dim 0; with a history if the call needs a derivative.
         factors: One for each parameter.
         uses: For each parameter the ops that used it, each with its path (rule, lifted or derived).
         freed: How many bytes settling the factors has freed.
@@ -73,16 +73,19 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
     known = habits = habits_of(call.fn)
     start = _random.Start(call.tensors)
     views: Sequence[View] | None = None
+    differentiated = call.needs_derivative
     while True:
         if habits.strided and views is None:
             views = alone()
             start.go_back()
         try:
             # Every pass gets fresh copies: a failed pass may have written into its own.
-            given = [
-                _copies.sample_by_sample(tensor.detach(), dim) if habits.copied and i not in call.tensor_params else tensor.detach()
-                for i, (tensor, dim) in enumerate(zip(call.tensors, call.tensor_dims, strict=True))
-            ]
+            given = _with_histories(call) if differentiated else [tensor.detach() for tensor in call.tensors]
+            if habits.copied:
+                given = [
+                    tensor if i in call.tensor_params else _copies.sample_by_sample(tensor, dim)
+                    for i, (tensor, dim) in enumerate(zip(given, call.tensor_dims, strict=True))
+                ]
             filled = [tensor for tensor in call.tensors if tensor.numel()]  # a write into the others changes nothing
             before = [tensor._version for tensor in filled]
             with Attempt():
@@ -106,6 +109,15 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
             # every sample.
             habits = habits._replace(lifts=False) if habits.lifts else habits._replace(fills=habits.fills + 1)
         start.go_back()
+
+
+def _with_histories(call: Call) -> list[Tensor]:
+    """The call's tensors with their histories; each parameter has one, which may lead nowhere, for by it a rule tells such a pass."""
+    tensors = list(call.tensors)
+    for i in call.tensor_params:
+        if not tensors[i].requires_grad:
+            tensors[i] = tensors[i].detach().requires_grad_()
+    return [tensor.view_as(tensor) if tensor.requires_grad else tensor.detach() for tensor in tensors]
 
 
 def _refuse(script: Any, arguments: list[Any]) -> None:
@@ -152,7 +164,7 @@ def _one_pass(
         tensors[position], dims[position] = value.leaf, 0
 
     apart = call.randomness == "different" and n > 1
-    mode = Router(n, lifted, inputs, laid_out, habits, call.outside.look, state if apart else None, views, call.kept == "factors")
+    mode = Router(call, lifted, inputs, laid_out, habits, state if apart else None, views)
 
     def watched(samples: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mode.start(samples, [samples[position] for position in call.tensor_params])
@@ -164,7 +176,7 @@ def _one_pass(
         lifts = (mode.prefers_lifting() or None) if habits.lifts is None else habits.lifts
         if (mode.differentiates, lifts) != (habits.recorded, habits.lifts):
             habits = habits._replace(recorded=mode.differentiates, lifts=lifts)
-        backward = Backward(mode.values, n, call.kept == "reductions")
+        backward = Backward(mode.values, n, call.kept == "reductions", mode.differentiated)
         backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:
         # Those of a pass that fails: a tap's node may hold the mode, by a `LinearOp`, in a cycle that no garbage collector sees.
@@ -176,4 +188,4 @@ def _one_pass(
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]
-    return Captured(call.detached(outputs), factors, [value.uses for value in lifted], backward.freed), habits
+    return Captured(call.apart(outputs, mode.differentiated), factors, [value.uses for value in lifted], backward.freed), habits

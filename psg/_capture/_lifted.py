@@ -45,10 +45,11 @@ class Lifted:
 
     @classmethod
     def parameter(cls, value: Tensor, in_dim: int | None, n: int, name: str = "") -> "Lifted":
-        """Lift a parameter; one with a dimension of samples is the leaf itself."""
-        if in_dim is not None:
-            return cls(_autograd.own_leaf(value.movedim(in_dim, 0).detach()), None, name)
-        return cls(_autograd.own_leaf(value.expand(n, *value.shape)), value, name)
+        """Lift a parameter; one with a dimension of samples is the leaf itself. One that requires grad keeps its history."""
+        leaf = value.expand(n, *value.shape) if in_dim is None else value.movedim(in_dim, 0)
+        if not value.requires_grad:
+            leaf = _autograd.own_leaf(leaf if in_dim is None else leaf.detach())
+        return cls(leaf, value if in_dim is None else None, name)
 
     @classmethod
     def derivation(cls, step: Step, parents: "list[Lifted]", n: int) -> "Lifted":
@@ -82,7 +83,10 @@ class Lifted:
 
     def ask(self, predicate: Callable[[Tensor], Any]) -> Any:
         """What plain autograd would say of this value: whether it is a leaf, requires grad, has a history."""
-        return predicate(self.leaf if self.derived is None else self.derived)
+        if self.derived is not None:
+            return predicate(self.derived)
+        with _functorch.below():  # transforms forbid to make a leaf
+            return predicate(self.leaf.detach().requires_grad_())
 
     def carry_terms(self) -> None:
         """Carry the terms over to the values from which this one was computed, where their kind allows it."""
@@ -125,7 +129,7 @@ class Lifted:
         dtype = self.leaf.dtype
 
         def cast(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
+            if tensor.requires_grad and not torch.is_grad_enabled():
                 tensor = tensor.detach()
             return tensor if tensor.dtype == dtype or not _trees.is_inexact(tensor) else tensor.to(dtype)
 

@@ -1,7 +1,7 @@
 """Routes each call of the function: to a rule, below vmap, to a decomposition into other ops, or on as it is."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
 from psg import _trees
+from psg._call import Call
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
 from psg._capture._carries import derives, is_simple
 from psg._capture._inside import LinearOp
@@ -62,23 +63,23 @@ class Router(Watch, Looking):
 
     def __init__(
         self,
-        n: int,
+        call: Call,
         params: Sequence[Lifted],
         inputs: Sequence[Tensor],
         laid_out: Sequence[Tensor],
         habits: Habits,
-        look: Callable[..., Any],
         state: _random.State | None,
         views: Sequence[View],
-        factored: bool,
     ) -> None:
-        super().__init__(n, params, inputs)
+        super().__init__(call.n, params, inputs)
         self.views = iter(views)  # that as_strided makes for the first sample alone, if the habits say that fn calls it
         self.state = state  # of the random generators, if every sample draws numbers of its own
         self.aliases = Aliases(laid_out, habits.follows)
-        self.look = look
+        self.outside = call.outside
         self.habits = habits
-        self.spares_few = habits.lifts is not False and not factored  # who asks for factors gets those of the rules
+        self.differentiated = call.needs_derivative
+        self.redifferentiated = self.differentiated or habits.recorded  # whether gradients that this pass takes are differentiated again
+        self.spares_few = habits.lifts is not False and call.kept != "factors"  # who asks for factors gets those of the rules
         self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
         self.constants: list[Tensor] = []  # computed from parameters, without a history
@@ -102,6 +103,8 @@ class Router(Watch, Looking):
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
             kwargs = torchs_names(func, kwargs) if kwargs else {}
+            if self.differentiated:
+                args, kwargs = self.outside.replace((args, kwargs))
             tensors, others = operands_of(args, kwargs)
             if types in _USUAL and self._are_own(tensors):
                 output = self._run_at_once(func, args, kwargs, tensors, others)
@@ -176,17 +179,17 @@ class Router(Watch, Looking):
         """Run a call on such tensors by its rule, or as it is; NotImplemented if other tables of psg's have more to say of it."""
         rule, lifts = _registry.find_rule(func), self._meets_lifted(tensors)
         if rule is not None:
-            if self.habits.recorded or not self.habits.ruled or not reads(func) or self.state is not None and draws(func, args, kwargs):
+            if self.redifferentiated or not self.habits.ruled or not reads(func) or self.state is not None and draws(func, args, kwargs):
                 return NotImplemented
             if lifts and self._declines_few(rule, tensors):
-                if not is_pure(func, args, kwargs, tensors, others, self.habits.recorded):
+                if not is_pure(func, args, kwargs, tensors, others, self.redifferentiated):
                     return NotImplemented
                 self._note_lifted(func, self.lifted_among(tensors))
                 return self._call(func, args, kwargs)
             output = self._run_rule(func, rule, args, kwargs) if lifts or rule.takes_data_alone else NotImplemented
             if output is not NotImplemented:
                 return output
-        if not lifts and is_pure(func, args, kwargs, tensors, others, self.habits.recorded):
+        if not lifts and is_pure(func, args, kwargs, tensors, others, self.redifferentiated):
             output = self._call(func, args, kwargs)
             return self.aliases.note(func, args, kwargs, tensors, output) if may_copy(func) else output
         return NotImplemented
@@ -217,7 +220,7 @@ class Router(Watch, Looking):
 
     def _may_rule(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call may run by a rule for lifted values: rules for ops that autocast narrows cast the one value by themselves."""
-        if self.habits.recorded or not self.habits.ruled or _registry.find_rule(func) is None:
+        if self.habits.recorded or self._rule_of(func) is None:
             return False
         here = _functorch.current_level() == self.level
         return here and self._meets_lifted(tensors_of(args, kwargs))
@@ -267,7 +270,7 @@ class Router(Watch, Looking):
         return self._run_lifted(func, lifted, args, kwargs) if lifted else self._run_unlifted(func, args, kwargs)
 
     def _look(self, func: Any, tensors: list[Tensor]) -> None:
-        self.look(func, tensors, (), self.level)
+        self.outside.look(func, tensors, (), self.level)
         for tensor in tensors:
             # nn.Parameter and Variable, which no function mode sees, require it of this vmap's wrapper, below which autograd records.
             if tensor.requires_grad and _functorch.is_batched(tensor, self.level):
@@ -347,6 +350,8 @@ class Router(Watch, Looking):
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad` for all samples at once: of the sum of their outputs, since samples do not interact."""
+        if self.differentiated:
+            raise Unsupported("fn calls torch.autograd.grad, and the result has a derivative")
         if not self.habits.recorded:
             # Run again with rules whose outputs have derivatives of every order.
             raise Retry("fn calls torch.autograd.grad", recorded=True)
@@ -407,7 +412,8 @@ class Router(Watch, Looking):
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
-        reason = _registry.find_leak(func, args, kwargs, "capture", *rungs)
+        # Most rules have no place in a pass that is differentiated, where ops run as under vmap(grad).
+        reason = _registry.find_leak(func, args, kwargs, "capture", *(("vmap",) if self.differentiated else ()), *rungs)
         if reason is not None and self.habits.lifts:
             raise Retry(f"{reason}, and its arguments may be computed once", lifts=False)
         if reason is not None:
@@ -423,7 +429,7 @@ class Router(Watch, Looking):
                 output = self._look_up(func, args, kwargs)
             if output is not NotImplemented:
                 return output
-        rule = _registry.find_rule(func) if self.habits.ruled and not is_of_table else None
+        rule = None if is_of_table else self._rule_of(func)
         if rule is not None and self._declines_few(rule, tensors, inside=not here or self.habits.recorded):
             rule = None
         if rule is not None and (not here or rule.takes_data_alone or self._meets_lifted(tensors)):
@@ -434,7 +440,7 @@ class Router(Watch, Looking):
         if not here:
             self._avoid_leak(func, args, kwargs, "inside")
         # This pass differentiates the gradients that a transform of the function's own has taken.
-        decompose = _registry.find_decomposition(func, differentiated=not here or self.habits.recorded)
+        decompose = _registry.find_decomposition(func, differentiated=not here or self.redifferentiated)
         if decompose is None or self._may_derive(func, args, kwargs) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
             return NotImplemented  # no decomposition, or an op on parameters alone, which is derived in one step
         with self:
@@ -462,6 +468,14 @@ class Router(Watch, Looking):
             if torch.is_grad_enabled() and any(self._ask(REQUIRES_GRAD, tensor) for tensor in (result, out)):
                 raise Unsupported(f"{name_of(func)} is differentiated and has an out= tensor, which torch does not support")
             return out.copy_(result)
+
+    def _rule_of(self, func: Any) -> _registry.Rule | None:
+        """The rule of an op; in a pass that is differentiated only one that can be, for lifted values outside of transforms of fn's own."""
+        rule = _registry.find_rule(func) if self.habits.ruled else None
+        if rule is None or not self.differentiated:
+            return rule
+        here = _functorch.current_level() == self.level
+        return rule._replace(frozen=False) if rule.differentiable and here else None
 
     def _is_of_table(self, func: Any, args: Any) -> bool:
         """Whether an op takes rows of a parameter, or of what is computed from parameters: no data that its rule would take."""
@@ -601,8 +615,8 @@ class Router(Watch, Looking):
 
     def _may_derive(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an op is computed once if it is on lifted values and constants alone."""
-        if not self.habits.derives or not derives(func):
-            return False
+        if self.differentiated or not self.habits.derives or not derives(func):
+            return False  # a derived value has a leaf of its own, at which its derivative would end
         if not self.habits.lifts or not is_simple(name_of(func)):
             return True
         return not all(value.is_little for value in self.lifted_among(tensors_of(args, kwargs)))

@@ -1,8 +1,8 @@
-"""psg's transforms as primitives of plain autograd: a fast forward pass, and a backward pass through the reference composition.
+"""psg's transforms as primitives of plain autograd: a forward pass without a history, and a backward pass that runs fn again with one.
 
-Results of the capture pass have no history. If an input requires grad, one `autograd.Function` attaches them to the graph. Its backward,
-which runs only if it is asked for, differentiates the reference: `vmap(grad(fn))`, or, where vmap cannot run fn, a loop over the samples.
-Inside torch.func transforms the reference runs from the start, since they can differentiate it.
+If an input requires grad, one `autograd.Function` attaches the results to the graph. Its backward, which runs only if it is asked for,
+computes them again with a history, and differentiates that: callers who want no derivative, but whose parameters require grad, pay nothing.
+Inside torch.func transforms `vmap(grad(fn))` runs from the start, since they can differentiate it.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,10 @@ from torch import Tensor
 
 from psg import _trees
 from psg._call import Call
-from psg._errors import code_of, warn_once
+from psg._ladder._ladder import SILENT
 from psg._torch import _ambient, _functorch, _random
-from psg._watch import _pass
 from psg._watch._effects import Attempt
 from psg._watch._outside import Recorded, Replaced
-from psg.rules._registry import are_disabled
 
 Compute = Callable[[Call, str], Any]
 
@@ -31,19 +29,17 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool) -> A
         compute: Maps a call and a method to a tree of tensors (other leaves pass through).
         call: The call.
         method: As `psg.per_sample_grad` takes it.
-        attach: Whether the tree is the same for every method. Otherwise a result that needs a derivative comes from the reference alone.
+        attach: Whether the tree is the same with and without a history. Otherwise a result that needs a derivative is computed once, with
+            a history.
 
     Returns:
         The tree that compute returns.
     """
     if _functorch.is_transformed() or not torch.is_grad_enabled():
         return compute(call, method)
-    # Every method except capture gives differentiable results itself.
-    reference = "auto" if method == "capture" else method
     needed = call.needs_derivative
     if needed and not attach:
-        _warn(call, method, [], _DENSE)
-        return compute(call, reference)
+        return compute(call, method)
     outside = Recorded()
     before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
     with torch.no_grad(), Attempt() as first:
@@ -57,36 +53,18 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool) -> A
         drew = True
     if not attach or drew:
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
-        _warn(call, method, outside.found, _DRAWN if attach else _DENSE)
         first.give_up()
         _random.set_state(before)
-        return compute(call.watched_by(Replaced(outside.found, outside.found)), reference)
+        return compute(call.watched_by(Replaced(outside.found, outside.found)), method)
 
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
         own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
         renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.found, others))
-        return _trees.tensors_in(_trees.flatten(compute(renewed, reference))[0])
+        return _trees.tensors_in(_trees.flatten(compute(renewed, SILENT if method in ("auto", "capture") else method))[0])
 
     leaves, spec = _trees.flatten(result)
     attached = _Primitive.apply(again, _trees.tensors_in(leaves), *call.tensors, *outside.found)
     return _trees.unflatten(spec, _trees.fill(leaves, attached))
-
-
-_DENSE = "the gradients have a history, and come from vmap(grad), dense"
-_DRAWN = "the result has a history, and comes from vmap(grad): fn draws random numbers, and a later pass may draw them in another order"
-
-
-def _warn(call: Call, method: str, outside: list[Tensor], result: str) -> None:
-    """Warn of a step down the ladder that only a derivative of the result needs, which the caller may not want."""
-    if method not in ("auto", "capture") or _pass.is_open() or are_disabled():
-        return
-    own = next((i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
-    what = f"fn closes over a tensor of shape {tuple(outside[0].shape)} that" if own is None else call.paths[own]
-    warn_once(
-        (code_of(call.fn), result),
-        f"{call.name}: {what} requires grad, so {result}. If you want no derivative of it, pass detached tensors, as psg.stateless returns "
-        "them, detach what fn closes over (module.requires_grad_(False)), or call under torch.no_grad(); if you do, method='vmap' says so.",
-    )
 
 
 class _Primitive(torch.autograd.Function):

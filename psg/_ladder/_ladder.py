@@ -11,10 +11,12 @@ from psg._batch import _exchange
 from psg._call import Call, shape_of_sample, sharing
 from psg._errors import InputError, PsgError, Stale, StateError, UnsupportedByVmap, code_of, first_line, unwrapped, user_line, warn_once
 from psg._ladder._rungs import RUNGS, Result
-from psg._torch import _ambient, _random
+from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
 from psg._watch._effects import Attempt, forget_results
 from psg.rules._registry import are_disabled
+
+SILENT = "silent"
 
 
 def run(call: Call, method: str) -> Result:
@@ -22,10 +24,10 @@ def run(call: Call, method: str) -> Result:
 
     Args:
         call: What to run, on at least one sample.
-        method: "auto" for the ladder, or the name of the one rung to use.
+        method: "auto" for the ladder, SILENT for the same without warnings, or the name of the one rung to use.
 
     Returns:
-        The result, with a derivative if `call.needs_derivative` (which capture cannot give) and else without history.
+        The result, with a derivative if `call.needs_derivative` and else without history.
 
     Raises:
         InputError: fn does not return a scalar, or the method needs rules, which are disabled.
@@ -37,8 +39,8 @@ def run(call: Call, method: str) -> Result:
     own, rungs = call, [method]
     if method == "batch" and call.needs_derivative:
         own, rungs = call.with_sample_fn(), ["vmap", "loop"]
-    elif method == "auto":
-        rungs = ["vmap", "loop"] if are_disabled() or call.needs_derivative else ["capture", "vmap", "loop"]
+    elif method in ("auto", SILENT):
+        rungs = ["vmap", "loop"] if are_disabled() or _functorch.is_transformed() else ["capture", "vmap", "loop"]
     reasons: list[tuple[str, str]] = []
     start, compiles = _random.Start(call.tensors), _ambient.may_compile()
     while True:

@@ -35,6 +35,7 @@ class Rule(NamedTuple):
         required: The arguments without a default.
         frozen: Whether the rule also runs where none of `params` is differentiated.
         declines_few: Whether the rule is only for calls on more than a few numbers.
+        differentiable: Whether the rule runs in passes whose result has a derivative: the parameters then arrive with a history.
         takes_shared: Whether `run` takes the keyword `shared`; then arguments in `params` may also be data.
     """
 
@@ -47,10 +48,18 @@ class Rule(NamedTuple):
     required: frozenset[str]
     frozen: bool
     declines_few: bool
+    differentiable: bool
     takes_shared: bool
 
     @classmethod
-    def of(cls, run: Callable[..., Any], params: tuple[str, ...], frozen: bool = False, declines_few: bool = False) -> "Rule":
+    def of(
+        cls,
+        run: Callable[..., Any],
+        params: tuple[str, ...],
+        frozen: bool = False,
+        declines_few: bool = False,
+        differentiable: bool = False,
+    ) -> "Rule":
         """The rule that runs this function."""
         try:
             arguments = list(inspect.signature(run, eval_str=True).parameters.values())
@@ -72,6 +81,7 @@ class Rule(NamedTuple):
             required=frozenset(a.name for a in by_name if a.default is a.empty) - {"shared"},
             frozen=frozen,
             declines_few=declines_few,
+            differentiable=differentiable,
             takes_shared=takes_shared,
         )
 
@@ -142,14 +152,19 @@ _disabled: ContextVar[bool] = ContextVar("psg_rules_disabled", default=False)
 
 
 def rule(
-    *ops: Callable[..., Any], params: tuple[str, ...] = ("weight", "bias"), frozen: bool = False, declines_few: bool = False
+    *ops: Callable[..., Any],
+    params: tuple[str, ...] = ("weight", "bias"),
+    frozen: bool = False,
+    declines_few: bool = False,
+    differentiable: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fast path of an op.
 
     The function takes the op's arguments under the same names. Those in `params` may be parameters: they arrive without a batch
-    dimension and detached. Every other tensor arrives with the samples in dim 0. The function runs the ordinary batched op and returns
-    the output (samples in dim 0; a tensor or a tuple of them) and, for each parameter, a function from the output's cotangent to the
-    factor. It may return NotImplemented: the call then takes the lifted path, which is always correct but slower.
+    dimension and, unless the rule is `differentiable`, detached. Every other tensor arrives with the samples in dim 0. The function runs
+    the ordinary batched op and returns the output (samples in dim 0; a tensor or a tuple of them) and, for each parameter, a function from
+    the output's cotangent to the factor. It may return NotImplemented: the call then takes the lifted path, which is always correct but
+    slower.
 
     Where either operand may be the parameter, the function takes a keyword `shared`: the names of those in `params` that arrive without a
     batch dimension ("mat2"; in a list "operands[1]"). The other arguments in `params` are then data, with the samples in dim 0. Without
@@ -167,6 +182,9 @@ def rule(
         frozen: Also run where no argument in `params` is differentiated: for ops that vmap cannot run, or runs slowly.
         declines_few: Leave calls on few numbers (some 100 KB of parameters' gradients and of data, of all samples together) to the lifted
             path: for ops that `torch.func.vmap` runs about as fast as torch, since a rule takes longer there.
+        differentiable: Also run where the result has a derivative, as for `norms.sum().backward()`: the parameters then arrive with their
+            history, and autograd must be able to differentiate the outputs for them, and what the builders make of a cotangent with a
+            history. Other rules do not run there.
 
     Returns:
         A decorator that registers the function, in place of an earlier rule for the same op, and returns it.
@@ -207,7 +225,7 @@ def rule(
         for name in params:
             if name not in signature.parameters:
                 raise InputError(f"psg.rule(params={params!r}): {run.__name__} has no argument {name!r}; it takes {signature}.")
-        made = Rule.of(run, tuple(params), frozen, declines_few)
+        made = Rule.of(run, tuple(params), frozen, declines_few, differentiable)
         for op in ops:
             _rules.update(dict.fromkeys(_aliases(op), made))
         return run

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg.rules._registry import decomposition, rule
+from psg.factors._arithmetic import widen
+from psg.rules._registry import DIFFERENTIATED, decomposition, rule
 
 
 @rule(F.scaled_dot_product_attention, params=())
@@ -65,6 +66,36 @@ def scaled_dot_product_attention(
     return output.squeeze(1) if alone else output.unflatten(0, lead), {}
 
 
+@decomposition(F.scaled_dot_product_attention, need=DIFFERENTIATED, misderived=True)
+def attention_in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """As products and a softmax: torch's fused kernels have no second derivative. Dropout turns those off."""
+    if dropout_p or min(query.ndim, key.ndim, value.ndim) < 2 or is_causal and attn_mask is not None:
+        return NotImplemented  # the last two are torch's errors
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (side.repeat_interleave(heads // side.shape[-3], -3) for side in (key, value))
+    dtype = query.dtype
+    query, key, value = (widen(side) for side in (query, key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None:
+        return (scores.softmax(-1) @ value).to(dtype)
+    scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    empty = (scores == -torch.inf).all(-1, keepdim=True)  # a row without entries is zero, and so are its derivatives
+    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return (weights @ value).to(dtype)
+
+
 def _with_dims(tensor: Tensor, dims: int) -> Tensor:
     """[n, *shape] -> [n, 1, ..., 1, *shape], with `dims` dimensions after the first."""
     missing = dims + 1 - tensor.ndim
@@ -83,7 +114,7 @@ def _without_override_check(function: FunctionType) -> FunctionType:
 _multi_head_attention_forward = _without_override_check(F.multi_head_attention_forward)
 
 
-@decomposition(F.multi_head_attention_forward)
+@decomposition(F.multi_head_attention_forward, misderived=True)
 def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
     """torch's own code, whose projections are linear ops."""
     return _multi_head_attention_forward(*args, **kwargs)

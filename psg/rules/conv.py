@@ -192,8 +192,8 @@ def _transpose_each_other(plain: Any, transposed: Any, dims: int) -> None:
 _PLAIN = F.conv1d, F.conv2d, F.conv3d
 _TRANSPOSED = F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d
 for _dims, (_plain, _other) in enumerate(zip(_PLAIN, _TRANSPOSED, strict=True), start=1):
-    rule(_plain)(_convolution(_dims))
-    rule(_other)(_transposed(_dims))
+    rule(_plain, differentiable=True)(_convolution(_dims))
+    rule(_other, differentiable=True)(_transposed(_dims))
     _repaired(_plain, _dims)
     _repaired(_other, _dims)
     _transpose_each_other(_plain, _other, _dims)

@@ -16,7 +16,7 @@ from psg.factors._arithmetic import wide
 from psg.rules._registry import DIFFERENTIATED, decomposition, reshape, rule, transpose
 
 
-@rule(F.embedding, params=("weight",))
+@rule(F.embedding, params=("weight",), differentiable=True)
 def embedding(
     input: Tensor,
     weight: Tensor,
@@ -32,7 +32,12 @@ def embedding(
     rows, features = weight.shape
     if padding_idx is not None and not -rows <= padding_idx < rows:
         return NotImplemented  # torch raises its own error
-    output = _look_up_rows(input, weight)
+    if weight.requires_grad:
+        if scale_grad_by_freq:
+            return NotImplemented  # torch scales the derivative of this derivative, too
+        output = F.embedding(input, weight, padding_idx)
+    else:
+        output = _look_up_rows(input, weight)
 
     def factor(cotangent: Tensor) -> Rows:
         index = input.reshape(input.shape[0], input.shape[1:].numel()).long()

@@ -35,7 +35,7 @@ def sum_images(cotangent: Tensor) -> Dense:
 _FEW = 1 << 13  # numbers in an output
 
 
-@rule(F.linear, frozen=True, declines_few=True)
+@rule(F.linear, frozen=True, declines_few=True, differentiable=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x W^T + b: ([n,*,i], [o,i], [o]) -> [n,*,o]."""
     if weight.is_complex() or weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):

@@ -212,7 +212,9 @@ def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str
     return output, dict(zip(names, builders, strict=True))
 
 
-@rule(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, params=("input", "other"), declines_few=True)
+@rule(
+    torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, params=("input", "other"), declines_few=True, differentiable=True
+)
 def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any:
     """y = x W or W x, the dimensions before the last two broadcast: ([n,*,i], [i,o]) -> [n,*,o] and its like."""
     if input.is_complex() or other.is_complex():
@@ -275,31 +277,31 @@ def rmatmul(input: Tensor, other: Tensor) -> Any:
     return other @ input
 
 
-@rule(torch.mm, Tensor.mm, params=("input", "mat2"), declines_few=True)
+@rule(torch.mm, Tensor.mm, params=("input", "mat2"), declines_few=True, differentiable=True)
 def mm(input: Tensor, mat2: Tensor, *, shared: Collection[str] = ()) -> Any:
     """([t,i], [i,o]) -> [t,o]."""
     return _pair(("input", "mat2"), (input, mat2), "ti,io->to", shared)
 
 
-@rule(torch.bmm, Tensor.bmm, params=("input", "mat2"), declines_few=True)
+@rule(torch.bmm, Tensor.bmm, params=("input", "mat2"), declines_few=True, differentiable=True)
 def bmm(input: Tensor, mat2: Tensor, *, shared: Collection[str] = ()) -> Any:
     """([b,t,i], [b,i,o]) -> [b,t,o]."""
     return _pair(("input", "mat2"), (input, mat2), "bti,bio->bto", shared)
 
 
-@rule(torch.mv, Tensor.mv, params=("input", "vec"), declines_few=True)
+@rule(torch.mv, Tensor.mv, params=("input", "vec"), declines_few=True, differentiable=True)
 def mv(input: Tensor, vec: Tensor, *, shared: Collection[str] = ()) -> Any:
     """([t,i], [i]) -> [t]."""
     return _pair(("input", "vec"), (input, vec), "ti,i->t", shared)
 
 
-@rule(torch.dot, Tensor.dot, params=("input", "tensor"), declines_few=True)
+@rule(torch.dot, Tensor.dot, params=("input", "tensor"), declines_few=True, differentiable=True)
 def dot(input: Tensor, tensor: Tensor, *, shared: Collection[str] = ()) -> Any:
     """([i], [i]) -> []."""
     return _pair(("input", "tensor"), (input, tensor), "i,i->", shared)
 
 
-@rule(torch.inner, Tensor.inner, params=("input", "other"), declines_few=True)
+@rule(torch.inner, Tensor.inner, params=("input", "other"), declines_few=True, differentiable=True)
 def inner(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any:
     """([*t,i], [*o,i]) -> [*t,*o]."""
     dims = [tensor.ndim - (name not in shared) for name, tensor in (("input", input), ("other", other))]
@@ -349,7 +351,7 @@ def sum_to(cotangent: Tensor, shape: torch.Size) -> Tensor:
     return cotangent.sum_to_size(len(cotangent), *(1,) * lead, *shape).reshape(len(cotangent), *shape)
 
 
-@rule(torch.addmm, Tensor.addmm, params=("input", "mat1", "mat2"), declines_few=True)
+@rule(torch.addmm, Tensor.addmm, params=("input", "mat1", "mat2"), declines_few=True, differentiable=True)
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
     """y = beta b + alpha x W: ([t,o], [t,i], [i,o]) -> [t,o]."""
     names, equation = ("mat1", "mat2"), "ti,io->to"
@@ -366,19 +368,19 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
     }
 
 
-@rule(torch.addmv, Tensor.addmv, params=("input", "mat", "vec"), declines_few=True)
+@rule(torch.addmv, Tensor.addmv, params=("input", "mat", "vec"), declines_few=True, differentiable=True)
 def addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
     """y = beta b + alpha W x: ([t], [t,i], [i]) -> [t]."""
     return _added(input, ("mat", "vec"), (mat, vec), "ti,i->t", shared, beta, alpha)
 
 
-@rule(torch.baddbmm, Tensor.baddbmm, params=("input", "batch1", "batch2"), declines_few=True)
+@rule(torch.baddbmm, Tensor.baddbmm, params=("input", "batch1", "batch2"), declines_few=True, differentiable=True)
 def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
     """y = beta b + alpha x W: ([b,t,o], [b,t,i], [b,i,o]) -> [b,t,o]."""
     return _added(input, ("batch1", "batch2"), (batch1, batch2), "bti,bio->bto", shared, beta, alpha)
 
 
-@rule(torch.addbmm, Tensor.addbmm, params=("input", "batch1", "batch2"), declines_few=True)
+@rule(torch.addbmm, Tensor.addbmm, params=("input", "batch1", "batch2"), declines_few=True, differentiable=True)
 def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
     """y = beta b + alpha sum_b x_b W_b: ([t,o], [b,t,i], [b,i,o]) -> [t,o]."""
     return _added(input, ("batch1", "batch2"), (batch1, batch2), "bti,bio->to", shared, beta, alpha)
@@ -387,7 +389,7 @@ def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, al
 # Contractions of any dimensions
 
 
-@rule(torch.einsum, params=("operands",), declines_few=True)
+@rule(torch.einsum, params=("operands",), declines_few=True, differentiable=True)
 def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> Any:
     """Any equation in which no parameter repeats a label."""
     alone = [f"operands[{k}]" in shared for k in range(len(operands))]
@@ -440,7 +442,7 @@ def einsum_labels(equation: Any, dims: Sequence[int]) -> tuple[list[str], str] |
     return labels, out.replace("...", dots)
 
 
-@rule(torch.tensordot, params=("a", "b"), declines_few=True)
+@rule(torch.tensordot, params=("a", "b"), declines_few=True, differentiable=True)
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None, *, shared: Collection[str] = ()) -> Any:
     """Contract the given dimensions of a with those of b; if `dims` is a number, the last of a with the first of b."""
     if out is not None:
@@ -472,7 +474,7 @@ def tensordot_labels(counts: Sequence[int], dims: Any) -> tuple[list[str], str] 
     return ["".join(left), "".join(right)], "".join(name for name in left + right if name not in contracted)
 
 
-@rule(torch.bilinear, params=("weight", "bias"), frozen=True)
+@rule(torch.bilinear, params=("weight", "bias"), frozen=True, differentiable=True)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y[o] = x1 W[o] x2 + b[o]: ([n,*,i], [n,*,j], [o,i,j], [o]) -> [n,*,o]."""
     lead = ascii_letters[: input1.ndim - 2].upper()
