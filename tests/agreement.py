@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from cases import N, Problem, score
 
 import psg
-from psg._trees import unflatten
+from psg._trees import flatten, unflatten
 from psg.testing import (
     assert_reductions_close,
     assert_trees_close,
@@ -61,6 +61,41 @@ def assert_agrees(problem: Problem, *, rules: bool = True, may_fall: str = "", *
         clipped = reference_clipped_sum(expected, clip_norm)
         assert_trees_close(out.grads, clipped, atol=len(norms) * atol, name="clipped_grad.grads", per_sample=False)
         assert_trees_close(out.norms, norms, atol=atol, name="clipped_grad.norms")
+
+
+def assert_derivatives_agree(problem: Problem) -> None:
+    """Derivatives of the fast path's results, for all that they depend on: by torch.func.grad, by backward(), and of a member under vmap.
+
+    They equal those that plain autograd takes of the loop's.
+    """
+    fn, args, shared, own = problem
+    leaves, spec = flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    given = [leaves[i].detach().clone() for i in places]
+
+    def results(method, *tensors):
+        filled = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor
+        own_args = unflatten(spec, filled)
+        norms = psg.per_sample_norm(fn, method=method, **own)(*own_args, **shared)
+        grads = psg.per_sample_grad(fn, method=method, **own)(*own_args, **shared)
+        clipped = psg.clipped_grad(fn, 0.5, method=method, **own)(*own_args, **shared)
+        return [norms, *flatten(grads)[0], *flatten(clipped.grads)[0], clipped.values]
+
+    def score_of(method):
+        return lambda *tensors: sum((own * own.sin()).sum() for own in results(method, *tensors))
+
+    def slopes(method):
+        tensors = [own.clone().requires_grad_() for own in given]
+        return torch.autograd.grad(score_of(method)(*tensors), tensors, allow_unused=True, materialize_grads=True)
+
+    expected, atol = slopes("loop"), 1e4 * torch.finfo(given[0].dtype).eps
+    assert_trees_close(slopes("auto"), expected, atol=atol, name="backward", per_sample=False)
+    by_transform = torch.func.grad(score_of("capture"), argnums=tuple(range(len(given))))
+    assert_trees_close(by_transform(*given), expected, atol=atol, name="torch.func.grad", per_sample=False)
+    members = torch.func.vmap(by_transform)(*(torch.stack([own, own]) for own in given))
+    assert_trees_close(tuple(own[1] for own in members), expected, atol=atol, name="vmap", per_sample=False)
 
 
 def cut(problem: Problem) -> Batch:

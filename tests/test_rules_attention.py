@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, on
+from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, parameters, score
 from conftest import as_large
 from hypothesis import given
@@ -54,6 +54,11 @@ def attention_problems(draw):
 @given(problem=attention_problems(), rules=st.sampled_from([True, False]))
 def test_attention(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=attention_problems())
+def test_derivatives_of_results(problem, device):
+    assert_derivatives_agree(on(problem, device))
 
 
 @given(n=st.integers(0, 3), t=st.integers(1, 4), seed=st.integers(0, 99))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, on
+from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, score
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -49,6 +49,12 @@ def conv_problems(draw, dims):
 @given(data=st.data(), rules=st.sampled_from([True, False]))
 def test_conv(dims, data, rules, device):
     assert_agrees(on(data.draw(conv_problems(dims)), device), rules=rules)
+
+
+@pytest.mark.parametrize("dims", OPS)
+@given(data=st.data())
+def test_derivatives_of_results(dims, data, device):
+    assert_derivatives_agree(on(data.draw(conv_problems(dims)), device))
 
 
 @pytest.mark.parametrize("dims", OPS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, on
+from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, parameters, score
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +49,12 @@ def problems(draw, dims):
 @given(data=st.data(), rules=st.sampled_from([True, False]))
 def test_transposed_convolution(dims, data, rules, device):
     assert_agrees(on(data.draw(problems(dims)), device), rules=rules)
+
+
+@pytest.mark.parametrize("dims", OPS)
+@given(data=st.data())
+def test_derivatives_of_results(dims, data, device):
+    assert_derivatives_agree(on(data.draw(problems(dims)), device))
 
 
 @given(n=st.integers(0, 3), t=st.integers(2, 4), seed=st.integers(0, 99))

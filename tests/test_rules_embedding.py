@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, on
+from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, score
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,20 +16,16 @@ each_rule = st.sampled_from([True, False])
 
 
 @st.composite
-def embedding_problems(draw):
-    """Few rows, so that ids repeat; every option, padding ids counted from the end included."""
+def embedding_problems(draw, smooth=False):
+    """Few rows, so that ids repeat; every option, padding ids counted from the end included. If `smooth`, those with second derivatives."""
     n, rows, d = draw(st.integers(0, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    options = draw(
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "padding_idx": st.integers(-rows, rows - 1),
-                "scale_grad_by_freq": st.booleans(),
-                "max_norm": st.sampled_from([0.5, 1.0, 2.0]),
-                "norm_type": st.sampled_from([1.0, 2.0, 3.0]),
-            },
-        )
-    )
+    optional = {
+        "padding_idx": st.integers(-rows, rows - 1),
+        "scale_grad_by_freq": st.booleans(),
+        "max_norm": st.sampled_from([0.5, 1.0, 2.0]),
+        "norm_type": st.sampled_from([1.0, 2.0, 3.0]),
+    }
+    options = draw(st.fixed_dictionaries({}, optional={"padding_idx": optional["padding_idx"]} if smooth else optional))
     ids = draw(tensors((n, *draw(shapes(min_dims=0, max_dims=2, max_side=6))), high=rows))
     ids = ids.to(draw(st.sampled_from([torch.int64, torch.int32])))
     return Problem(lambda w, ids: score(F.embedding(ids, w, **options)), (draw(tensors((rows, d))), ids))
@@ -64,6 +60,11 @@ def shared_id_problems(draw):
 @given(problem=embedding_problems(), rules=each_rule)
 def test_embedding(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules, may_fall="max_norm")
+
+
+@given(problem=st.one_of(embedding_problems(smooth=True), tied_problems(), shared_id_problems()))
+def test_derivatives_of_results(problem, device):
+    assert_derivatives_agree(on(problem, device))
 
 
 @given(problem=tied_problems(), rules=each_rule)

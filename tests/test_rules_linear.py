@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, on
+from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, score
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,6 +139,11 @@ def test_stacks_whose_cotangents_are_taken_as_they_arrive(problem, norm, device)
     early = mock.patch.object(_backward, "_is_worth_a_hook", lambda tap: tap.zeros is None)
     with early, psg.plans.using(norm=norm):
         assert_agrees(on(problem, device))
+
+
+@given(problem=st.one_of(linear_problems(), stacked_problems(), product_problems(), addmm_problems()))
+def test_derivatives_of_results(problem, device):
+    assert_derivatives_agree(on(problem, device))
 
 
 @given(problem=product_problems(), rules=each_rule)

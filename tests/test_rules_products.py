@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, on
+from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, score
 from conftest import as_large
 from hypothesis import given
@@ -168,6 +168,13 @@ def bilinear_problems(draw):
         params["bias"] = draw(tensors((o,)))
     x, y = draw(tensors((n, *positions, i))), draw(tensors((n, *positions, j)))
     return Problem(lambda p, x, y: score(F.bilinear(x, y, p["weight"], p.get("bias"))), (params, x, y))
+
+
+@given(
+    problem=st.one_of(matmul_problems(), fixed_problems(), added_problems(), einsum_problems(), tensordot_problems(), bilinear_problems())
+)
+def test_derivatives_of_results(problem, device):
+    assert_derivatives_agree(on(problem, device))
 
 
 @given(problem=matmul_problems(), rules=each_rule)

@@ -145,10 +145,6 @@ NOT_COMPARED = {
     "derived: weight_norm parametrisation": "torch's own second derivative is wrong: gradgradcheck of _weight_norm fails",
     "embedding_bag": "torch has no second derivative",
     "embedding of no ids": "torch has no second derivative",
-    "scaled dot product attention": "torch 2.15 has no second derivative",
-    "transformer encoder layer": "torch has no second derivative",
-    "transformer encoder layer in evaluation mode": "torch has no second derivative",
-    "parameter by keyword and position": "torch has no second derivative",
 }
 
 

@@ -219,10 +219,25 @@ def test_an_ensemble_is_its_members(device):
         assert_trees_close(tree_map(lambda leaf, i=i: leaf[i], together), alone[:2], per_sample=False)
 
 
-def test_capture_cannot_be_pinned_inside_a_transform(device):
-    fn, (params, x, _) = KINDS["ruled"][0], arguments("ruled", device)
-    with pytest.raises(psg.PsgError, match="inside a torch.func transform"):
-        grad(lambda p: psg.per_sample_norm(fn, method="capture")(p, x).sum())(params)
+INSIDE = {
+    "vmap": lambda f, p: vmap(f)(stacked(p)),
+    "vmap of grad": lambda f, p: vmap(grad(lambda own: f(own).sum()))(stacked(p)),
+    "grad of grad": lambda f, p: grad(lambda own: weigh(grad(lambda own: f(own).sum())(own)))(p),
+    "jvp": lambda f, p: jvp(f, (p,), (p,))[1],
+    "jacrev": lambda f, p: jacrev(f)(p),
+    "hessian": lambda f, p: hessian(lambda own: f(own).sum())(p),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fast_path_runs_inside_of_transforms(kind, inside, device):
+    fn, (params, x, _) = KINDS[kind][0], arguments(kind, device)
+
+    def found(method):
+        return INSIDE[inside](lambda p: psg.per_sample_norm(fn, method=method)(p, x), params)
+
+    assert_trees_close(found("capture"), found("vmap"), per_sample=False)
 
 
 # Factors that a user makes of tensors that are differentiated.

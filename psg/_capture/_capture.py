@@ -48,6 +48,10 @@ class Captured(NamedTuple):
     uses: list[list[str]]
     freed: int = 0
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Captured":
+        """The same with `function` applied to every tensor."""
+        return self._replace(outputs=tuple(map(function, self.outputs)), factors=[factor.map(function) for factor in self.factors])
+
 
 Function = Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
 """A call's function, given its tensors and whether to copy those among its keyword arguments: the loss or losses, then other tensors."""
@@ -80,16 +84,17 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
             start.go_back()
         try:
             # Every pass gets fresh copies: a failed pass may have written into its own.
-            given = _with_histories(call) if differentiated else [tensor.detach() for tensor in call.tensors]
-            if habits.copied:
-                given = [
-                    tensor if i in call.tensor_params else _copies.sample_by_sample(tensor, dim)
-                    for i, (tensor, dim) in enumerate(zip(given, call.tensor_dims, strict=True))
-                ]
             filled = [tensor for tensor in call.tensors if tensor.numel()]  # a write into the others changes nothing
             before = [tensor._version for tensor in filled]
-            with Attempt():
+            with Attempt(), _functorch.gradient_level() as level:
+                given = _with_histories(call, level) if differentiated else [tensor.detach() for tensor in call.tensors]
+                if habits.copied:
+                    given = [
+                        tensor if i in call.tensor_params else _copies.sample_by_sample(tensor, dim)
+                        for i, (tensor, dim) in enumerate(zip(given, call.tensor_dims, strict=True))
+                    ]
                 captured, better = _one_pass(call, function, given, habits, start.state, views or ())
+                captured = captured.map(level.unwrap)
                 if before != [tensor._version for tensor in filled]:
                     raise StateError(
                         "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."
@@ -111,13 +116,14 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
         start.go_back()
 
 
-def _with_histories(call: Call) -> list[Tensor]:
+def _with_histories(call: Call, level: _functorch.gradient_level) -> list[Tensor]:
     """The call's tensors with their histories; each parameter has one, which may lead nowhere, for by it a rule tells such a pass."""
     tensors = list(call.tensors)
     for i in call.tensor_params:
+        tensors[i] = level.wrap(tensors[i])
         if not tensors[i].requires_grad:
-            tensors[i] = tensors[i].detach().requires_grad_()
-    return [tensor.view_as(tensor) if tensor.requires_grad else tensor.detach() for tensor in tensors]
+            tensors[i] = _autograd.own_leaf(tensors[i].detach() if tensors[i] is call.tensors[i] else tensors[i])
+    return [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def _refuse(script: Any, arguments: list[Any]) -> None:

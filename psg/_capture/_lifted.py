@@ -83,10 +83,7 @@ class Lifted:
 
     def ask(self, predicate: Callable[[Tensor], Any]) -> Any:
         """What plain autograd would say of this value: whether it is a leaf, requires grad, has a history."""
-        if self.derived is not None:
-            return predicate(self.derived)
-        with _functorch.below():  # transforms forbid to make a leaf
-            return predicate(self.leaf.detach().requires_grad_())
+        return predicate(_autograd.own_leaf(self.leaf.detach()) if self.derived is None else self.derived)
 
     def carry_terms(self) -> None:
         """Carry the terms over to the values from which this one was computed, where their kind allows it."""

@@ -731,7 +731,8 @@ class Router(Watch, Looking):
             arguments = replace_at(arguments, operands.numbers)
 
         def run(*inputs: Tensor) -> Any:
-            given = dict(zip(data, with_history(inputs) if own else inputs, strict=True))
+            # In a pass that is differentiated the parameters have histories.
+            given = dict(zip(data, with_history(inputs) if own and not self.differentiated else inputs, strict=True))
             return run_rule(self, op, rule, arguments, own, given, shared, self.n)
 
         output = _functorch.run_below(run, list(data.values()), self.level, self.n)

@@ -14,6 +14,7 @@ from psg._ladder._rungs import RUNGS, Result
 from psg._torch import _ambient, _functorch, _random
 from psg._watch import _pass
 from psg._watch._effects import Attempt, forget_results
+from psg._watch._outside import is_looked_at
 from psg.rules._registry import are_disabled
 
 SILENT = "silent"
@@ -40,7 +41,7 @@ def run(call: Call, method: str) -> Result:
     if method == "batch" and call.needs_derivative:
         own, rungs = call.with_sample_fn(), ["vmap", "loop"]
     elif method in ("auto", SILENT):
-        rungs = ["vmap", "loop"] if are_disabled() or _functorch.is_transformed() else ["capture", "vmap", "loop"]
+        rungs = ["vmap", "loop"] if are_disabled() else ["capture", "vmap", "loop"]
     reasons: list[tuple[str, str]] = []
     start, compiles = _random.Start(call.tensors), _ambient.may_compile()
     while True:
@@ -67,7 +68,8 @@ def run(call: Call, method: str) -> Result:
                 raise
             else:
                 rungs = ["loop"] if isinstance(error, UnsupportedByVmap) else rungs
-                reasons.append((rung, _reason(error)))
+                if rung != "capture" or not (_functorch.is_transformed() or is_looked_at()):
+                    reasons.append((rung, _reason(error)))
         start.go_back()
     if own is not call:
         _exchange.refuse_parting(call, result.values)

@@ -26,7 +26,7 @@ from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
 from psg._watch._effects import forgetting
 from psg._watch._habits import Retry
-from psg._watch._outside import Outside
+from psg._watch._outside import Outside, is_looked_at
 from psg.factors import Dense, Factor, Sum, concat
 from psg.rules.leaks import unseen_op
 
@@ -111,9 +111,10 @@ class _Outputs:
 
 
 def _run_capture(call: Call, start: _random.Start) -> Result:
-    if _functorch.is_transformed():
-        where = "a torch.func transform" if _functorch.transform_active() else "a level of torch.autograd.forward_ad"
-        raise InputError(f'method="capture": the call runs inside {where}, which can only differentiate the other methods. Use "auto".')
+    if _functorch.tangents_active() and not _functorch.transform_active():
+        raise Unsupported("the call runs inside a level of torch.autograd.forward_ad")
+    if call.needs_derivative and is_looked_at():
+        raise Unsupported("the call is made in a function that psg runs, which differentiates it")  # and must not see the pass' own ops
     _refuse_overrides(call)
     if (mode := foreign_mode()) is not None:
         raise Unsupported(mode)

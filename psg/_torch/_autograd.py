@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -66,7 +68,10 @@ def made_before(node: Any, moment: int) -> bool:
 def own_leaf(tensor: Tensor) -> Tensor:
     """Make a new tensor an autograd leaf of psg's own, which `is_own_leaf` tells from those that fn closes over."""
     vars(tensor)["_psg_leaf"] = True
-    return tensor.requires_grad_()
+    if peek_interpreter_stack() is None:
+        return tensor.requires_grad_()
+    with enable_inplace_requires_grad(True):  # which torch.func forbids inside of its transforms, but for its own leaves
+        return tensor.requires_grad_()
 
 
 def is_own_leaf(tensor: Tensor) -> bool:

@@ -275,6 +275,29 @@ def in_parts(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _C._grad_decrement_nesting()
 
 
+class gradient_level:
+    """A context: a level on top of the transforms around it, in which autograd records what runs, as in torch.func.grad.
+
+    Outside of all transforms it adds no level, since there autograd records anyway.
+    """
+
+    def __enter__(self) -> "gradient_level":
+        self._level = _C._grad_increment_nesting() if transform_active() else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._level is not None:
+            _C._grad_decrement_nesting()
+
+    def wrap(self, tensor: Tensor) -> Tensor:
+        """The tensor as one of this level, of which it is no leaf yet; outside of all transforms the tensor itself."""
+        return tensor if self._level is None else _C._wrap_for_grad(tensor, self._level)
+
+    def unwrap(self, tensor: Tensor) -> Tensor:
+        """The tensor without its history in this level; outside of all transforms the tensor itself."""
+        return tensor if self._level is None else _C._unwrap_for_grad(tensor, self._level)
+
+
 def memory_of(tensor: Tensor) -> int:
     """The address of the storage that holds the values, under all wrappers; of the tensor itself where it has none, as sparse ones."""
     with torch._C.DisableTorchFunction():  # function modes watch fn, not this question
