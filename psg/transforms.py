@@ -44,13 +44,14 @@ Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. 
 called once, on zeros, and they have that of its loss.
 
 Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same, at
-the same price, and saves nothing but the inputs. A backward pass through the results computes vmap(grad(fn)) (or a loop over the samples,
-where vmap cannot run fn) and differentiates that. This runs fn again. Until then, write into nothing that fn reads, such as a module's
-buffers. If fn draws random numbers, vmap(grad) runs from the start, because values and derivatives must come from one draw. A warning says
-so: where no derivative is wanted, pass detached parameters or call under torch.no_grad(). psg notices draws from the default generators of
-torch, Python and NumPy, but of the latter two not where only a closed-over tensor requires grad; draws from a generator of fn's own go
-unnoticed. Inside torch.func transforms (grad, vmap, jvp, ...) vmap(grad) runs from the start too. Where a norm is zero, its derivatives are
-zero.
+the same price, and saves nothing but the inputs. A backward pass through the results runs fn again, with a history, and differentiates
+that. Until then, write into nothing that fn reads, such as a module's buffers. If fn draws random numbers, the first pass has the history,
+because values and derivatives must come from one draw; so it has in `factored_grad`, and inside torch.func transforms (grad, vmap, jvp,
+...). Where no derivative is wanted, pass detached parameters or call under torch.no_grad(). A pass with a history takes the rules of linear
+layers, products, convolutions and lookups, and those of yours that are `differentiable`; for an fn that calls torch.autograd.grad, in calls
+inside of fn, and in a level of torch.autograd.forward_ad it is one of vmap(grad). With method="batch" it calls fn on batches of one. psg
+notices draws from the default generators of torch, Python and NumPy, but of the latter two not where only a closed-over tensor requires
+grad; draws from a generator of fn's own go unnoticed. Where a norm is zero, its derivatives are zero.
 
 Derivatives reach the history of a closed-over tensor only if it was recorded in the thread that calls psg. Of what fn hands to TorchScript,
 psg sees nothing, unless it runs as the Python function that torch.jit.script was given.
@@ -291,9 +292,9 @@ def factored_grad(
 ) -> Callable[..., Any]:
     """Make a function that computes every sample's gradient as factors, from which `psg.tree` computes everything else.
 
-    For inputs that require grad, and inside torch.func transforms, vmap(grad) computes the gradients and every factor is Dense: pass
-    detached parameters to have them factored. Reduce inside the transform, `vmap(lambda p: psg.tree.norm(psg.factored_grad(loss)(p, x,
-    y)))`: outside, dimension 0 of a factor counts the members.
+    For inputs that require grad the factors have a history: pass detached parameters where no derivative is wanted. Inside a torch.func
+    transform reduce them, `vmap(lambda p: psg.tree.norm(psg.factored_grad(loss)(p, x, y)))`: outside, dimension 0 of a factor counts the
+    members.
 
     Factors may share memory with the batch (a linear layer's input is one half of its factor) and with parameters (where a weight is the
     product of two). While the factors are in use, write into neither: do not refill a buffer with the next batch or step an optimizer.

@@ -18,6 +18,7 @@ from psg._watch._outside import is_looked_at
 from psg.rules._registry import are_disabled
 
 SILENT = "silent"
+_LADDER = "capture", "vmap", "loop"
 
 
 def run(call: Call, method: str) -> Result:
@@ -39,9 +40,9 @@ def run(call: Call, method: str) -> Result:
         raise InputError(f"{call.name}: method={method!r} runs ops by their rules, which psg.rules.disabled() turns off.")
     own, rungs = call, [method]
     if method == "batch" and call.needs_derivative:
-        own, rungs = call.with_sample_fn(), ["vmap", "loop"]
+        own, rungs = call.with_sample_fn(), list(_LADDER)
     elif method in ("auto", SILENT):
-        rungs = ["vmap", "loop"] if are_disabled() else ["capture", "vmap", "loop"]
+        rungs = [rung for rung in _LADDER if rung != "capture" or not are_disabled()]
     reasons: list[tuple[str, str]] = []
     start, compiles = _random.Start(call.tensors), _ambient.may_compile()
     while True:
