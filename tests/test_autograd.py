@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from agreement import two_layer_loss as fn
 from agreement import two_layer_params
 from cases import N, score
+from conftest import as_large
 from differentiation import FUNCTIONS, Times, flat, gradients, live, reference_clipped, slopes, weigh
 from torch import nn
 from torch.func import grad, hessian, jacfwd, vmap
@@ -157,6 +158,21 @@ def test_live_parameters_that_cost_the_fast_path_are_warned_of(args):
         psg.factored_grad(own_gradient)(live(params), x)
     assert caught[0].filename == __file__
     psg.per_sample_norm(own_gradient)(live(params), x).sum().backward()  # nobody is told of what a backward pass runs
+
+
+def test_a_function_that_differentiated_itself_in_its_last_call(args, monkeypatch):
+    """Once rules still ran in the way that fn's own derivatives need, where their outputs have no history for the parameters."""
+    as_large(monkeypatch)
+    params, x, _ = args
+
+    def may_differentiate_itself(p, x, *, itself):
+        return own_gradient(p, x) if itself else fn(p, x)
+
+    psg.factored_grad(may_differentiate_itself)(params, x, itself=True)
+    p = live(params)
+    norms = psg.tree.norm(psg.factored_grad(may_differentiate_itself, method="capture")(p, x, itself=False))
+    expected = psg.per_sample_norm(fn, method="loop")(p, x)
+    assert_trees_close(slopes(norms.sum(), p), slopes(expected.sum(), p), per_sample=False)
 
 
 def test_under_autocast_functions_are_warned_of_one_by_one(device):

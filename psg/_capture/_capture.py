@@ -78,6 +78,8 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
     start = _random.Start(call.tensors)
     views: Sequence[View] | None = None
     differentiated = call.needs_derivative
+    if differentiated:
+        habits = habits._replace(recorded=False)  # such a pass refuses functions that call autograd, and rules for them have no history
     while True:
         if habits.strided and views is None:
             views = alone()
