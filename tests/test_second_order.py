@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from cases import each_case
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -242,6 +243,13 @@ MISDERIVED = {
         lambda z: z[0] * z[1, :, :1].exp() / z[0].square().sum(1, keepdim=True).sqrt(),
     ),
 }
+if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
+    MISDERIVED["linear_cross_entropy"] = (
+        lambda z: F.linear_cross_entropy(
+            z[0], z[1], torch.arange(3, device=z.device), options=nn.LinearCrossEntropyOptions(batch_chunk_size=2, allow_retain_graph=True)
+        ),
+        lambda z: (z[0] @ z[1].mT).logsumexp(1).mean() - (z[0] * z[1]).sum(1).mean(),
+    )
 
 
 @pytest.fixture(params=MISDERIVED)

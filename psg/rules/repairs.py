@@ -256,7 +256,7 @@ def distances(x1: Tensor, x2: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
 
-    @decomposition(F.linear_cross_entropy)
+    @decomposition(F.linear_cross_entropy, misderived=True)
     def linear_cross_entropy(
         input: Tensor,
         linear_weight: Tensor,
