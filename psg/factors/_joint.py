@@ -178,4 +178,4 @@ def _worth_joining(factors: Sequence[Factor]) -> list[int]:
 
 def _is_outer_product(factor: Factor) -> bool:
     """Whether this is one outer product for each sample, and not of half precision, to which its entries would be rounded."""
-    return isinstance(factor, Outer) and factor.left.shape[1] == 1 and factor.left.dtype not in HALF
+    return isinstance(factor, Outer) and factor.is_product and factor.left.dtype not in HALF

@@ -59,30 +59,35 @@ class Outer(Planned):
         return self.left.shape[1]
 
     @property
+    def is_product(self) -> bool:
+        """Whether each sample's gradient is one outer product."""
+        return self.left.shape[1] == 1
+
+    @property
     def _lead(self) -> Tensor:
         return self.left
 
     def materialize(self) -> Tensor:
-        if self.left.shape[1] == 1 and _matmul.multiplies(self.left.device):
+        if self.is_product and _matmul.multiplies(self.left.device):
             return self.left.mT * self.right
         return _matmul.cross(self.left, self.right)
 
     def write_to(self, out: Tensor) -> None:
         if self.is_differentiated or _functorch.is_traced():
             super().write_to(out)
-        elif self.left.shape[1] == 1 and _matmul.multiplies(self.left.device):
+        elif self.is_product and _matmul.multiplies(self.left.device):
             torch.mul(self.left.mT, self.right, out=out)
         else:
             torch.bmm(self.left.mT, self.right, out=out)
 
     def norm(self) -> Tensor:
-        if self._is_planned or self.is_differentiated:
+        if not self.is_product or self.is_differentiated:
             return super().norm()
         left, right = [norm_of_norms(Dense(side.squeeze(1)).partial_norms()) for side in (self.left, self.right)]
         return left * right if _are_safe(left, right) else self._product(Dense.norm)
 
     def squared_norm(self) -> Tensor:
-        return super().squared_norm() if self._is_planned else self._product(Dense.squared_norm)
+        return self._product(Dense.squared_norm) if self.is_product else super().squared_norm()
 
     @property
     def _is_fused(self) -> bool:
@@ -91,7 +96,7 @@ class Outer(Planned):
 
     @property
     def _is_planned(self) -> bool:
-        return self.left.shape[1] != 1
+        return not self.is_product  # without samples or positions too: of these the plans give zeros that have derivatives
 
     def _product(self, reduce: Callable[[Dense], Tensor]) -> Tensor:
         # The squares of one side may underflow and those of the other overflow, although the gradient itself is of ordinary size.
@@ -145,7 +150,7 @@ class Outer(Planned):
         return _fused.without_spoiled(_summed(left, right), left, right, finite)
 
     def moment_sums(self) -> tuple[Tensor, Tensor]:
-        if self.positions != 1:
+        if not self.is_product:
             return super().moment_sums()
         left, right = widen(self.left.squeeze(1)), widen(self.right.squeeze(1))
         return left.T @ right, square(left).T @ square(right)
@@ -162,7 +167,7 @@ class Outer(Planned):
         return _PLANS[self._plan()]
 
     def _plan(self, more: float = 0) -> str:
-        return super()._plan(more) if self._is_planned or more else "product"
+        return "product" if self.is_product and not more else super()._plan(more)
 
     # Costs, in operations for one sample
 

@@ -150,7 +150,7 @@ class Scaled(Factor):
 
     def _squared_in_units(self) -> tuple[Tensor, Tensor]:
         """Squared norm / unit^2, and each sample's unit, both [n]: without units, squares of parts may overflow before the norm does."""
-        if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.positions == 1):
+        if self.shared is not None and (isinstance(self.factor, Expanded) or isinstance(self.factor, Outer) and self.factor.is_product):
             return self._squared_terms_in_units(self.shared)
         whole = self.to(wide(self.dtype))
         squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.materialized_norm()
