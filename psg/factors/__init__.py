@@ -96,16 +96,11 @@ def merge(terms: list[Factor]) -> Factor:
     dense = [term.values for term in terms if isinstance(term, Dense)]
     if dense:
         merged.append(Dense(sum(dense[1:], start=dense[0])))
-    outer = [term for term in terms if isinstance(term, Outer)]
-    if outer:
-        merged.append(Outer(_along([term.left for term in outer]), _along([term.right for term in outer])))
-    rows = [term for term in terms if isinstance(term, Rows)]
-    if rows:
-        merged.append(Rows(_along([term.index for term in rows]), _along([term.cotangent for term in rows]), rows[0].num_rows))
-    routed = [term for term in terms if isinstance(term, Routed)]
-    if routed:
-        index, left, right = (_along([getattr(term, name) for term in routed]) for name in Routed.fields)
-        merged.append(Routed(index, left, right, routed[0].num_groups))
+    for kind in _OVER_POSITIONS:
+        alike = [term for term in terms if isinstance(term, kind)]
+        if alike:
+            fields = (_along([getattr(term, name) for term in alike]) for name in kind.fields)
+            merged.append(kind(*fields, *(getattr(alike[0], name) for name in kind.constants)))
     views = [term for term in terms if isinstance(term, Views)]
     if views:
         merged += merge_views(views, merge)
@@ -117,6 +112,10 @@ def merge(terms: list[Factor]) -> Factor:
         return merged[0]
     first = merged[0]
     return Sum(merged, torch.empty(first.n, 0, dtype=first.dtype, device=first.device), first.shape)
+
+
+_OVER_POSITIONS: tuple[type[Factor], ...] = (Outer, Rows, Routed)
+"""Kinds whose sum is one of the same kind, over the positions of all terms."""
 
 
 def _along(sides: list[Tensor]) -> Tensor:
