@@ -293,17 +293,15 @@ def check_clip_norm(clip_norm: Any) -> None:
     Raises:
         InputError: It is not.
     """
-    if isinstance(clip_norm, Tensor):
-        if clip_norm.ndim != 0:
-            raise InputError(f"clip_norm: expected a number or a scalar tensor, got a tensor of shape {tuple(clip_norm.shape)}.")
-        if not _functorch.can_read_now(clip_norm):
-            return  # reading its value would wait for the device; a trace has no value
-        clip_norm = clip_norm.item()
-    if not isinstance(clip_norm, numbers.Real) or isinstance(clip_norm, bool):
-        hint = " Wrap clip norms of several leaves: PerLeaf(...)." if isinstance(clip_norm, (Mapping, list, tuple)) else ""
-        raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(clip_norm).__name__}.{hint}")
-    if not float(clip_norm) >= 0:
-        raise InputError(f"clip_norm={clip_norm}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
+    if fits(clip_norm, lambda norm: norm >= 0):
+        return
+    if isinstance(clip_norm, Tensor) and clip_norm.ndim > 0:
+        raise InputError(f"clip_norm: expected a number or a scalar tensor, got a tensor of shape {tuple(clip_norm.shape)}.")
+    value = clip_norm.item() if isinstance(clip_norm, Tensor) else clip_norm
+    if fits(value, lambda norm: True):
+        raise InputError(f"clip_norm={value}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
+    hint = " Wrap clip norms of several leaves: PerLeaf(...)." if isinstance(value, (Mapping, list, tuple)) else ""
+    raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(value).__name__}.{hint}")
 
 
 def policy_of(policy: str | Policy) -> Policy:
