@@ -82,6 +82,24 @@ def test_shapes_that_layer_norm_refuses_are_refused_in_transforms(method, device
         psg.per_sample_grad(fn, method=method)(torch.ones(4, device=device), torch.ones(2, 4, device=device))
 
 
+TOO_FEW_DIMENSIONS = {
+    "layer_norm": lambda w, x: F.layer_norm(w * x, (2, 4)).square().sum(),
+    "layer_norm of a parameter": lambda w, x: F.layer_norm(x, (2, 4), w.expand(2, 4)).square().sum(),
+    "tril": lambda w, x: (torch.tril(x) * w).sum(),
+    "triu_": lambda w, x: (x * w).triu_().sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")  # the loop says what torch says
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+@pytest.mark.parametrize("name", TOO_FEW_DIMENSIONS)
+def test_the_samples_are_no_dimension_of_one_of_them(name, method, device):
+    """Under vmap these ops took the dimension of the samples for one of theirs, if there were as many samples as fit."""
+    w, x = torch.ones(4, device=device), torch.randn(2, 4, device=device)
+    with pytest.raises((RuntimeError, psg.PsgError), match="normalized_shape|dimensions"):
+        psg.per_sample_grad(TOO_FEW_DIMENSIONS[name], method=method)(w, x)
+
+
 @given(data=st.data())
 def test_backward_through_norms_over_drawn_shapes(data, device):
     # At least three values: normalising two leaves only their signs, with derivatives that are rounding errors.

@@ -50,6 +50,18 @@ leak(
     when=lambda input, dim=None, *args, **kwargs: isinstance(dim, (list, tuple)) and not dim,
     rungs=("capture", "vmap"),
 )
+leak(
+    *(F.layer_norm, torch.layer_norm),
+    reason="layer_norm over more dimensions than a sample has: vmap takes the dimension of the samples for one of them",
+    when=lambda input, normalized_shape, *args, **kwargs: len(normalized_shape) > input.ndim,
+    rungs=("capture", "vmap"),
+)
+leak(
+    *(torch.tril, Tensor.tril, Tensor.tril_, torch.triu, Tensor.triu, Tensor.triu_),
+    reason="tril or triu of a sample with less than two dimensions: vmap takes the dimension of the samples for one of them",
+    when=lambda input, *args, **kwargs: input.ndim < 2,
+    rungs=("capture", "vmap"),
+)
 leak(torch.select_scatter, Tensor.select_scatter, reason="select_scatter under vmap has a wrong gradient")
 leak(torch.cdist, reason="the gradient of cdist under vmap(grad) is wrong", rungs=("vmap",))
 leak(Tensor.addbmm_, reason="addbmm_ under vmap resizes the tensor that it writes into", rungs=("capture", "vmap"))

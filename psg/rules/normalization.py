@@ -29,9 +29,9 @@ def _sum_leading(tensor: Tensor, dims: int) -> Dense:
 @rule(F.layer_norm, declines_few=True)
 def layer_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
     """Over the last dimensions of each position: ([n,*,*shape], [*shape], [*shape]) -> [n,*,*shape]."""
-    if _any_complex(input, weight, bias):
-        return NotImplemented
     dims = len(normalized_shape)
+    if dims >= input.ndim or _any_complex(input, weight, bias):
+        return NotImplemented  # of more dimensions than a sample has, torch refuses it
     input = input.contiguous()  # copy here once, or the kernel copies it in forward, in backward and for the factor
     return F.layer_norm(input, normalized_shape, weight, bias, eps), {
         "weight": lambda cotangent: _sum_leading(F.layer_norm(input.to(cotangent.dtype), normalized_shape, eps=eps).mul_(cotangent), dims),
