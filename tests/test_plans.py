@@ -187,9 +187,9 @@ def test_settings_hold_in_autograds_threads(device, monkeypatch):
     """An accelerator's cotangents arrive in a thread of autograd's own, where large ones become factors at once."""
     gradients, asked = _autograd.gradients, []
 
-    def elsewhere(*args):
+    def elsewhere(*args, **options):
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(gradients, *args).result()
+            return pool.submit(gradients, *args, **options).result()
 
     def choice(factor, costs):
         asked.append(threading.current_thread())

@@ -310,8 +310,8 @@ def test_check_is_no_less_strict_where_no_parameter_s_value_is_rounded(fn, monke
 
 
 def test_check_of_values_says_nothing_of_gradients(monkeypatch, args):
-    right = psg._call.Call.detached
-    monkeypatch.setattr(psg._call.Call, "detached", lambda self, outputs: right(self, [output + 1 for output in outputs]))
+    right = psg._call.Call.apart
+    monkeypatch.setattr(psg._call.Call, "apart", lambda self, outputs, *history: right(self, [own + 1 for own in outputs], *history))
     with pytest.raises(Mismatch, match="^values, sample [0-9]") as caught:
         psg.check(lambda p, x: loss(p, x).float())(*args)
     assert "Central differences" not in str(caught.value)

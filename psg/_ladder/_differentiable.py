@@ -14,7 +14,7 @@ from torch import Tensor
 
 from psg import _trees
 from psg._call import Call
-from psg._ladder._ladder import SILENT
+from psg._ladder._ladder import AGAIN
 from psg._torch import _ambient, _functorch, _random
 from psg._watch._effects import Attempt
 from psg._watch._outside import Recorded, Replaced
@@ -60,7 +60,7 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool) -> A
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
         own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
         renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.found, others))
-        return _trees.tensors_in(_trees.flatten(compute(renewed, SILENT if method in ("auto", "capture") else method))[0])
+        return _trees.tensors_in(_trees.flatten(compute(renewed, AGAIN if method in ("auto", "capture") else method))[0])
 
     leaves, spec = _trees.flatten(result)
     attached = _Primitive.apply(again, _trees.tensors_in(leaves), *call.tensors, *outside.found)

@@ -17,7 +17,9 @@ from psg._watch._effects import Attempt, forget_results
 from psg._watch._outside import is_looked_at
 from psg.rules._registry import are_disabled
 
-SILENT = "silent"
+AGAIN = "again"
+"""The method of a backward pass: the ladder, but nobody is told that capture cannot run it, since the results came by capture."""
+
 _LADDER = "capture", "vmap", "loop"
 
 
@@ -26,7 +28,7 @@ def run(call: Call, method: str) -> Result:
 
     Args:
         call: What to run, on at least one sample.
-        method: "auto" for the ladder, SILENT for the same without warnings, or the name of the one rung to use.
+        method: "auto" for the ladder, AGAIN for that of a backward pass, or the name of the one rung to use.
 
     Returns:
         The result, with a derivative if `call.needs_derivative` and else without history.
@@ -41,7 +43,7 @@ def run(call: Call, method: str) -> Result:
     own, rungs = call, [method]
     if method == "batch" and call.needs_derivative:
         own, rungs = call.with_sample_fn(), list(_LADDER)
-    elif method in ("auto", SILENT):
+    elif method in ("auto", AGAIN):
         rungs = [rung for rung in _LADDER if rung != "capture" or not are_disabled()]
     reasons: list[tuple[str, str]] = []
     start, compiles = _random.Start(call.tensors), _ambient.may_compile()
@@ -69,12 +71,12 @@ def run(call: Call, method: str) -> Result:
                 raise
             else:
                 rungs = ["loop"] if isinstance(error, UnsupportedByVmap) else rungs
-                if rung != "capture" or not (_functorch.is_transformed() or is_looked_at()):
+                if rung != "capture" or not (method == AGAIN or _functorch.is_transformed() or is_looked_at()):
                     reasons.append((rung, _reason(error)))
         start.go_back()
     if own is not call:
         _exchange.refuse_parting(call, result.values)
-    if reasons and method == "auto":
+    if reasons and method in ("auto", AGAIN):
         _warn_of_descent(call, rung, reasons)
     return result._replace(reasons=tuple(reasons)) if reasons else result
 
