@@ -2,7 +2,7 @@
 
 If an input requires grad, one `autograd.Function` attaches the results to the graph. Its backward, which runs only if it is asked for,
 computes them again with a history, and differentiates that: callers who want no derivative, but whose parameters require grad, pay nothing.
-Inside torch.func transforms `vmap(grad(fn))` runs from the start, since they can differentiate it.
+Inside torch.func transforms, which differentiate what runs in them, the first pass has a history.
 """
 
 from collections.abc import Callable
