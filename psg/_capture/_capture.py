@@ -124,7 +124,7 @@ def _with_histories(call: Call, level: _functorch.gradient_level) -> list[Tensor
     for i in call.tensor_params:
         tensors[i] = level.wrap(tensors[i])
         if not tensors[i].requires_grad:
-            tensors[i] = _autograd.own_leaf(tensors[i].detach() if tensors[i] is call.tensors[i] else tensors[i])
+            _autograd.own_leaf(tensors[i])
     return [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 
 

@@ -290,8 +290,8 @@ class gradient_level:
             _C._grad_decrement_nesting()
 
     def wrap(self, tensor: Tensor) -> Tensor:
-        """The tensor as one of this level, of which it is no leaf yet; outside of all transforms the tensor itself."""
-        return tensor if self._level is None else _C._wrap_for_grad(tensor, self._level)
+        """A new tensor of this level, with the history that the given one has below; outside of all transforms a view of it."""
+        return tensor.view_as(tensor) if self._level is None else _C._wrap_for_grad(tensor, self._level)
 
     def unwrap(self, tensor: Tensor) -> Tensor:
         """The tensor without its history in this level; outside of all transforms the tensor itself."""

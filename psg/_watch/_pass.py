@@ -67,11 +67,6 @@ def opened(new: Pass | None) -> contextlib.AbstractContextManager[Pass | None]:
     return assigned(_open, new)
 
 
-def is_open() -> bool:
-    """Whether this is a call that fn makes in such a pass, which gives it tensors that require grad."""
-    return _open.get() is not None
-
-
 def remember(owner: Any, tensors: dict[str, Tensor], held: Held, replaced: dict[int, str]) -> None:
     """`Pass.remember` of the pass that is open, if one is."""
     if (now := _open.get()) is not None:

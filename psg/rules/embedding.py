@@ -32,7 +32,7 @@ def embedding(
     rows, features = weight.shape
     if padding_idx is not None and not -rows <= padding_idx < rows:
         return NotImplemented  # torch raises its own error
-    if weight.requires_grad:
+    if weight.requires_grad:  # in a pass that is differentiated the output's own derivative counts, too: it leaves the padding out
         if scale_grad_by_freq:
             return NotImplemented  # torch scales the derivative of this derivative, too
         output = F.embedding(input, weight, padding_idx)
