@@ -9,8 +9,10 @@ from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import psg
+from psg.rules.attention import attention_in_parts
 from psg.testing import assert_trees_close, loop_grad, tensors
 
 
@@ -59,6 +61,36 @@ def test_attention(problem, rules, device):
 @given(problem=attention_problems())
 def test_derivatives_of_results(problem, device):
     assert_derivatives_agree(on(problem, device))
+
+
+@given(
+    n=st.integers(0, 3),
+    sizes=st.tuples(*[st.integers(1, 4)] * 4),
+    groups=st.sampled_from([None, 1, 2]),
+    kind=st.sampled_from(["none", "causal", "boolean", "added"]),
+    scale=st.sampled_from([None, 0.5, -1.0]),
+    seed=st.integers(0, 999),
+)
+def test_attention_written_out(n, sizes, groups, kind, scale, seed, device):
+    """Its values and its derivatives, of first and second order, are those of torch's own unfused kernel; masks may leave rows empty."""
+    torch.manual_seed(seed)
+    t, s, e, f = sizes
+    heads = 2 if groups is None else 2 * groups
+    q, k, v = (torch.randn(n, *shape, device=device) for shape in ((heads, t, e), (2, s, e), (2, s, f)))
+    mask = {"boolean": torch.randn(t, s, device=device) > 0, "added": torch.randn(t, s, device=device)}.get(kind)
+    if kind == "added":
+        mask = mask.masked_fill(torch.randn(t, s, device=device) > 0.5, -torch.inf)
+    options = {"scale": scale, "is_causal": kind == "causal", "enable_gqa": groups is not None}
+
+    def orders(attention):
+        own = [side.clone().requires_grad_() for side in (q, k, v)]
+        output = attention(*own, mask, **options)
+        first = torch.autograd.grad(output.sin().sum(), own, create_graph=True)
+        return [output.detach(), *first, *torch.autograd.grad(sum(slope.sin().sum() for slope in first), own)]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = orders(F.scaled_dot_product_attention)
+    assert_trees_close(orders(attention_in_parts), expected, atol=1e-12, per_sample=False)
 
 
 @given(n=st.integers(0, 3), t=st.integers(1, 4), seed=st.integers(0, 99))

@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees
+from agreement import assert_agrees, assert_derivatives_agree
 from cases import N, Problem, score
+from hypothesis import given
+from hypothesis import strategies as st
 
 import psg
 from psg._torch import _ops
@@ -257,3 +259,23 @@ print(type(table).__name__, type(layer).__name__)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["Rows", "Outer"], done.stderr
+
+
+@given(n=st.integers(0, 3), t=st.integers(0, 3), sides=st.tuples(st.integers(1, 3), st.integers(1, 3)), differentiable=st.booleans())
+def test_a_rule_of_the_user_s_where_the_result_is_differentiated(n, t, sides, differentiable, device):
+    """Only one that says so runs there; either way derivatives are those of the loop."""
+    ran = []
+
+    @psg.primitive
+    def affine(x, weight):
+        return x @ weight.T
+
+    @psg.rule(affine, params=("weight",), differentiable=differentiable)
+    def affine_rule(x, weight):
+        ran.append(weight.requires_grad)
+        return x @ weight.T, {"weight": lambda cotangent: Outer(cotangent, x)}
+
+    torch.manual_seed(n)
+    problem = Problem(lambda w, x: score(affine(x, w)), (torch.randn(sides, device=device), torch.randn(n, t, sides[1], device=device)))
+    assert_derivatives_agree(problem)
+    assert any(ran) == (differentiable and n > 0)
