@@ -1599,6 +1599,28 @@ def test_norms_of_sums_of_which_one_term_nearly_cancels(kind, device):
     assert_norms(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1), rtol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["outer", "views", "segments"])
+def test_norms_of_sums_of_terms_of_many_positions_that_nearly_cancel(kind, device):
+    """The errors of inner products of positions that repeat add up. Views and Segments counted as one position: norms were off by 6e-5."""
+    generator = torch.Generator().manual_seed(0)
+    n, t, shape = 8, 2000, torch.Size((60, 60))
+    u, r, shift = torch.randn(3, n, 1, 60, generator=generator, dtype=torch.float32).to(device)
+    wrapped = {
+        "outer": Outer,
+        "views": lambda left, right: Views([Outer(left, right)], [Region((60, 60), (60, 1), 0)], shape),
+        "segments": lambda left, right: Segments(
+            Outer(*(side.reshape(4 * n, -1, 60) for side in (left, right))), torch.full((n,), 4, device=device)
+        ),
+    }[kind]
+    left = torch.cat([r, -r], 1).repeat(1, t // 2, 1)
+    rights = (torch.cat([u, u + apart], 1).repeat(1, t // 2, 1) for apart in (0.03 * shift, 0.06 * shift.flip(2)))
+    both = Sum([wrapped(left, right) for right in rights], r[:, 0, :0], shape)
+    assert both.positions == 2 * t
+    with psg.plans.using(norm="gram"):
+        found = both.norm()
+    assert_norms(found, both.to(torch.float64).materialize().flatten(1).norm(dim=1), rtol=2e-5)
+
+
 def test_norms_of_what_nearly_cancels_are_of_gradients_that_are_not_rounded(device):
     """The gradient, 2^-6 (1 + 2^-8), is between two numbers of bfloat16."""
     sides = [torch.tensor([[[1 + 2.0**-7], [last]]], dtype=torch.bfloat16, device=device) for last in (1.0, -1.0)]

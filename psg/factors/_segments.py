@@ -61,6 +61,12 @@ class Segments(Factor):
 
     # Computed from the samples
 
+    @property
+    def positions(self) -> int:
+        if not _functorch.can_read(self.sizes):
+            return self.factor.positions  # inner products are then those of gradients that have been added up
+        return self.factor.positions * max((table.shape[1] for _, table in self._tables), default=0)
+
     def squared_terms(self) -> Tensor:
         return add_up([self.factor.squared_terms()], self.ids, self.n)
 

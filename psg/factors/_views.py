@@ -115,6 +115,10 @@ class Views(Additive):
     def squared_norm(self) -> Tensor:
         return _added_up(factor.squared_norm() for factor in self.factors)
 
+    @property
+    def positions(self) -> int:
+        return max(factor.positions for factor in self.factors)
+
     def partial_norms(self) -> list[Tensor]:
         return [norms for factor in self.factors for norms in factor.partial_norms()]
 
