@@ -777,6 +777,22 @@ def test_sizes_of_segments_are_integers():
     assert users.to(torch.float32).weighted_sum(torch.ones(2)).dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ([1, 1], r"whose sum is 3, the number of samples, got a sum of 2"),
+        ([4], r"whose sum is 3, the number of samples, got a sum of 4"),
+        ([], r"whose sum is 3, the number of samples, got a sum of 0"),
+        ([4, -1], r"expected sizes of at least 0, got -1"),
+        ([[1, 2]], r"expected sizes \[m\], got shape \(1, 2\)"),
+        (3, r"expected sizes \[m\], got shape \(\)"),
+    ],
+)
+def test_sizes_of_segments_that_do_not_fit(sizes, message):
+    with pytest.raises(psg.InputError, match=message):
+        Segments(Dense(torch.ones(3, 2)), torch.tensor(sizes, dtype=torch.int64))
+
+
 def test_sizes_of_segments_in_32_bits(device):
     sizes = torch.zeros(2, dtype=torch.int32, device=device)
     assert Segments(Dense(torch.zeros(0, 3, device=device)), sizes).norm().tolist() == [0, 0]

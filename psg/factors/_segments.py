@@ -27,7 +27,7 @@ class Segments(Factor):
         sizes: How many samples each segment has, integers [m].
 
     Raises:
-        InputError: The sizes are no integers.
+        InputError: The sizes are not integers [m] of at least 0 whose sum is n; their values are checked where reading them is free.
 
     Example:
         >>> import torch
@@ -43,8 +43,16 @@ class Segments(Factor):
     def __init__(self, factor: Factor, sizes: Tensor) -> None:
         if _trees.is_inexact(sizes):
             raise InputError(f"psg.factors.Segments: expected sizes that are integers, got {sizes.dtype}.")
+        if sizes.ndim != 1:
+            raise InputError(f"psg.factors.Segments: expected sizes [m], got shape {tuple(sizes.shape)}.")
         self.factor = factor
         self.sizes = sizes.long()
+        if not _functorch.can_read_now(sizes):
+            return
+        if len(sizes) and (least := int(self.sizes.min())) < 0:
+            raise InputError(f"psg.factors.Segments: expected sizes of at least 0, got {least}.")
+        if (total := int(self.sizes.sum())) != factor.n:
+            raise InputError(f"psg.factors.Segments: expected sizes whose sum is {factor.n}, the number of samples, got a sum of {total}.")
 
     @property
     def shape(self) -> torch.Size:
