@@ -135,7 +135,9 @@ def take(tree: Any, index: Any) -> Any:
         InputError: `index` is something else (a single integer would drop the batch dimension), the mask has another length, an integer
             on the CPU is out of range, or `index` is on an accelerator and the gradients elsewhere.
 
-    Guarantee: nothing waits for an accelerator. Integers that are there, or in a trace, are left to torch, whose kernels check them.
+    Guarantee: integers and slices do not wait for an accelerator, unless a leaf holds sums over segments, whose sizes are read. A mask that
+    is there does: the number of samples that it selects is read. Integers that are there, or in a trace, are left to torch, whose kernels
+    check them.
 
     Example:
         >>> import torch
