@@ -1380,6 +1380,8 @@ def test_errors(device):
         psg.jit(fn, mode="max-autotune", backend="eager")
     with pytest.raises(psg.InputError, match=r"backend='foo'.*'aot_eager',.*'eager',.*'inductor'"):
         psg.jit(fn, backend="foo")
+    with pytest.raises(psg.InputError, match=r"check='no'\): expected True or False"):
+        psg.jit(fn, check="no")
     p, x = linear_args(device)
     with pytest.raises(psg.InputError, match="argument of type set is neither a tensor nor hashable"):
         psg.jit(fn, backend="eager")(p, x, {1, 2})

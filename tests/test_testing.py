@@ -381,10 +381,15 @@ def test_shapes(data):
     assert 1 <= len(shape) <= 2 and all(1 <= side <= 3 for side in shape)
 
 
-@pytest.mark.parametrize("tolerance", [{"rtol": -1}, {"rtol": float("nan")}, {"atol": -1e-9}])
+@pytest.mark.parametrize("tolerance", [{"rtol": -1}, {"rtol": float("nan")}, {"atol": -1e-9}, {"rtol": "a"}, {"atol": None}])
 def test_check_wants_tolerances(tolerance):
     with pytest.raises(psg.InputError, match=r"psg\.check\([ra]tol=.*\): expected a number that is at least 0"):
         psg.check(loss, **tolerance)
+
+
+def test_check_wants_to_know_whether_there_is_aux():
+    with pytest.raises(psg.InputError, match=r"has_aux=1: expected True or False"):
+        psg.check(lambda w, x: (loss(w, x), x), has_aux=1)
 
 
 def test_check_takes_integers_of_numpy(args):

@@ -148,6 +148,8 @@ class Jitted:
         self._batching = batching_of(fn)
         self._key = getattr(fn if self._batching is None else self._batching.fn, "cache_key", tuple)
         self._compile = _compiler(backend, mode)
+        if not isinstance(check, bool):
+            raise InputError(f"psg.jit(check={check!r}): expected True or False.")
         self._check = check
         self._name = getattr(fn, "__name__", type(fn).__name__) if self._batching is None else self._batching.name
         self._sizes = None if buckets is None else _sizes(buckets)
