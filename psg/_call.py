@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from weakref import ref
 
 import torch
@@ -272,10 +272,58 @@ def prepare(
     Raises:
         InputError: An argument does not fit; the message names its path, what arrived, what was expected and what to do.
     """
+    paths = Paths(fn, args)
+    leaves, spec, dims, numbers, differentiated, n = lay_out(name, options, args, paths)
+    empty = next((position for position in differentiated if leaves[position].is_meta), None)
+    if empty is not None and not all(leaf.is_meta for leaf, dim in zip(leaves, dims, strict=True) if dim is not None):
+        raise InputError(  # torch's kernels would read uninitialised memory
+            f"{name}: {paths[empty]} is on the meta device, where tensors have no values, and the batch is not. Load the values first; for "
+            "a module module.to_empty(device=...) and load_state_dict, then call psg.stateless."
+        )
+    if options.method != "batch" and n > 1:
+        _warn_of_batched_keywords(name, fn, kwargs, n)
+        if not all([isinstance(leaf, Tensor) for leaf in leaves]):
+            for i, (argument, in_dim) in enumerate(zip(args, _in_dims(name, options.in_dims, numbers, len(args)), strict=True)):
+                if isinstance(in_dim, int) and i not in numbers:
+                    _warn_of_batched_list(name, fn, argument, paths.names[i], n)
+    specs = spec.children()
+    single = isinstance(options.argnums, int)
+    return Call(
+        name=name,
+        fn=fn,
+        leaves=list(map(_ambient.usable, leaves)),
+        spec=spec,
+        dims=dims,
+        params=differentiated,
+        paths=paths,
+        kwargs=kwargs,
+        gradient_spec=specs[numbers[0]] if single else _trees.spec_of_tuple([specs[number] for number in numbers]),
+        has_aux=options.has_aux,
+        randomness=options.randomness,
+        n=n,
+        kept=kept,
+    )
+
+
+class Layout(NamedTuple):
+    """The positional arguments of a call: attributes as of `Call`, and the numbers of the arguments to differentiate."""
+
+    leaves: list[Any]
+    spec: Any
+    dims: list[int | None]
+    numbers: list[int]
+    params: list[int]
+    n: int
+
+
+def lay_out(name: str, options: Options, args: tuple[Any, ...], paths: "Paths") -> Layout:
+    """Check the positional arguments of a call against the options, and flatten them.
+
+    Raises:
+        InputError: As of `prepare`.
+    """
     numbers = _argument_numbers(name, options.argnums, len(args))
     in_dims = _in_dims(name, options.in_dims, numbers, len(args))
-    paths = Paths(fn, args)
-
     leaves, spec = _trees.flatten(args)
     specs = spec.children()
     dims: list[int | None] = []
@@ -294,35 +342,7 @@ def prepare(
             dims.append(None if dim is None else _check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
 
     differentiated = [position for number in numbers for position in params[number]]
-    n = _batch_size(name, leaves, spec, dims, differentiated, paths)
-    empty = next((position for position in differentiated if leaves[position].is_meta), None)
-    if empty is not None and not all(leaf.is_meta for leaf, dim in zip(leaves, dims, strict=True) if dim is not None):
-        raise InputError(  # torch's kernels would read uninitialised memory
-            f"{name}: {paths[empty]} is on the meta device, where tensors have no values, and the batch is not. Load the values first; for "
-            "a module module.to_empty(device=...) and load_state_dict, then call psg.stateless."
-        )
-    if options.method != "batch" and n > 1:
-        _warn_of_batched_keywords(name, fn, kwargs, n)
-        if not all([isinstance(leaf, Tensor) for leaf in leaves]):
-            for i, (argument, in_dim) in enumerate(zip(args, in_dims, strict=True)):
-                if isinstance(in_dim, int) and i not in numbers:
-                    _warn_of_batched_list(name, fn, argument, paths.names[i], n)
-    single = isinstance(options.argnums, int)
-    return Call(
-        name=name,
-        fn=fn,
-        leaves=list(map(_ambient.usable, leaves)),
-        spec=spec,
-        dims=dims,
-        params=differentiated,
-        paths=paths,
-        kwargs=kwargs,
-        gradient_spec=specs[numbers[0]] if single else _trees.spec_of_tuple([specs[number] for number in numbers]),
-        has_aux=options.has_aux,
-        randomness=options.randomness,
-        n=n,
-        kept=kept,
-    )
+    return Layout(leaves, spec, dims, numbers, differentiated, _batch_size(name, leaves, spec, dims, differentiated, paths))
 
 
 def shape_of_sample(tensor: Tensor, dim: int | None) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from cases import N, Problem, score
 
 import psg
+from psg._call import Options
 from psg._trees import flatten, unflatten
 from psg.testing import (
     assert_reductions_close,
@@ -99,7 +100,7 @@ def assert_derivatives_agree(problem: Problem) -> None:
 
 
 def cut(problem: Problem) -> Batch:
-    return Batch(problem.args, problem.options.get("argnums", 0), problem.options.get("in_dims"))
+    return Batch(problem.fn, problem.args, Options(problem.options.get("argnums", 0), problem.options.get("in_dims")))
 
 
 def samples(problem: Problem, index: list[int]) -> Problem:

@@ -72,18 +72,25 @@ def test_loop_of_an_unused_parameter_and_of_no_samples(device):
 
 
 @pytest.mark.parametrize(
-    "args, message",
-    [((torch.ones(2),), "no argument is batched"), ((torch.ones(2), torch.ones(3), torch.ones(4)), r"batch sizes disagree: \[3, 4\]")],
-)  # fmt: skip
-def test_loop_errors(args, message):
+    "sizes, options, message",
+    [
+        ([2], {}, "loop_grad: no argument has a dimension for the samples"),
+        ([2, 3, 4], {}, r"the arguments disagree on the number of samples: rest\[0\] has 3, rest\[1\] has 4"),
+        ([2, 3], {"argnums": 2}, "argnums=2 names argument 2, but the call has 2 positional arguments"),
+        ([2, 3], {"argnums": -3}, "argnums=-3 names argument -3"),
+        ([2, 3], {"argnums": (0, 0)}, r"argnums=\(0, 0\) names an argument twice"),
+        ([2, 3], {"argnums": (0, -2)}, r"argnums=\(0, -2\) names an argument twice"),
+        ([2, 3], {"argnums": "w"}, "argnums='w': expected an integer or a non-empty tuple of integers"),
+        ([2, 3], {"in_dims": (None,)}, "expected None, an integer, or a tuple with one entry for each of the 2 positional arguments"),
+        ([2, 3], {"in_dims": (None, "x")}, r"in_dims for rest\[0\] is 'x'; expected an integer or None"),
+        ([2, 3], {"in_dims": (None, 1)}, r"rest\[0\] has shape \(3,\); expected a dimension 1 with the samples"),
+        ([2, 3], {"has_aux": 1}, "has_aux=1: expected True or False"),
+    ],
+)
+def test_loop_errors(sizes, options, message):
+    """Those of the transforms."""
     with pytest.raises(psg.InputError, match=message):
-        loop_grad(lambda *args: args[0].sum())(*args)
-
-
-@pytest.mark.parametrize("argnums", [2, -3, (0, 0), (0, -2)])
-def test_loop_wants_arguments_that_there_are(argnums):
-    with pytest.raises(psg.InputError, match="argnums=.* names an argument twice, or one of more than 2"):
-        loop_grad(lambda w, x: (w * x).sum(), argnums)(torch.ones(2), torch.ones(3, 2))
+        loop_grad(lambda w, *rest: w.sum(), **options)(*map(torch.ones, sizes))
 
 
 def test_loop_takes_another_kind_of_mapping_for_in_dims(device):

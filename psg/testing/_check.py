@@ -132,7 +132,7 @@ def check(
             i = mismatch.sample
             verdict = ""
             if mismatch.path != "values":
-                verdict = "" if i is None else _arbitrate(single, argnums, in_dims, args, shared, found, grads, i)
+                verdict = "" if i is None else _arbitrate(single, options, args, shared, found, grads, i)
             elif batch is not None:
                 names = _shared_data(batch)
                 verdict = "\nThe loop has run fn on batches of one, so the samples interact" + (
@@ -228,10 +228,10 @@ def _repeatable(again: Tree, before: Tree) -> bool:
     return True
 
 
-def _arbitrate(fn: Callable, argnums: Any, in_dims: Any, args: tuple, shared: dict, found: Tree, grads: Tree, i: int) -> str:
+def _arbitrate(fn: Callable, options: Options, args: tuple, shared: dict, found: Tree, grads: Tree, i: int) -> str:
     """A verdict on two gradients of sample i: which is nearer to central differences of fn, along the line on which they differ."""
-    batch = Batch(args, argnums, in_dims)
-    sides = ((found,), (grads,)) if isinstance(argnums, int) else (found, grads)
+    batch = Batch(fn, args, options)
+    sides = ((found,), (grads,)) if isinstance(options.argnums, int) else (found, grads)
     ours, theirs = (tree_map(lambda leaf: leaf[i : i + 1].detach(), side) for side in sides)
     gap = tree_map(torch.sub, ours, theirs)
     size = reference_norm(gap).item()

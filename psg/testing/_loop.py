@@ -8,10 +8,11 @@ import optree
 import torch
 from torch import Tensor
 
+from psg._call import Options, Paths, lay_out
 from psg._errors import InputError
 from psg._ladder._guards import Repaired
 from psg._torch import _ambient, _autograd, _random
-from psg._trees import NAMESPACE, Tree, broadcast, flatten, tensors_in, unflatten
+from psg._trees import NAMESPACE, Tree, flatten, tensors_in, unflatten
 from psg._watch import _pass
 from psg._watch._copies import contiguous_copy_of, copy_of
 from psg._watch._effects import forgetting
@@ -36,8 +37,8 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         structure is unknown, is None.
 
     Raises:
-        InputError: at a call: no argument is batched, batch sizes disagree, `argnums` names no argument or one twice, or `fn` does not
-            return a scalar tensor.
+        InputError: an option has a value that is not allowed. At a call: an argument does not fit (as in `psg.per_sample_grad`), or `fn`
+            does not return a scalar tensor.
 
     Example:
         >>> square = lambda w, x: (w * x).sum() ** 2
@@ -45,6 +46,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         >>> values.tolist(), grads.tolist()
         ([9.0, 1.0], [[6.0, 12.0], [0.0, 2.0]])
     """
+    options = Options(argnums, in_dims, has_aux)
 
     def one(batch: Batch, i: int, shared: Any, differentiated: bool = False) -> tuple[Any, Any, Any]:
         """Value, aux and gradient of sample i; once more, `differentiated`, if fn differentiates gradients that only this makes right."""
@@ -72,7 +74,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
                 return value.detach(), tree_map(Tensor.detach, aux), _grad(value, targets)
 
     def looped(*args: Tree, **shared: Any) -> tuple[Any, Tree]:
-        batch = Batch(args, argnums, in_dims)
+        batch = Batch(fn, args, options)
         samples = [one(batch, i, shared) for i in range(batch.n)]
         if samples:
             values, auxes, rows = zip(*samples, strict=True)
@@ -80,7 +82,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         else:
             grads = [batch.empty()[k] for k in batch.positions]
             values, aux = flatten(grads)[0][0].real.new_zeros(0), None
-        grads = grads[0] if isinstance(argnums, int) else tuple(grads)
+        grads = grads[0] if isinstance(options.argnums, int) else tuple(grads)
         return ((values, aux) if has_aux else values), grads
 
     return looped
@@ -101,7 +103,7 @@ def loop_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any 
         A function of `(*args, **shared)` that returns `grads`, or `(grads, aux)` with `has_aux`.
 
     Raises:
-        InputError: at a call, as in `loop_value_and_grad`.
+        InputError: as in `loop_value_and_grad`.
 
     Example:
         >>> loop_grad(lambda w, x: w * x)(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
@@ -124,27 +126,11 @@ class Batch:
         positions: those of the arguments to differentiate.
         leaves: the leaves of the arguments.
         dims: for each leaf its batch dimension, None where it is shared.
-        spec: the structure of the arguments, as a list.
+        spec: the structure of the arguments.
     """
 
-    def __init__(self, args: Any, argnums: int | tuple[int, ...], in_dims: Any):
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        self.positions = tuple(k % len(args) for k in numbers if -len(args) <= k < len(args))
-        if len(set(self.positions)) < len(numbers):
-            raise InputError(f"loop_grad: argnums={argnums!r} names an argument twice, or one of more than {len(args)}.")
-        if in_dims is None:
-            in_dims = [None if k in self.positions else 0 for k in range(len(args))]
-        elif isinstance(in_dims, int):
-            in_dims = [in_dims] * len(args)
-        self.leaves, self.spec = flatten(list(args))
-        # One argument at a time: kinds of dicts differ in their order.
-        prefix = [own for dim, argument in zip(in_dims, args, strict=True) for own in broadcast(dim, argument, "loop_grad: in_dims")]
-        self.dims = [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, prefix, strict=True)]
-        sizes = {leaf.shape[dim] for leaf, dim in self.pairs() if dim is not None}
-        if len(sizes) != 1:
-            found = f"batch sizes disagree: {sorted(sizes)}" if sizes else "no argument is batched"
-            raise InputError(f"loop_grad: {found}; give the batched tensors one size along their in_dims")
-        self.n = sizes.pop()
+    def __init__(self, fn: Callable, args: Any, options: Options):
+        self.leaves, self.spec, self.dims, self.positions, _, self.n = lay_out("loop_grad", options, args, Paths(fn, args))
 
     def pairs(self) -> list[tuple[Any, int | None]]:
         """Every leaf with its batch dimension, None where it is shared."""
@@ -162,7 +148,7 @@ class Batch:
             # batch.
             return contiguous_copy_of(leaf.detach().select(dim, i))
 
-        return unflatten(self.spec, [own(leaf, dim) for leaf, dim in self.pairs()])
+        return list(unflatten(self.spec, [own(leaf, dim) for leaf, dim in self.pairs()]))
 
     def empty(self) -> list:
         """The arguments with [0, *shape] in place of every tensor: the gradients for n = 0."""
@@ -172,7 +158,7 @@ class Batch:
                 return leaf
             return leaf.new_zeros(0, *(leaf.shape if dim is None else leaf.movedim(dim, 0).shape[1:]))
 
-        return unflatten(self.spec, [none_of(leaf, dim) for leaf, dim in self.pairs()])
+        return list(unflatten(self.spec, [none_of(leaf, dim) for leaf, dim in self.pairs()]))
 
 
 def _grad(value: Tensor, targets: list[Tree]) -> list[Tree]:
