@@ -1028,6 +1028,24 @@ def test_derivatives_through_routed(device):
     assert torch.autograd.gradcheck(results, (left.requires_grad_(), right.requires_grad_()))
 
 
+@pytest.mark.parametrize("n, t", [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("kind", ["Outer", "Rows", "Routed", "Conv"])
+def test_norms_without_samples_or_positions_have_derivatives(kind, n, t, device):
+    """Those of Routed and Conv had no history."""
+    sides = torch.ones(2, n, t, 3, device=device, requires_grad=True)
+    index = torch.zeros(n, t, dtype=torch.int64, device=device)
+    factor = {
+        "Outer": lambda left, right: Outer(left, right),
+        "Rows": lambda left, right: Rows(index, left, 4),
+        "Routed": lambda left, right: Routed(index, left, right, 4),
+        "Conv": lambda left, right: Conv(left[..., None], right[..., None], Geometry((1,), (1,), (0,), (1,), 1)),
+    }[kind](*sides)
+    for norm in (factor.squared_norm(), factor.norm()):
+        assert norm.shape == (n,) and not norm.any()
+        (slope,) = torch.autograd.grad(norm.sum(), sides)
+        assert slope.shape == sides.shape and not slope.any()
+
+
 def test_maps_and_terms_of_routed(make):
     (factor, tensor), (other, other_tensor) = make(routed, 3, "square"), make(routed, 3, "square")
     both = merge([factor, other])

@@ -11,7 +11,6 @@ from torch import Tensor
 from psg import plans
 from psg._hardware import _machine
 from psg._torch import _functorch
-from psg.factors._arithmetic import widen
 from psg.factors._base import Additive, Dense
 
 _OPS_PER_CARRY = 25
@@ -108,7 +107,8 @@ class Planned(Additive):
         return self.n > 0 and self.positions > 0
 
     def squared_norm(self) -> Tensor:
-        return self._norm_by(self._norm_plan()) if self._is_planned else widen(self._lead).new_zeros(self.n)
+        # Without terms their squares are zero, too, and have derivatives.
+        return self._norm_by(self._norm_plan()) if self._is_planned else self.squared_terms()
 
     def unchecked_norm(self) -> tuple[Tensor, Tensor] | None:
         return self._gram_sums() if self._is_planned and self._norm_plan() == "gram" else None
