@@ -98,8 +98,12 @@ class _Automatic:
 def bounded(policy: Policy) -> Policy:
     """Your own policy, its coefficients capped at clip_norm / norm, so that the clipped sum has a finite sensitivity.
 
+    That holds for a policy that is elementwise in the norms, which psg does not check. If a coefficient depends on other samples (on the
+    maximum, the mean or a rank of the norms, say), a sample more or less changes the terms of the others too, and the sum by more than the
+    `sensitivity` that the result states.
+
     Args:
-        policy: From norms [n] and a clip norm to coefficients [n], at least 0.
+        policy: From norms [n] and a clip norm to coefficients [n], at least 0. Each coefficient may depend on its own norm alone.
 
     Returns:
         The policy min(policy, clip_norm / norm), at most 1 where the norm is zero. A coefficient of `policy` that is negative or NaN counts
