@@ -262,6 +262,22 @@ def small_transformer_block(params, x):
     return (x + F.linear(F.gelu(F.linear(F.layer_norm(x, (32,), gain2, bias2), up)), down)).square().mean()
 
 
+@function(params=((100,), (50,), (50,)), x=(32, 3))
+def item_response(params, x):
+    """Answers of 100 people to 50 questions, each answer a sample."""
+    abilities, slopes, difficulties = params
+    person, item = (x[:2].abs() * 100).long().unsqueeze(1) % torch.tensor([[100], [50]])
+    return F.softplus(-x[2] * (slopes[item] * (abilities[person] - difficulties[item]))).sum()
+
+
+@function(params=((100, 8), (50, 8), (100,), (50,)), x=(32, 3))
+def matrix_factorisation(params, x):
+    """Ratings of 50 items by 100 people, each rating a sample."""
+    people, items, leniences, qualities = params
+    person, item = (x[:2].abs() * 100).long().unsqueeze(1) % torch.tensor([[100], [50]])
+    return ((people[person] * items[item]).sum(1) + leniences[person] + qualities[item] - x[2]).square().sum()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--functions", default=",".join(FUNCTIONS))

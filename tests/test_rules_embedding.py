@@ -9,10 +9,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import psg
+from psg._capture import _lifted
 from psg._hardware import _machine
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
+
+
+@pytest.fixture(params=[0, 1 << 17], ids=["many", "few"])
+def each_size(request, monkeypatch):
+    """As if the numbers were many, which take rules, and few, which are looked up as under vmap."""
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", request.param)
+
+
+each_size_too = pytest.mark.usefixtures("each_size")
 
 
 @st.composite
@@ -57,26 +67,31 @@ def shared_id_problems(draw):
     return Problem(lambda w, ids, x: score(F.embedding(ids, w) * x), args, options={"in_dims": (None, None, 0)})
 
 
+@each_size_too
 @given(problem=embedding_problems(), rules=each_rule)
 def test_embedding(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules, may_fall="max_norm")
 
 
+@each_size_too
 @given(problem=st.one_of(embedding_problems(smooth=True), tied_problems(), shared_id_problems()))
 def test_derivatives_of_results(problem, device):
     assert_derivatives_agree(on(problem, device))
 
 
+@each_size_too
 @given(problem=tied_problems(), rules=each_rule)
 def test_tied_embedding_and_head(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
 
 
+@each_size_too
 @given(problem=shared_id_problems(), rules=each_rule)
 def test_shared_ids(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
 
 
+@each_size_too
 @pytest.mark.parametrize("rows", [1, 7])
 def test_ids_of_32_bits(rows, device):
     table, ids = torch.randn(rows, 3, device=device), torch.randint(rows, (2, 5), device=device, dtype=torch.int32)
@@ -86,6 +101,23 @@ def test_ids_of_32_bits(rows, device):
 def test_the_rule_gives_rows(device):
     table, ids = torch.randn(7, 3, device=device), torch.randint(7, (2, 5), device=device)
     assert isinstance(psg.factored_grad(lambda w, ids: score(F.embedding(ids, w)))(table, ids), psg.factors.Rows)
+
+
+def test_few_rows_are_looked_up_as_under_vmap(device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    lookups = {
+        "embedding": lambda w, ids: F.embedding(ids, w),
+        "__getitem__": lambda w, ids: w[ids],
+        "index_select": lambda w, ids: w.index_select(0, ids.flatten()),
+    }
+    for name, lookup in lookups.items():
+
+        def fn(w, ids, lookup=lookup):
+            return score(lookup(w, ids))
+
+        for ids in (torch.randint(3, (2,), device=device), torch.randint(3, (2, 5), device=device)):  # also one number for each sample
+            few, many = (psg.explain(fn)(torch.randn(rows, 4, device=device), ids).leaves[0].uses for rows in (3, 30_000))
+            assert few == {f"{name}: lifted": 1} and f"{name}: lifted" not in many
 
 
 def test_a_large_vocabulary_is_never_materialised(device):
@@ -142,6 +174,7 @@ def test_embedding_bag_without_a_rule(mode, n, t, weighted, seed, device):
     assert_agrees(Problem(fn, (table, ids, weights)))
 
 
+@each_size_too
 @pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
 @pytest.mark.parametrize("padding", [1, -4])
 @pytest.mark.parametrize("scale_grad_by_freq", [False, True])
@@ -187,6 +220,7 @@ def test_a_padding_index_that_is_no_row(device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(table, tokens), loop_grad(fn)(table, tokens))
 
 
+@each_size_too
 @given(
     n=st.integers(0, 3),
     shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
@@ -210,6 +244,7 @@ def test_index_select_by_numbers_and_by_lists(n, shape, place, count, role, shar
     assert_agrees(Problem(fn, (w, x, index), options={"in_dims": (None, 0, None if shared else 0)}))
 
 
+@each_size_too
 @given(
     n=st.integers(0, 3),
     kinds=st.lists(
@@ -246,6 +281,7 @@ def test_indices_give_views_of_rows(lookup, device):
     assert isinstance(psg.factored_grad(lambda w, i, j: score(lookup(w, i, j)))(table, *ids), psg.factors.Views)
 
 
+@each_size_too
 @given(n=st.integers(0, 3), rows=st.integers(1, 4), t=st.integers(0, 4), padding=st.integers(-1, 4), seed=st.integers(0, 99))
 def test_torch_s_own_embedding(n, rows, t, padding, seed, device):
     """With another order of arguments than `F.embedding`; a padding that is no row has no effect."""

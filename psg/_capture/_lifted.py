@@ -241,11 +241,11 @@ class Watch(TorchFunctionMode):
                 if value.leaf.itemsize < 4:
                     return False  # the gradients of several uses would add up in this dtype
                 largest = max(largest, value.nbytes)
-            elif own.ndim == 0:
+            elif own.ndim == 0 and _trees.is_inexact(own):
                 return False  # in the place of a number, which a rule takes
             elif _functorch.is_batched(own, self.level):
                 sampled = True
-                inside = inside or own.numel() > own.shape[-1]
+                inside = inside or own.numel() > own.shape[-1:].numel()
                 if self.n * own.nbytes >= most:
                     return False
         return sampled and largest * (1 if inside else 8) < most

@@ -425,8 +425,7 @@ class Router(Watch, Looking):
         """Run a call as an embedding lookup, by the op's rule, or decomposed into other ops; NotImplemented if none of these fits."""
         is_of_table = self._is_of_table(func, args)
         if is_of_table and here and self.habits.ruled:
-            with self:
-                output = self._look_up(func, args, kwargs)
+            output = self._look_up(func, args, kwargs)
             if output is not NotImplemented:
                 return output
         rule = None if is_of_table else self._rule_of(func)
@@ -482,10 +481,15 @@ class Router(Watch, Looking):
         return func in LOOKUPS and bool(args) and id(args[0]) in self.by_handle
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices."""
+        """Rows of a parameter at each sample's own indices, as an embedding; NotImplemented for other indices, and for few numbers."""
         index = args[-1] if len(args) > 1 else None
-        batched = any(_functorch.is_batched(tensor, self.level) for tensor in tensors_of((index,), {}))
-        return LOOKUPS[func](*args) if batched and not kwargs and self.by_handle[id(args[0])].value is not None else NotImplemented
+        indices = tensors_of((index,), {})
+        if kwargs or self.by_handle[id(args[0])].value is None or not any(_functorch.is_batched(tensor, self.level) for tensor in indices):
+            return NotImplemented
+        if self.spares_few and self.are_few([args[0], *indices], inside=True):
+            return NotImplemented
+        with self:
+            return LOOKUPS[func](*args)
 
     def _run_lifted(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
         """Run an op on lifted values that has no rule: once if on parameters alone, else under vmap as it is."""

@@ -16,7 +16,7 @@ from psg.factors._arithmetic import wide
 from psg.rules._registry import DIFFERENTIATED, decomposition, reshape, rule, transpose
 
 
-@rule(F.embedding, params=("weight",), differentiable=True)
+@rule(F.embedding, params=("weight",), declines_few=True, differentiable=True)
 def embedding(
     input: Tensor,
     weight: Tensor,

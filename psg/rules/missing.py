@@ -377,6 +377,12 @@ def _have_numbers(items: Sequence[Any]) -> bool:
     return any(_is_place(item) and not item.ndim and _functorch.is_vmapped(item) for item in items)
 
 
+def _differ_and_lack_entries(items: Sequence[Any]) -> bool:
+    """Whether places have several shapes, one of them without entries."""
+    shapes = {item.shape for item in items if _is_place(item)}
+    return len(shapes) > 1 and any(not shape.numel() for shape in shapes)
+
+
 def _put_at(self: Tensor, index: Any, value: Any) -> Any:
     """tensor[:, i] = values, tensor[i, :, j] = values. vmap takes the values in another order, and no tensor for a number."""
     items = index if isinstance(index, tuple) else (index,)
@@ -390,8 +396,11 @@ def _put_at(self: Tensor, index: Any, value: Any) -> Any:
 
 @decomposition(Tensor.__getitem__)
 def _get_at(self: Tensor, index: Any) -> Any:
-    """tensor[i, :, j] where i has no dimensions, and is a number for one sample alone. vmap takes it for another place like j."""
-    if not isinstance(index, tuple) or not _have_numbers(index):
+    """tensor[i, :, j] where i has no dimensions, and is a number for one sample alone: vmap takes it for another place like j.
+
+    Or where one has no entries: vmap does not broadcast it with others.
+    """
+    if not isinstance(index, tuple) or not (_have_numbers(index) or _differ_and_lack_entries(index)):
         return NotImplemented
     places = _Places.at(self, index)
     return NotImplemented if places is None or not places.shape else places.read()
