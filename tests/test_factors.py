@@ -1143,6 +1143,16 @@ def test_products_of_complex_tensors_are_refused(make):
         make(torch.ones(2, 3, 4, dtype=torch.complex64))
 
 
+@pytest.mark.parametrize("index", [[[0, 4], [1, 0]], [[0, 1], [-1, 0]]])
+@pytest.mark.parametrize("kind", [Rows, Routed])
+def test_indices_out_of_range(kind, index):
+    """They were written into the gradient of the sample beside."""
+    sides = [torch.ones(2, 2, 3)] * (len(kind.fields) - 1)
+    kind(torch.tensor([[0, 3], [1, 0]]), *sides, 4)
+    with pytest.raises(psg.InputError, match=rf"{kind.__name__}: expected an index of integers in \[0, 4\), got integers from -?\d to \d"):
+        kind(torch.tensor(index), *sides, 4)
+
+
 @pytest.mark.parametrize("input", [torch.ones(2, 3, 5), torch.ones(2, 2, 3, 5), torch.ones(3, 1, 3, 5)])
 def test_the_sides_of_a_convolution_have_the_same_samples_and_images(input):
     with pytest.raises(psg.InputError, match=r"Conv: expected a cotangent \[n, images, o, \*out\] .* one image a sample is \[n, 1"):

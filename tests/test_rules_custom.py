@@ -191,6 +191,10 @@ def gained(monkeypatch):
             lambda x, gain: (x * gain, {"gain": lambda cotangent: Rows(x, cotangent[..., None], 2)}),
             "Rows: expected an index of integers",
         ),
+        (
+            lambda x, gain: (x * gain, {"gain": lambda cotangent: Rows(2 * x.long(), cotangent[..., None], 2)}),
+            r"Rows: expected an index of integers in \[0, 2\), got integers from 2 to 2",
+        ),
     ],
 )
 def test_a_rule_that_is_broken_says_so(rule, message, gained, device):

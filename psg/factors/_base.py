@@ -64,6 +64,24 @@ def expect_real(factor: "Factor", *tensors: Tensor) -> None:
         raise InputError(f"psg.factors.{type(factor).__name__}: only Dense takes complex gradients: pass them to psg.factors.Dense.")
 
 
+def indices_below(count: int, index: Tensor, factor: "Factor") -> Tensor:
+    """The index of a factor in 64 bits.
+
+    Raises:
+        InputError: It does not hold integers in [0, count), which is checked where reading them is free. One beyond the rows of a sample
+            would be a row of the next sample's.
+    """
+    name = f"psg.factors.{type(factor).__name__}"
+    if _trees.is_inexact(index):
+        raise InputError(f"{name}: expected an index of integers, got {index.dtype}.")
+    index = index.long()
+    if index.numel() and _functorch.can_read_now(index):
+        least, most = (bound.item() for bound in torch.aminmax(index))
+        if least < 0 or most >= count:
+            raise InputError(f"{name}: expected an index of integers in [0, {count}), got integers from {least} to {most}.")
+    return index
+
+
 def _register(kind: "type[Factor]") -> None:
     """Register a kind as a pytree node, so that tree_map sees its tensors and `concat` can join its samples."""
 

@@ -6,12 +6,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from psg import _trees
 from psg._errors import InputError
 from psg._hardware import _machine
 from psg._torch import _functorch
 from psg.factors._arithmetic import HALF, squared_terms_of, wide_bmm, widen
-from psg.factors._base import expect_real
+from psg.factors._base import expect_real, indices_below
 from psg.factors._division import Division
 from psg.factors._outer import Outer
 from psg.factors._planned import Costs, Planned, remembered
@@ -25,7 +24,7 @@ class Routed(Planned):
     """gradient[n, g, a, b] = sum_t [index[n, t] = g] left[n, t, a] right[n, t, b].
 
     Of y_t = x_t W[e_t], for the expert e_t of row t, the gradient for W is `Routed(e, input, cotangent, experts)`. With one group it is an
-    Outer. A row that belongs to no group has zeros in `left` and `right`, and any index.
+    Outer. A row that belongs to no group has zeros in `left` and `right`, and any of these integers.
 
     Args:
         index: Integers in [0, num_groups), [n, t].
@@ -34,7 +33,8 @@ class Routed(Planned):
         num_groups: The number of matrices g of the parameter, at least 1.
 
     Raises:
-        InputError: The index holds no integers, the shapes do not fit, or the sides are complex.
+        InputError: The index holds no integers, or others than these (checked where reading them is free), the shapes do not fit, or the
+            sides are complex.
 
     Example:
         >>> import torch
@@ -53,12 +53,10 @@ class Routed(Planned):
     integers = ("index",)
 
     def __init__(self, index: Tensor, left: Tensor, right: Tensor, num_groups: int) -> None:
-        if _trees.is_inexact(index):
-            raise InputError(f"psg.factors.Routed: expected an index of integers, got {index.dtype}.")
+        self.index = indices_below(num_groups, index, self)
         if index.ndim != 2 or left.ndim != 3 or right.ndim != 3 or not index.shape == left.shape[:2] == right.shape[:2]:
             shapes = ", ".join(str(tuple(field.shape)) for field in (index, left, right))
             raise InputError(f"psg.factors.Routed: expected an index [n, t], left [n, t, a] and right [n, t, b], got {shapes}.")
-        self.index = index.long()
         self.left = left
         self.right = right
         self.num_groups = num_groups

@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
-from psg import _trees
 from psg._errors import InputError
 from psg._hardware import _machine, _memory
 from psg._torch import _functorch
 from psg._torch._library import opaque
 from psg.factors._arithmetic import square, wide, widen
-from psg.factors._base import Additive, Dense, Factor, expect_real
+from psg.factors._base import Additive, Dense, Factor, expect_real, indices_below
 from psg.factors._division import Division
 from psg.factors._sketch import Sketch
 
@@ -23,7 +22,8 @@ class Rows(Additive):
         num_rows: The number of rows v of the parameter.
 
     Raises:
-        InputError: The index holds no integers, the shapes do not fit, or the cotangent is complex.
+        InputError: The index holds no integers, or others than these (checked where reading them is free), the shapes do not fit, or the
+            cotangent is complex.
 
     Example:
         >>> import torch
@@ -40,12 +40,10 @@ class Rows(Additive):
     integers = ("index",)
 
     def __init__(self, index: Tensor, cotangent: Tensor, num_rows: int) -> None:
-        if _trees.is_inexact(index):
-            raise InputError(f"psg.factors.Rows: expected an index of integers, got {index.dtype}.")
+        self.index = indices_below(num_rows, index, self)
         if index.ndim != 2 or cotangent.ndim != 3 or index.shape != cotangent.shape[:2]:
             shapes = f"{tuple(index.shape)} and {tuple(cotangent.shape)}"
             raise InputError(f"psg.factors.Rows: expected an index [n, t] and a cotangent [n, t, d], got {shapes}.")
-        self.index = index.long()
         self.cotangent = cotangent
         self.num_rows = num_rows
         expect_real(self, cotangent)
