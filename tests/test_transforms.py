@@ -290,6 +290,12 @@ def test_the_parts_of_a_nested_tensor_are_the_samples(chunk_size, device):
     assert_trees_close(psg.per_sample_grad(fn, chunk_size=chunk_size)(w, x), expected)
 
 
+def test_nested_tensors_are_told_to_be_padded(device):
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged).to(device)
+    with pytest.warns(psg.FallbackWarning, match=r"x is a NestedTensor, .*to_padded_tensor"):
+        psg.per_sample_grad(lambda w, x: (x @ w).sum())(torch.ones(3, device=device), x)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_a_nested_tensor_without_a_shape_is_an_error():
     x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])

@@ -575,7 +575,8 @@ class _BatchMode(Watch, Looking):
                 f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
                 "hides, or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its "
                 "own: normalise over no batch, and keep the samples in front of the dimensions of a parameter that is added, multiplied or "
-                "repeated. Against rounding use a smaller chunk_size or a wider dtype."
+                "repeated. Losses that compare samples have no per-sample gradients, but shares: see README.md. Against rounding use a "
+                "smaller chunk_size or a wider dtype."
             )
             guessed = {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
             raise _SharedRows(guessed, failure) if guessed else failure

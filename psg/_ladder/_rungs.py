@@ -164,7 +164,10 @@ def _refuse_overrides(call: Call) -> None:
         places = [i for i, own in enumerate(kinds) if own is kind and (handles_ops(kind) or call.dims[i] is not None)]
         if places and (handles_ops(kind) or "__torch_dispatch__" not in vars(kind)):
             why = "whose __torch_function__ sees no op under vmap" if handles_ops(kind) else "and under vmap a plain tensor"
-            raise Unsupported(f"{call.paths[places[0]]} is a {kind.__name__}, {why}; pass .as_subclass(torch.Tensor) if none needs it")
+            instead = "pass .as_subclass(torch.Tensor) if none needs it"
+            if call.leaves[places[0]].is_nested:
+                instead = "pad it (torch.nested.to_padded_tensor) and pass a mask"
+            raise Unsupported(f"{call.paths[places[0]]} is a {kind.__name__}, {why}; {instead}")
 
 
 _PLAIN = {Tensor, nn.Parameter}
