@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 
 from psg import _trees
@@ -41,7 +42,7 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
     """
     factors, spec = factors_of(tree, "weighted_sum")
     _check_weights("weighted_sum", factors, weights)
-    return _trees.unflatten(spec, _rounded(Joint(factors).weighted_sums(weights), factors))
+    return _weighted(factors, spec, weights)
 
 
 @unaffected
@@ -75,6 +76,10 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
     return _trees.unflatten(spec, _rounded([factor.sparse_sum(weights) for factor in factors], factors))
 
 
+def _weighted(factors: list[Factor], spec: PyTreeSpec, weights: Tensor) -> Any:
+    return _trees.unflatten(spec, _rounded(Joint(factors).weighted_sums(weights), factors))
+
+
 def _rounded(sums: Sequence[Tensor], factors: Sequence[Factor]) -> list[Tensor]:
     return [total.to(factor.dtype) for total, factor in zip(sums, factors, strict=True)]
 
@@ -103,8 +108,8 @@ def sum(tree: Any) -> Any:  # noqa: A001
         >>> sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([4., 6.])
     """
-    factors, _ = factors_of(tree, "sum")
-    return weighted_sum(tree, torch.ones(factors[0].n, device=factors[0].device))
+    factors, spec = factors_of(tree, "sum")
+    return _weighted(factors, spec, torch.ones(factors[0].n, device=factors[0].device))
 
 
 @unaffected
@@ -125,12 +130,12 @@ def mean(tree: Any) -> Any:
         >>> mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([2., 3.])
     """
-    factors, _ = factors_of(tree, "mean")
+    factors, spec = factors_of(tree, "mean")
     n, device = factors[0].n, factors[0].device
     if n == 0:
         return _trees.map_leaves(lambda leaf: leaf / 0, sum(tree))
     dtype = functools.reduce(torch.promote_types, {wide(factor.dtype.to_real()) for factor in factors})
-    return weighted_sum(tree, torch.full((n,), 1 / n, dtype=dtype, device=device))
+    return _weighted(factors, spec, torch.full((n,), 1 / n, dtype=dtype, device=device))
 
 
 class Moments(NamedTuple):
