@@ -41,20 +41,16 @@ def differentiable(compute: Compute, call: Call, method: str, attach: bool) -> A
     if needed and not attach:
         return compute(call, method)
     outside = Recorded()
-    before, pythons = _random.get_state(call.tensors), _random.get_python_state() if needed else None
+    before = _random.Snapshot.take(call.tensors, pythons=needed)
     with torch.no_grad(), Attempt() as first:
         result = compute(call.watched_by(outside), method)
     outside.conclude()
     if not needed and not outside.found:
         return result
-    drew = not _random.same_state(before, _random.get_state(call.tensors))
-    if pythons is not None and not _random.same_python_state(pythons, _random.get_python_state()):
-        _random.set_python_state(pythons)
-        drew = True
-    if not attach or drew:
+    if not attach or not before.equals(before.now()):
         # fn draws random numbers, and another pass may draw them in another order: value and derivative must come from one pass.
         first.give_up()
-        _random.set_state(before)
+        before.restore()
         return compute(call.watched_by(Replaced(outside.found, outside.found)), method)
 
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:

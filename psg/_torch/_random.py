@@ -109,9 +109,9 @@ class Snapshot(NamedTuple):
     pythons: tuple[Any, Any] | None
 
     @classmethod
-    def take(cls, tensors: Iterable[Tensor]) -> "Snapshot":
-        """The states now, with those of the devices of these tensors."""
-        return cls(get_state(tensors), get_python_state())
+    def take(cls, tensors: Iterable[Tensor], pythons: bool = True) -> "Snapshot":
+        """The states now, with those of the devices of these tensors; of Python and NumPy only with `pythons`."""
+        return cls(get_state(tensors), get_python_state() if pythons else None)
 
     def now(self) -> "Snapshot":
         """The states in which the same generators are now."""
