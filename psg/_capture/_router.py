@@ -136,8 +136,8 @@ class Router(Watch, Looking):
                     return body(*args, **kwargs)
             if func is custom_function_call:
                 self.has_functions = True
-                if _functions.is_unbatched(tensors, output, self.level):
-                    raise Unsupported(f"{args[0].__name__}{_functions.UNBATCHED}")
+                if (why := _functions.unbatched(args[0], tensors, output, self.level)) is not None:
+                    raise Unsupported(why)
             if id(output) not in self.by_handle:
                 output = self.aliases.note(func, args, kwargs, tensors, output)
             if self.state is not None and draws(func, args, kwargs) and not _random.same_state(self.state, now := _random.now(self.state)):

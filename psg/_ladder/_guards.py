@@ -128,8 +128,8 @@ class VmapGuard(Looking):
                 return output
         output = _kernels.run_without_gaps(func, args, kwargs)
         is_function = self.differentiated and func is _functions.custom_function_call
-        if is_function and _functions.is_unbatched(tensors, output, self.level - 1):
-            raise PsgError(f"{args[0].__name__}{_functions.UNBATCHED}")
+        if is_function and (why := _functions.unbatched(args[0], tensors, output, self.level - 1)) is not None:
+            raise PsgError(why)
         return output
 
 

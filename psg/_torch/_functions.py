@@ -52,19 +52,19 @@ def lacks_vmap_rule(func: Any, args: Any) -> bool:
     return func is custom_function_call and not args[0].generate_vmap_rule
 
 
-UNBATCHED = ", an autograd.Function, returns an output in which samples are not told apart: torch would add up their cotangents"
-
-
-def is_unbatched(tensors: Sequence[Tensor], output: Any, level: int) -> bool:
-    """Whether a function that was called on samples has returned an output with a history, but without the wrapper of the vmap.
+def unbatched(function: type[Function], tensors: Sequence[Tensor], output: Any, level: int) -> str | None:
+    """Why a pass must not go on if a function of samples has returned an output with a history, but without the wrapper of the vmap.
 
     For example zeros that inject a gradient. Below that vmap the output's cotangent is the sum over the samples, and each gets it.
     """
     if not any(level in _functorch.vmap_levels(tensor) for tensor in tensors):
-        return False
+        return None
     parts = output if isinstance(output, (tuple, list)) else (output,)
     alike = [part for part in parts if isinstance(part, Tensor) and level not in _functorch.vmap_levels(part)]
-    return any(layer.requires_grad for part in alike for layer in _functorch.layers(part))
+    if not any(layer.requires_grad for part in alike for layer in _functorch.layers(part)):
+        return None
+    name = function.__name__
+    return f"{name}, an autograd.Function, returns an output in which samples are not told apart: torch would add up their cotangents"
 
 
 def holds_containers(args: Sequence[Any]) -> bool:
