@@ -23,8 +23,8 @@ from psg.factors._views import strides_of
 from psg.rules._registry import decomposition, reshape, rule, transposable_form, transpose
 from psg.rules.linear import flatten_positions, linear
 
-_FEW_BYTES = 1 << 20
-"""To materialise the gradients of one of several products, if they take no more than this, takes less time than ops for its factor."""
+_SMALL_GRADIENTS = 1 << 20
+"""To materialise the gradients of one of several products takes less time than ops for its factor, if they take no more bytes."""
 
 
 def contract(
@@ -106,7 +106,7 @@ def _factored(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str
     count = math.prod(cotangent.shape[out.index(name)] for name in both)
     if count != math.prod(shape[labels.index(name)] for name in both):
         return None  # broadcast
-    if len(cotangent) * shape.numel() * cotangent.itemsize <= count * _FEW_BYTES:
+    if len(cotangent) * shape.numel() * cotangent.itemsize <= count * _SMALL_GRADIENTS:
         return None
     own_out, own_given, own = ("".join(name for name in names if name not in both) for names in (out, given, labels))
     sizes, strides = dict(zip(labels, shape, strict=True)), dict(zip(labels, strides_of(shape), strict=True))
@@ -513,7 +513,7 @@ def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any
     output = output.index_select(0, order.argsort()).unflatten(0, (n, t))
 
     def factor(cotangent: Tensor) -> Factor:
-        if n * mat2.numel() * cotangent.itemsize > _FEW_BYTES and mat2.numel() > t * (sum(mat2.shape[1:]) + 2):
+        if n * mat2.numel() * cotangent.itemsize > _SMALL_GRADIENTS and mat2.numel() > t * (sum(mat2.shape[1:]) + 2):
             # A row beyond the last offset counts for the last matrix, with zeros on both sides.
             rows = cotangent.masked_fill(beyond.unflatten(0, (n, t)), 0)
             index = expert.unflatten(0, (n, t)).clamp(max=len(mat2) - 1)
