@@ -212,7 +212,7 @@ def adapt(
     if isinstance(clip_norm, (PerLeaf, PerGroup)):
         raise InputError(f"psg.clipping.adapt: got a {type(clip_norm).__name__}; adapt each of its clip norms by its own `group_norms`.")
     if not isinstance(norms, Tensor):
-        hint = ": pass out.norms" if hasattr(norms, "clip_coef") else ""
+        hint = ": pass out.norms" if is_clipped(norms) else ""
         raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got a {type(norms).__name__}{hint}.")
     if norms.ndim != 1:
         raise InputError(f"psg.clipping.adapt: expected norms [n], got shape {tuple(norms.shape)}.")
@@ -359,6 +359,11 @@ def check_mask(name: str, mask: Any, n: int, hint: str = "") -> None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (n,)):
         got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"{name}: mask: expected a bool tensor of shape ({n},), got {got}.{hint}")
+
+
+def is_clipped(value: Any) -> bool:
+    """Whether this is a `Clipped` or a `ClippedGrad`, whose classes the modules that ask cannot import."""
+    return hasattr(value, "clip_coef")
 
 
 def is_bounded(policy: Policy) -> bool:

@@ -23,6 +23,7 @@ from psg import _trees
 from psg._errors import InputError, PsgError
 from psg._torch import _functorch
 from psg._torch._ambient import unaffected
+from psg.clipping import is_clipped
 from psg.factors import Dense, Factor, is_factor
 from psg.factors._arithmetic import as_real, is_one_row, one_after_another, widen
 
@@ -167,7 +168,7 @@ def _check_call(name: str, group: dist.ProcessGroup | None) -> None:
 
 def _no_sums(tree: Any, leaves: Sequence[Any], spec: PyTreeSpec) -> str | None:
     """Why a tree cannot be added up over the processes; None if it can."""
-    if hasattr(tree, "clip_coef"):  # a ClippedGrad, whose class this layer cannot import
+    if is_clipped(tree):
         return f"got a {type(tree).__name__}, whose norms are each process's own: pass its grads (and its nonfinite, if you want it)."
     for i, leaf in enumerate(leaves):
         odd = "of dtype torch.bool" if isinstance(leaf, Tensor) and leaf.dtype == torch.bool else _oddity(leaf)

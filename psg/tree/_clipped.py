@@ -122,7 +122,7 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
 
     Source: Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, Appendix A (the Gaussian mechanism).
     """
-    if hasattr(tree, "clip_coef"):
+    if clipping.is_clipped(tree):
         raise InputError(f"psg.tree.add_noise: got a {type(tree).__name__}: pass its grads.")
     leaves, spec = _trees.flatten(tree, is_factor)
     if not leaves:

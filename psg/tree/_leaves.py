@@ -7,6 +7,7 @@ from torch import Tensor
 
 from psg import _trees
 from psg._errors import InputError
+from psg.clipping import is_clipped
 from psg.factors import Dense, Factor, is_factor
 
 
@@ -17,7 +18,7 @@ def place_of(tree: Any, root: str, i: int) -> str:
 
 def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor], optree.PyTreeSpec]:
     """The leaves as factors, at least one, all with the same n, and the structure. Else InputError, naming psg.tree's function `name`."""
-    if hasattr(tree, "clip_coef"):  # a Clipped or a ClippedGrad, whose classes this module cannot import
+    if is_clipped(tree):
         raise InputError(
             f"psg.tree.{name}: got a {type(tree).__name__}; expected per-sample gradients. Its grads are sums, without a batch dimension; "
             "the samples' norms are in its norms."
