@@ -62,9 +62,13 @@ class Rule(NamedTuple):
     ) -> "Rule":
         """The rule that runs this function."""
         try:
-            arguments = list(inspect.signature(run, eval_str=True).parameters.values())
+            signature = inspect.signature(run, eval_str=True)
         except NameError:  # an annotation for type checkers alone
-            arguments = list(inspect.signature(run).parameters.values())
+            signature = inspect.signature(run)
+        for name in params:
+            if name not in signature.parameters:
+                raise InputError(f"psg.rule(params={params!r}): {run.__name__} has no argument {name!r}; it takes {signature}.")
+        arguments = signature.parameters.values()
         if any(a.kind in (a.POSITIONAL_ONLY, a.VAR_KEYWORD) for a in arguments):
             raise InputError(f"psg.rule: {run.__name__} has positional-only arguments or **options; expected (x, *rest, option=None).")
         by_position = [a for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
@@ -221,10 +225,6 @@ def rule(
         raise InputError(f"psg.rule(params={params!r}): expected a tuple of names, such as ('weight',).")
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(run)
-        for name in params:
-            if name not in signature.parameters:
-                raise InputError(f"psg.rule(params={params!r}): {run.__name__} has no argument {name!r}; it takes {signature}.")
         made = Rule.of(run, tuple(params), frozen, declines_few, differentiable)
         for op in ops:
             _rules.update(dict.fromkeys(_aliases(op), made))
