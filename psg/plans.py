@@ -55,6 +55,7 @@ class _Settings(NamedTuple):
 _DEFAULT = _Settings({}, 512 << 20, False)
 _settings: ContextVar[_Settings] = ContextVar("psg_plans", default=_DEFAULT)
 _measured: dict[Any, str] = {}
+_MOST_MEASURED = 1 << 14  # Poisson sampling draws many batch sizes, each a layout of its own
 
 
 def using(
@@ -177,10 +178,14 @@ def may_keep(count: int) -> bool:
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
     layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _trees.tensors_in(_trees.flatten(factor)[0]))
     key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, _machine.settings(factor.device)
-    if key not in _measured:
+    fastest = _measured.get(key)
+    if fastest is None:
         seconds = {answer: _time(run, answer, factor.device) for answer in costs}
-        _measured[key] = min(seconds, key=seconds.__getitem__)
-    return _measured[key]
+        fastest = min(seconds, key=seconds.__getitem__)
+        if len(_measured) >= _MOST_MEASURED:
+            _measured.clear()
+        _measured[key] = fastest
+    return fastest
 
 
 def _time(run: Callable[[str], Any], answer: str, device: torch.device) -> float:

@@ -254,6 +254,16 @@ def test_measuring_takes_the_fastest_and_measures_once(fastest, device, monkeypa
         assert len(timed) == 6
 
 
+def test_few_measurements_are_kept(device, monkeypatch):
+    monkeypatch.setattr(plans, "_time", lambda run, answer, where: 1.0)
+    monkeypatch.setattr(plans, "_measured", measured := {})
+    monkeypatch.setattr(plans, "_MOST_MEASURED", 2)
+    with plans.using(measure=True):
+        for n in range(1, 6):
+            outer(device, n=n).settle()
+            assert 1 <= len(measured) <= 2
+
+
 def test_a_trace_is_not_measured(problem, monkeypatch):
     monkeypatch.setattr(plans, "_measured", {})
     loss, params, x, y = problem
