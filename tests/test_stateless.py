@@ -632,6 +632,27 @@ def test_functions_of_torchscript_run_as_python_where_that_is_the_same(call, dev
     assert psg.explain(fn)(w, x).rung == rung
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+def test_a_scripted_function_with_a_variable_that_python_has_no_more(device):
+    """Reading its variables raised ValueError."""
+    clamp = softclamp
+
+    def outer(t):
+        return clamp(t) + 1
+
+    script = torch.jit.script(outer)
+    del outer.__closure__[0].cell_contents
+
+    def fn(w, x):
+        return script(x @ w).sin().sum()
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    assert "TorchScript" in str(psg.explain(fn)(w, x).reasons)
+    with pytest.raises(psg.PsgError, match="use the function before scripting"):
+        torch.func.jacrev(lambda w: psg.per_sample_norm(fn)(w, x))(w)
+
+
 SCRIPTED = [
     *(f"torch.{op}(a)" for op in "sin cos tan asin acos atan sinh cosh asinh atanh log1p log2 log10 expm1 exp2 erf reciprocal".split()),
     *(f"torch.{op}(a)" for op in "floor ceil round trunc sign".split()),

@@ -125,7 +125,10 @@ def _is_as_compiled(function: FunctionType) -> bool:
         names = own.__code__.co_names
         if hasattr(own, "__wrapped__") or "is_scripting" in names:
             return False
-        found = inspect.getclosurevars(own)
+        try:
+            found = inspect.getclosurevars(own)
+        except ValueError:  # a variable that it closes over has no value any more
+            return False
         values = [*found.nonlocals.values(), *found.globals.values()]
         values += [vars(module)[name] for module in values if isinstance(module, ModuleType) for name in names if name in vars(module)]
         pending += [value for value in values if isinstance(value, FunctionType) and not is_torchs(value)]
