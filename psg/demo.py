@@ -138,10 +138,10 @@ def train(model: nn.Module, data: Digits, steps: int, seed: int) -> Trained:
     the noise multiplier, N the number of training samples and z standard normal.
 
     Args:
-        model: the network; its parameters are trained in place.
-        data: what to train on and what to evaluate on.
-        steps: number of steps.
-        seed: for the sampling and the noise.
+        model: The network; its parameters are trained in place.
+        data: What to train on and what to evaluate on.
+        steps: Number of steps.
+        seed: For the sampling and the noise.
 
     Returns:
         Accuracy and norms along the way.
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the demo.
 
     Args:
-        arguments: the command line's; None takes those of the process.
+        arguments: The command line's; None takes those of the process.
     """
     parser = argparse.ArgumentParser(prog="python -m psg.demo", description="Check, time and use psg on real data.")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture (default: %(default)s)")

@@ -23,9 +23,9 @@ class Checked(NamedTuple):
     """What `check` returns when it passes.
 
     Attributes:
-        samples: number of samples.
-        leaves: number of leaves that were differentiated.
-        error: the largest relative error of a gradient, as `assert_trees_close` returns it.
+        samples: Number of samples.
+        leaves: Number of leaves that were differentiated.
+        error: The largest relative error of a gradient, as `assert_trees_close` returns it.
     """
 
     samples: int
@@ -51,17 +51,17 @@ def check(
     eager PyTorch has wrong kernels too.
 
     Args:
-        fn: as in `psg.per_sample_grad`; it must draw no random numbers (call `model.eval()`).
-        argnums: as in `psg.per_sample_grad`.
-        in_dims: as in `psg.per_sample_grad`.
-        has_aux: as in `psg.per_sample_grad`; `aux` is not compared.
-        chunk_size: as in `psg.per_sample_grad`.
-        method: as in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says that the samples
+        fn: As in `psg.per_sample_grad`; it must draw no random numbers (call `model.eval()`).
+        argnums: As in `psg.per_sample_grad`.
+        in_dims: As in `psg.per_sample_grad`.
+        has_aux: As in `psg.per_sample_grad`; `aux` is not compared.
+        chunk_size: As in `psg.per_sample_grad`.
+        method: As in `psg.per_sample_grad`. With "batch" the loop calls `fn` on batches of one: a passed check then says that the samples
             do not interact. Arguments that all samples share go to it whole, so they must not hold the data of samples, as those of joined
             graphs do.
-        rtol: as in `assert_trees_close`. Where dtypes are mixed (under autocast, or for a loss summed in float64), None takes at least the
+        rtol: As in `assert_trees_close`. Where dtypes are mixed (under autocast, or for a loss summed in float64), None takes at least the
             tolerance of every dtype in which a value is computed from the arguments to differentiate.
-        atol: as in `assert_trees_close`.
+        atol: As in `assert_trees_close`.
 
     Returns:
         A function of `(*args, **shared)` that returns `Checked`, and raises `Mismatch` where anything differs.
@@ -175,13 +175,13 @@ def assert_reductions_close(factored: Tree, grads: Tree, rtol: float | None = No
     terms may cancel, so in addition to `rtol` its error may be a thousand roundings of the terms.
 
     Args:
-        factored: tree of factors or of [n, *shape] tensors.
-        grads: tree of [n, *shape] tensors.
-        rtol: as in `assert_trees_close`.
-        atol: as in `assert_trees_close`.
+        factored: Tree of factors or of [n, *shape] tensors.
+        grads: Tree of [n, *shape] tensors.
+        rtol: As in `assert_trees_close`.
+        atol: As in `assert_trees_close`.
 
     Raises:
-        Mismatch: if a reduction differs; the message begins with its name.
+        Mismatch: A reduction differs; the message begins with its name.
 
     Example:
         >>> import psg

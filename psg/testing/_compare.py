@@ -14,9 +14,9 @@ class Mismatch(AssertionError):
     """Two trees differ: the message names the leaf, the sample and the error.
 
     Attributes:
-        path: the worst leaf, as an expression such as `grads['conv.weight']`.
-        sample: the worst sample of that leaf; None where leaves have no sample dimension or shapes differ.
-        error: the largest absolute error of that leaf; NaN where no number can be compared.
+        path: The worst leaf, as an expression such as `grads['conv.weight']`.
+        sample: The worst sample of that leaf; None where leaves have no sample dimension or shapes differ.
+        error: The largest absolute error of that leaf; NaN where no number can be compared.
     """
 
     def __init__(self, message: str, path: str = "", sample: int | None = None, error: float = float("nan")):
@@ -31,7 +31,7 @@ def default_rtol(dtype: torch.dtype) -> float:
     """The relative tolerance of a comparison: 1e-9, 1e-4, 1e-2 and 5e-2 for float64, float32, float16 and bfloat16.
 
     Args:
-        dtype: a dtype; a complex one counts as that of its real part, one that is not floating point gets 0.
+        dtype: A dtype; a complex one counts as that of its real part, one that is not floating point gets 0.
 
     Returns:
         The tolerance.
@@ -61,18 +61,18 @@ def assert_trees_close(
     equal.
 
     Args:
-        actual: a tree.
-        expected: a tree.
-        rtol: relative tolerance; None takes `default_rtol` of each leaf's dtype.
-        atol: absolute tolerance.
-        name: what the message calls the tree.
-        per_sample: whether dimension 0 of every leaf counts samples, so that the message can name one.
+        actual: A tree.
+        expected: A tree.
+        rtol: Relative tolerance; None takes `default_rtol` of each leaf's dtype.
+        atol: Absolute tolerance.
+        name: What the message calls the tree.
+        per_sample: Whether dimension 0 of every leaf counts samples, so that the message can name one.
 
     Returns:
         The largest `error / max(leaf, tree / 100)`, 0 for trees without entries.
 
     Raises:
-        Mismatch: if structure, shape, dtype, device or values differ.
+        Mismatch: Structure, shape, dtype, device or values differ.
 
     Example:
         >>> assert_trees_close({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])}, name="grads")

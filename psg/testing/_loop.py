@@ -26,10 +26,10 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
     `grads[n] = d fn(params, *batch[n]) / d params`, sample after sample. Not differentiable itself.
 
     Args:
-        fn: function of one sample that returns a scalar, or `(scalar, aux)` with `has_aux`.
-        argnums: position, or positions, of the arguments to differentiate.
-        in_dims: as in `psg.per_sample_grad`; None shares the `argnums` arguments and batches every tensor of the others along dimension 0.
-        has_aux: whether `fn` returns `(scalar, aux)`, where `aux` is a tree of tensors.
+        fn: Function of one sample that returns a scalar, or `(scalar, aux)` with `has_aux`.
+        argnums: Position, or positions, of the arguments to differentiate.
+        in_dims: As in `psg.per_sample_grad`; None shares the `argnums` arguments and batches every tensor of the others along dimension 0.
+        has_aux: Whether `fn` returns `(scalar, aux)`, where `aux` is a tree of tensors.
 
     Returns:
         A function of `(*args, **shared)` that returns `(values [n], grads)`, or `((values, aux), grads)` with `has_aux`; every leaf of
@@ -37,7 +37,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
         structure is unknown, is None.
 
     Raises:
-        InputError: an option has a value that is not allowed. At a call: an argument does not fit (as in `psg.per_sample_grad`), or `fn`
+        InputError: An option has a value that is not allowed. At a call: an argument does not fit (as in `psg.per_sample_grad`), or `fn`
             does not return a scalar tensor.
 
     Example:
@@ -94,16 +94,16 @@ def loop_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_dims: Any 
     `grads[n] = d fn(params, *batch[n]) / d params`.
 
     Args:
-        fn: as in `loop_value_and_grad`.
-        argnums: as in `loop_value_and_grad`.
-        in_dims: as in `loop_value_and_grad`.
-        has_aux: as in `loop_value_and_grad`.
+        fn: As in `loop_value_and_grad`.
+        argnums: As in `loop_value_and_grad`.
+        in_dims: As in `loop_value_and_grad`.
+        has_aux: As in `loop_value_and_grad`.
 
     Returns:
         A function of `(*args, **shared)` that returns `grads`, or `(grads, aux)` with `has_aux`.
 
     Raises:
-        InputError: as in `loop_value_and_grad`.
+        InputError: As in `loop_value_and_grad`.
 
     Example:
         >>> loop_grad(lambda w, x: w * x)(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
@@ -122,11 +122,11 @@ class Batch:
     """The arguments of a call, cut into samples.
 
     Attributes:
-        n: number of samples.
-        positions: those of the arguments to differentiate.
-        leaves: the leaves of the arguments.
-        dims: for each leaf its batch dimension, None where it is shared.
-        spec: the structure of the arguments.
+        n: Number of samples.
+        positions: Those of the arguments to differentiate.
+        leaves: The leaves of the arguments.
+        dims: For each leaf its batch dimension, None where it is shared.
+        spec: The structure of the arguments.
     """
 
     def __init__(self, fn: Callable, args: Any, options: Options):

@@ -11,7 +11,7 @@ def reference_flat(grads: Tree) -> Tensor:
     """Per-sample gradients side by side, in float32 or wider; a complex entry is two real ones.
 
     Args:
-        grads: tree of [n, *shape] tensors with at least one leaf.
+        grads: Tree of [n, *shape] tensors with at least one leaf.
 
     Returns:
         The [n, P] matrix.
@@ -30,7 +30,7 @@ def reference_norm(grads: Tree) -> Tensor:
     """The norm of each sample's gradient over all leaves: `|g[n]|`.
 
     Args:
-        grads: tree of [n, *shape] tensors.
+        grads: Tree of [n, *shape] tensors.
 
     Returns:
         [n], in float32 or wider.
@@ -46,8 +46,8 @@ def reference_gram(grads: Tree, other: Tree | None = None) -> Tensor:
     """Inner products of all pairs of samples: `<g[n], h[m]>`.
 
     Args:
-        grads: tree of [n, *shape] tensors.
-        other: tree of [m, *shape] tensors; None takes `grads`.
+        grads: Tree of [n, *shape] tensors.
+        other: Tree of [m, *shape] tensors; None takes `grads`.
 
     Returns:
         [n, m], in float32 or wider.
@@ -64,8 +64,8 @@ def reference_dot(grads: Tree, direction: Tree) -> Tensor:
     """Inner product of each sample's gradient with one direction: `<g[n], direction>`.
 
     Args:
-        grads: tree of [n, *shape] tensors.
-        direction: tree of [*shape] tensors.
+        grads: Tree of [n, *shape] tensors.
+        direction: Tree of [*shape] tensors.
 
     Returns:
         [n], in float32 or wider.
@@ -81,7 +81,7 @@ def reference_weighted_sum(grads: Tree, weights: Tensor) -> Tree:
     """The weighted sum over samples: `sum_n weights[n] g[n]`.
 
     Args:
-        grads: tree of [n, *shape] tensors.
+        grads: Tree of [n, *shape] tensors.
         weights: [n].
 
     Returns:
@@ -100,8 +100,8 @@ def reference_clipped_sum(grads: Tree, clip_norm: float) -> Tree:
     A zero norm counts as coefficient 1, and a sample that is not finite contributes exactly zero.
 
     Args:
-        grads: tree of [n, *shape] tensors.
-        clip_norm: the bound, infinity included.
+        grads: Tree of [n, *shape] tensors.
+        clip_norm: The bound, infinity included.
 
     Returns:
         Tree of [*shape] tensors in the dtypes of `grads`.

@@ -18,9 +18,9 @@ def shapes(min_dims: int = 1, max_dims: int = 3, max_side: int = 4) -> SearchStr
     """Strategy for shapes without empty sides.
 
     Args:
-        min_dims: fewest dimensions.
-        max_dims: most dimensions.
-        max_side: largest side.
+        min_dims: Fewest dimensions.
+        max_dims: Most dimensions.
+        max_side: Largest side.
 
     Returns:
         A strategy of tuples of integers.
@@ -41,9 +41,9 @@ def tensors(shape: Sequence[int], dtype: torch.dtype | None = None, high: int | 
     """Strategy for tensors of one shape: normal values, or integers below `high`, from a drawn seed.
 
     Args:
-        shape: the shape.
-        dtype: the dtype; None takes torch's default.
-        high: for class indices and token ids: draw integers in [0, high) instead.
+        shape: The shape.
+        dtype: The dtype; None takes torch's default.
+        high: For class indices and token ids: draw integers in [0, high) instead.
 
     Returns:
         A strategy of CPU tensors.
@@ -74,15 +74,15 @@ def batches(
     For a classifier of 28 x 28 images: `@given(batch=psg.testing.batches((1, 28, 28), ((), 10)))`, then `psg.check(loss)(params, *batch)`.
 
     Args:
-        fields: for each batched argument the shape of one sample, or `(shape, high)` for integers below `high`.
-        max_samples: largest batch.
-        dtype: dtype of the fields that are not integers; None takes torch's default.
+        fields: For each batched argument the shape of one sample, or `(shape, high)` for integers below `high`.
+        max_samples: Largest batch.
+        dtype: Dtype of the fields that are not integers; None takes torch's default.
 
     Returns:
         A strategy of tuples of [n, *shape] tensors, one a field, with one n for all.
 
     Raises:
-        InputError: a field is neither a shape nor such a pair.
+        InputError: A field is neither a shape nor such a pair.
 
     Example:
         >>> from hypothesis import given
@@ -115,7 +115,7 @@ def layouts(tensor: Tensor) -> SearchStrategy[Tensor]:
     """Strategy for tensors of equal values in different memory: contiguous, permuted, strided, offset.
 
     Args:
-        tensor: the values.
+        tensor: The values.
 
     Returns:
         A strategy of tensors equal to `tensor`.
