@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees
-from psg._errors import InputError, as_integer, code_of, warn_once
+from psg._errors import InputError, a_kind, as_integer, code_of, warn_once
 from psg._hardware import _memory
 from psg._torch import _ambient, _autograd, _functorch, _random
 from psg._watch import _copies
@@ -476,9 +476,7 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
                 way_out = "Parameters of a module: pass a dict of those to differentiate, by name, such as psg.stateless returns."
             elif hasattr(leaf, "__array__"):
                 way_out = "Convert it with torch.as_tensor."
-            raise InputError(
-                f"{name}: {paths[position]} is a {type(leaf).__name__}; expected a tensor, since it is differentiated. {way_out}"
-            )
+            raise InputError(f"{name}: {paths[position]} is {a_kind(leaf)}; expected a tensor, since it is differentiated. {way_out}")
         if leaf.layout != torch.strided or leaf.is_nested:
             what = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
             raise InputError(f"{name}: {paths[position]} {what}; expected a dense tensor, since it is differentiated.")
@@ -509,12 +507,12 @@ def _check_dim(name: str, leaf: Any, dim: Any, paths: Paths, position: int, defa
     if not isinstance(leaf, Tensor):
         if hasattr(leaf, "shape") or isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):
             raise InputError(
-                f"{name}: {paths[position]} is a {type(leaf).__name__}, which is neither a tensor nor a tree that optree knows. Convert it "
+                f"{name}: {paths[position]} is {a_kind(leaf)}, which is neither a tensor nor a tree that optree knows. Convert it "
                 'with torch.as_tensor, or register its type with optree (namespace="psg"), or pass it by keyword to share it.'
             )
         if _holds_tensors(leaf):
             raise InputError(
-                f"{name}: {paths[position]} is a {type(leaf).__name__} that holds tensors, perhaps a batch, which psg cannot see. "
+                f"{name}: {paths[position]} is {a_kind(leaf)} that holds tensors, perhaps a batch, which psg cannot see. "
                 'Register its type with optree (namespace="psg"), or share it: give in_dims with None for it, or pass it by keyword.'
             )
         return None  # a number, a string, a flag: the same for every sample

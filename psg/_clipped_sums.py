@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees
-from psg._errors import InputError
+from psg._errors import InputError, a_kind
 from psg._torch import _functorch
 from psg.clipping import PerGroup, PerLeaf, Policy, check_clip_norm, clip, is_bounded
 from psg.factors import Factor
@@ -59,7 +59,7 @@ def _leaf_by_leaf(given: PerLeaf, spec: optree.PyTreeSpec) -> list[Group]:
 def _by_label(given: PerGroup, spec: optree.PyTreeSpec) -> list[Group]:
     norms = given.clip_norm
     if not isinstance(norms, Mapping):
-        raise InputError(f"PerGroup(clip_norm=...): expected a mapping from labels to clip norms, got a {type(norms).__name__}.")
+        raise InputError(f"PerGroup(clip_norm=...): expected a mapping from labels to clip norms, got {a_kind(norms)}.")
     members: dict[Hashable, list[int]] = {}
     for i, path in enumerate(_trees.keys(_trees.unflatten(spec, range(spec.num_leaves)))):
         members.setdefault(_label(given, path), []).append(i)

@@ -83,13 +83,19 @@ def as_integer(value: Any, least: int | None = None) -> int | None:
     return found if least is None or found >= least else None
 
 
+def a_kind(value: Any) -> str:
+    """A value's type, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
+
+
 def received(value: Any) -> str:
     """What arrived in the place of a function or a module, by its type: what it holds may fill pages."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, tuple) and value and callable(value[0]):
         return "the pair that stateless returns: unpack it, loss, params = psg.stateless(...)"
-    return f"a {type(value).__name__}"
+    return a_kind(value)
 
 
 def unwrapped(function: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._call import KEYWORDS, note
-from psg._errors import USED_ELSEWHERE, InputError, StateError, as_integer, received, warn_once
+from psg._errors import USED_ELSEWHERE, InputError, StateError, a_kind, as_integer, received, warn_once
 from psg._torch import _ambient, _autograd, _functorch
 from psg._torch._ops import target_of, tensors_of
 from psg._watch import _pass, _writes
@@ -133,7 +133,7 @@ def stateless(
     def loss(params: dict[str, Tensor], *sample: Any, **shared: Any) -> Tensor:
         if not isinstance(params, Mapping):
             raise InputError(
-                f"stateless: params is a {type(params).__name__}; expected a mapping from names to tensors, such as the "
+                f"stateless: params is {a_kind(params)}; expected a mapping from names to tensors, such as the "
                 "one that stateless returned, which leaves frozen ones out: all that it holds is differentiated."
             )
         if takes_target and not sample:

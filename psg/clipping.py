@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg._errors import InputError
+from psg._errors import InputError, a_kind
 from psg._torch import _functorch
 
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "bounded", "clip", "normalize"]
@@ -81,7 +81,7 @@ def automatic(gamma: float = 0.01) -> Policy:
         tensor([1., 1.])
     """
     if not fits(gamma, lambda gamma: gamma > 0):
-        raise InputError(f"automatic(gamma={gamma!r}): expected a number greater than 0; policy='normalize' is the limit at 0.")
+        raise InputError(f"psg.clipping.automatic(gamma={gamma!r}): expected a number greater than 0; 'normalize' is the limit at 0.")
     return _Automatic(gamma)
 
 
@@ -119,7 +119,7 @@ def bounded(policy: Policy) -> Policy:
         tensor([1.0000, 1.3333])
     """
     if not callable(policy):
-        raise InputError(f"bounded(policy={policy!r}): expected a function (norms, clip_norm) -> clip_coef.")
+        raise InputError(f"psg.clipping.bounded(policy={policy!r}): expected a function (norms, clip_norm) -> clip_coef.")
     return _Bounded(policy)
 
 
@@ -210,10 +210,10 @@ def adapt(
     Source: Andrew, Thakkar, McMahan & Ramaswamy, "Differentially Private Learning with Adaptive Clipping", 2021, Algorithm 1, Theorem 1.
     """
     if isinstance(clip_norm, (PerLeaf, PerGroup)):
-        raise InputError(f"psg.clipping.adapt: got a {type(clip_norm).__name__}; adapt each of its clip norms by its own `group_norms`.")
+        raise InputError(f"psg.clipping.adapt: got {a_kind(clip_norm)}; adapt each of its clip norms by its own `group_norms`.")
     if not isinstance(norms, Tensor):
         hint = ": pass out.norms" if is_clipped(norms) else ""
-        raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got a {type(norms).__name__}{hint}.")
+        raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got {a_kind(norms)}{hint}.")
     if norms.ndim != 1:
         raise InputError(f"psg.clipping.adapt: expected norms [n], got shape {tuple(norms.shape)}.")
     check_mask("psg.clipping.adapt", mask, len(norms))

@@ -20,7 +20,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from psg import _trees
-from psg._errors import InputError, PsgError
+from psg._errors import InputError, PsgError, a_kind
 from psg._torch import _functorch
 from psg._torch._ambient import unaffected
 from psg.clipping import is_clipped
@@ -169,7 +169,7 @@ def _check_call(name: str, group: dist.ProcessGroup | None) -> None:
 def _no_sums(tree: Any, leaves: Sequence[Any], spec: PyTreeSpec) -> str | None:
     """Why a tree cannot be added up over the processes; None if it can."""
     if is_clipped(tree):
-        return f"got a {type(tree).__name__}, whose norms are each process's own: pass its grads (and its nonfinite, if you want it)."
+        return f"got {a_kind(tree)}, whose norms are each process's own: pass its grads (and its nonfinite, if you want it)."
     for i, leaf in enumerate(leaves):
         odd = "of dtype torch.bool" if isinstance(leaf, Tensor) and leaf.dtype == torch.bool else _oddity(leaf)
         if odd is not None:
@@ -202,7 +202,7 @@ def _no_samples(leaves: Sequence[Any], spec: PyTreeSpec) -> str | None:
 def _oddity(leaf: Any) -> str | None:
     """What a leaf is, if it is no dense tensor; None if it is one."""
     if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}"
+        return a_kind(leaf)
     if leaf.is_nested:
         return "a nested tensor"
     if leaf.is_quantized:

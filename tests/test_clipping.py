@@ -799,7 +799,7 @@ def test_a_user_more_or_less_changes_the_sum_by_the_clip_norm_at_most(args, devi
         ({"clip_norm": math.inf, "policy": "normalize"}, "clip_norm=inf"),
         ({"clip_norm": 1.0, "mask": torch.ones(3)}, r"psg.tree.clip: mask: expected a bool tensor of shape \(3,\)"),
         ({"clip_norm": PerGroup(lambda path: path[0], {})}, "has no clip norm"),
-        ({"clip_norm": PerGroup(lambda path: path[0], 3)}, "expected a mapping from labels to clip norms, got a int"),
+        ({"clip_norm": PerGroup(lambda path: path[0], 3)}, "expected a mapping from labels to clip norms, got an int"),
     ],
 )
 def test_a_tree_that_cannot_be_clipped_so_is_an_error(options, message):

@@ -529,7 +529,7 @@ class Opaque:
 def test_an_argument_that_may_hold_a_batch(device):
     w, x = torch.ones(3, device=device), torch.ones(2, 3, device=device)
     fn = lambda w, x, other: (w * x).sum() * other.x.sum()  # noqa: E731
-    with pytest.raises(psg.InputError, match="other is a Opaque that holds tensors"):
+    with pytest.raises(psg.InputError, match="other is an Opaque that holds tensors"):
         psg.per_sample_grad(fn)(w, x, Opaque(x))
     shared = psg.per_sample_grad(fn, in_dims=(None, 0, None))(w, x, Opaque(x))
     assert shared.shape == (2, 3) and (shared == psg.per_sample_grad(fn)(w, x, other=Opaque(x))).all()

@@ -1646,7 +1646,7 @@ def test_a_part_of_the_parameters_runs_compiled(device):
 
 
 def test_what_is_no_function_and_a_representation():
-    with pytest.raises(psg.PsgError, match="expected a function, got a int"):
+    with pytest.raises(psg.PsgError, match="expected a function, got an int"):
         psg.jit(3)
     norms = psg.jit(psg.per_sample_norm(torch.dot), backend="eager")
     norms(torch.ones(3), torch.ones(2, 3))

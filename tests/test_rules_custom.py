@@ -906,7 +906,7 @@ def test_params_of_a_rule_are_a_tuple(params):
 def test_a_rule_for_no_op_and_a_primitive_of_no_function():
     with pytest.raises(psg.InputError, match=r"expected the ops that the rule is for"):
         psg.rule()
-    with pytest.raises(psg.InputError, match=r"psg\.primitive: expected a function of tensors, got a int"):
+    with pytest.raises(psg.InputError, match=r"psg\.primitive: expected a function of tensors, got an int"):
         psg.primitive(3)
 
 

@@ -303,7 +303,7 @@ def test_unflatten_needs_tensors(device):
     with pytest.raises(psg.InputError, match=r"like\['a'\] is a float; expected a tensor"):
         psg.tree.unflatten(torch.zeros(3, device=device), {"a": 1.0, "b": torch.zeros(2, device=device)})
     gradients = {"w": psg.factors.Outer(torch.ones(4, 1, 3, device=device), torch.ones(4, 1, 2, device=device))}
-    with pytest.raises(psg.InputError, match=r"like\['w'\] is a Outer; .* like is a tree like the parameters"):
+    with pytest.raises(psg.InputError, match=r"like\['w'\] is an Outer; .* like is a tree like the parameters"):
         psg.tree.unflatten(torch.zeros(4, 6, device=device), gradients)
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._capture._carries import Step, carry_of, part_of, terms_of
-from psg._errors import InputError
+from psg._errors import InputError, a_kind
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import name_of, tensors_of
 from psg.factors import Dense, Factor, Sum, merge
@@ -113,7 +113,7 @@ class Lifted:
             InputError: The factor does not fit the parameter, so the rule is broken.
         """
         if not isinstance(factor, Factor):
-            raise InputError(f"a rule is broken: its builder for {place} gives a {type(factor).__name__}; expected one of psg.factors.")
+            raise InputError(f"a rule is broken: its builder for {place} gives {a_kind(factor)}; expected one of psg.factors.")
         try:
             got, expected = (factor.n, factor.shape), (n, self.leaf.shape[1:])
         except IndexError:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from psg._capture._agreed import python_value
 from psg._capture._lifted import Lifted, Watch
-from psg._errors import InputError
+from psg._errors import InputError, a_kind
 from psg._torch import _functorch
 from psg._torch._ops import Place, place_name, places_of, replace_at
 from psg.rules._registry import Rule, outputs_and_builders
@@ -125,7 +125,7 @@ def run_rule(
             place, build = (name, builders[name]) if index is None else (f"{name}[{index}]", builders[name][index])
             if not callable(build):
                 raise InputError(
-                    f"the rule for {op} gives a {type(build).__name__} as the builder for {place}; expected a function from the output's "
+                    f"the rule for {op} gives {a_kind(build)} as the builder for {place}; expected a function from the output's "
                     "cotangent to a factor."
                 )
             targets.append((place, value, build))

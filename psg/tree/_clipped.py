@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psg import _trees, clipping
 from psg._clipped_sums import clipped_sums, groups_of, sensitivity
-from psg._errors import InputError
+from psg._errors import InputError, a_kind
 from psg._torch import _functorch
 from psg._torch._ambient import unaffected
 from psg.factors import is_factor
@@ -123,13 +123,13 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
     Source: Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, Appendix A (the Gaussian mechanism).
     """
     if clipping.is_clipped(tree):
-        raise InputError(f"psg.tree.add_noise: got a {type(tree).__name__}: pass its grads.")
+        raise InputError(f"psg.tree.add_noise: got {a_kind(tree)}: pass its grads.")
     leaves, spec = _trees.flatten(tree, is_factor)
     if not leaves:
         raise InputError("psg.tree.add_noise: the tree has no leaves.")
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not _trees.is_inexact(leaf):
-            got = f"of dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            got = f"of dtype {leaf.dtype}" if isinstance(leaf, Tensor) else a_kind(leaf)
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients; {place} is {got}.")
         if leaf.layout != torch.strided:

@@ -6,7 +6,7 @@ import optree
 from torch import Tensor
 
 from psg import _trees
-from psg._errors import InputError
+from psg._errors import InputError, a_kind
 from psg.clipping import is_clipped
 from psg.factors import Dense, Factor, is_factor
 
@@ -20,7 +20,7 @@ def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor
     """The leaves as factors, at least one, all with the same n, and the structure. Else InputError, naming psg.tree's function `name`."""
     if is_clipped(tree):
         raise InputError(
-            f"psg.tree.{name}: got a {type(tree).__name__}; expected per-sample gradients. Its grads are sums, without a batch dimension; "
+            f"psg.tree.{name}: got {a_kind(tree)}; expected per-sample gradients. Its grads are sums, without a batch dimension; "
             "the samples' norms are in its norms."
         )
     leaves, spec = _trees.flatten(tree, is_factor)
@@ -28,7 +28,7 @@ def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor
         raise InputError(f"psg.tree.{name}: the tree has no leaves.")
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, (Tensor, Factor)) or isinstance(leaf, Tensor) and leaf.ndim == 0:
-            got = "a scalar tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            got = "a scalar tensor" if isinstance(leaf, Tensor) else a_kind(leaf)
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
         # A function that only selects, joins or materialises samples takes any dtype: ids, say, beside the gradients.
@@ -58,6 +58,6 @@ def beside(tree: Any, other: Any, name: str, what: str) -> tuple[list[Factor], l
         raise InputError(f"psg.tree.{name}: the {what} and the gradients differ in structure: {difference}.")
     for i, (factor, leaf) in enumerate(zip(factors, leaves, strict=True)):
         if not isinstance(leaf, Tensor) or factor.shape != leaf.shape:
-            got = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is a {type(leaf).__name__}"
+            got = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {a_kind(leaf)}"
             raise InputError(f"psg.tree.{name}: {place_of(other, what, i)} {got}, expected {tuple(factor.shape)}.")
     return factors, leaves

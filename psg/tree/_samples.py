@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees
-from psg._errors import InputError, as_integer, received
+from psg._errors import InputError, a_kind, as_integer, received
 from psg._torch import _functorch
 from psg._torch._ambient import unaffected
 from psg.factors import Dense, Factor, is_factor
@@ -98,13 +98,13 @@ def unflatten(flat: Tensor, like: Any) -> Any:
         if not isinstance(leaf, Tensor):
             place = place_of(like, "like", i)
             raise InputError(
-                f"psg.tree.unflatten: {place} is a {type(leaf).__name__}; expected a tensor, whose shape the entries get: like is a tree "
+                f"psg.tree.unflatten: {place} is {a_kind(leaf)}; expected a tensor, whose shape the entries get: like is a tree "
                 "like the parameters."
             )
     sizes = [leaf.numel() for leaf in leaves]
     total = sum(sizes)
     if not isinstance(flat, Tensor) or flat.ndim == 0:
-        got = "a tensor without dimensions" if isinstance(flat, Tensor) else f"a {type(flat).__name__}"
+        got = "a tensor without dimensions" if isinstance(flat, Tensor) else a_kind(flat)
         raise InputError(f"psg.tree.unflatten: expected a tensor [..., {total}], got {got}.")
     if flat.shape[-1] != total:
         raise InputError(f"psg.tree.unflatten: expected {total} entries along the last dimension, got {flat.shape[-1]}.")
