@@ -13,7 +13,21 @@ A rule of your own in five steps (CONTRIBUTING.md has them at length, with an ex
 `registered()` lists all rules; within `disabled()` none is used.
 """
 
-from psg.rules import activation, attention, conv, embedding, leaks, linear, loss, missing, normalization, products, recurrent, repairs  # noqa: F401
+from psg.rules import (  # noqa: F401
+    activation,
+    attention,
+    conv,
+    embedding,
+    indexing,
+    leaks,
+    linear,
+    loss,
+    missing,
+    normalization,
+    products,
+    recurrent,
+    repairs,
+)
 from psg.rules._registry import disabled, primitive, registered, rule
 
 __all__ = ["disabled", "primitive", "registered", "rule"]
