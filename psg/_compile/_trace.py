@@ -92,17 +92,7 @@ def trace(
             result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(_trees.tensors_in(result[0]))
 
-    before = _random.get_python_state()
-    try:
-        graph = _make_fx(flat, tensors)
-    finally:
-        draws = not _random.same_python_state(before, _random.get_python_state())
-        if draws:
-            _random.set_python_state(before)  # for the eager call that follows
-    if draws:
-        raise PsgError(
-            "it draws random numbers of Python or NumPy, which would be the same in every call; draw them with torch, or pass them to it"
-        )
+    graph = _drawn_by_torch_alone(flat, tensors)
     outcome = result[0], result[1]  # a second trace may give other kinds of factors
     captured = _captured(graph)
     places = graph.graph.find_nodes(op="placeholder")[len(tensors) :]
@@ -118,12 +108,42 @@ def trace(
             flat(*tensors)
         if not suspects <= again.found.keys():
             raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
+    graph = _functional(graph, [*tensors, *(tensor.detach() for tensor in captured)])
+    inputs = {*map(id, tensors), *map(id, captured)}
+    sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
+    known = enumerate((*tensors, *captured, *sized))
+    placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
+    return Trace(graph, captured, recorded, read, sized, [*reads.flags.values()], placed, *outcome)
+
+
+def _drawn_by_torch_alone(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
+    """The graph of a function, whose random numbers have to be torch's.
+
+    Raises:
+        PsgError: It draws others.
+    """
+    before = _random.get_python_state()
+    try:
+        graph = _make_fx(function, tensors)
+    finally:
+        draws = not _random.same_python_state(before, _random.get_python_state())
+        if draws:
+            _random.set_python_state(before)  # for the eager call that follows
+    if draws:
+        raise PsgError(
+            "it draws random numbers of Python or NumPy, which would be the same in every call; draw them with torch, or pass them to it"
+        )
+    return graph
+
+
+def _functional(graph: GraphModule, tensors: Sequence[Tensor]) -> GraphModule:
+    """The graph without writes and `detach`, and with reshapes for views; on these tensors it is traced again, if it has to be."""
     _write_anew(graph)
     if any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in graph.graph.nodes):
         # Compilers know functional graphs best, and refuse some ops that write into a given tensor. This traces the graph once more.
         _reshape(graph, _views_of_final_values(graph))
         with _ambient.off():  # autocast is in the graph already
-            graph = _make_fx(torch.func.functionalize(graph), [*tensors, *(tensor.detach() for tensor in captured)])
+            graph = _make_fx(torch.func.functionalize(graph), tensors)
     _reshape(graph, graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default))
     returned = set(graph.graph.output_node().all_input_nodes)
     for op in _DETACHING:
@@ -132,11 +152,7 @@ def trace(
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 graph.graph.erase_node(node)
     graph.recompile()
-    inputs = {*map(id, tensors), *map(id, captured)}
-    sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
-    known = enumerate((*tensors, *captured, *sized))
-    placed = [place for place, tensor in known if tensor.layout == torch.strided and _storage(tensor) in reads.placed]
-    return Trace(graph, captured, recorded, read, sized, [*reads.flags.values()], placed, *outcome)
+    return graph
 
 
 def _write_anew(graph: GraphModule) -> None:
