@@ -84,14 +84,7 @@ def stateless(
 
     Source: `torch.func.functional_call`.
     """
-    if not isinstance(module, nn.Module):
-        raise InputError(f"stateless: expected a module, got {received(module)}. If it is a class, make an instance of it first.")
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-        raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
-    for child in module.modules():
-        for kind in type(child).__mro__:
-            if kind.__name__ in _WRAPPERS:
-                raise InputError(f"stateless({kind_of(child)}): {_WRAPPERS[kind.__name__]}.")
+    _refuse_unsupported(module)
     own_dim = as_integer(batch_dim, least=0)
     if batch_dim is not None and own_dim is None:
         raise InputError(f"stateless(batch_dim={batch_dim!r}): expected an integer of at least 0, or None for samples as they are.")
@@ -111,14 +104,8 @@ def stateless(
             UserWarning,
             stacklevel=2,
         )
-    time_first = _time_first_layer(module) if own_dim == 0 else None
-    if time_first is not None:
-        warnings.warn(
-            f"stateless: {kind_of(time_first)} without batch_first=True takes dimension 0 for time, so every step of a sample would be a "
-            "sequence of its own. Pass batch_dim=1 for sequences [t, *].",
-            UserWarning,
-            stacklevel=2,
-        )
+    if own_dim == 0:
+        _warn_of_time_first(module)
     if criterion is not None and (not callable(criterion) or isinstance(criterion, type)):
         raise InputError(
             f"stateless: expected a criterion(output, target), got {received(criterion)}. If it is a class, make an instance of it."
@@ -154,16 +141,7 @@ def stateless(
             with _ambient.uncached(), lock:
                 return _call(module, criterion, params, run, lock, kept_elsewhere, memory)
         except TypeError as error:
-            if takes_target and not inputs and not shared and _needs_input(module):
-                unpack = " Unpack the batch: loss(params, *batch)." if isinstance(sample[0], (list, tuple)) else ""
-                raise InputError(
-                    "stateless: the call has one argument after params, which is the criterion's target, so the module gets no input. Pass "
-                    f"loss(params, *inputs, target).{unpack}"
-                ) from error
-            # A criterion(output, target, weight) fails here too.
-            last = ", the last of them for criterion(output, target): pass several targets or weights in a tuple" if takes_target else ""
-            named = f", and by keyword, for the module, {', '.join(shared)}" if shared else ""
-            error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}{named}.")
+            _explain(error, module, sample, shared, takes_target)
             raise
 
     loss.__qualname__ = f"stateless({kind_of(module)}).loss"
@@ -173,6 +151,32 @@ def stateless(
 
     note(loss, KEYWORDS, names_beside)
     return loss, params
+
+
+def _refuse_unsupported(module: Any) -> None:
+    """Raise InputError for what is no module, or one of which no function can be made."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"stateless: expected a module, got {received(module)}. If it is a class, make an instance of it first.")
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise InputError(f"stateless({type(module).__name__}): a lazy layer has no shape yet. Run the module on a batch once first.")
+    for child in module.modules():
+        for kind in type(child).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                raise InputError(f"stateless({kind_of(child)}): {_WRAPPERS[kind.__name__]}.")
+
+
+def _explain(error: TypeError, module: nn.Module, sample: Sequence[Any], shared: Mapping[str, Any], takes_target: bool) -> None:
+    """Add to an error what the loss was given, or raise InputError if it lacks an input."""
+    if takes_target and len(sample) == 1 and not shared and _needs_input(module):
+        unpack = " Unpack the batch: loss(params, *batch)." if isinstance(sample[0], (list, tuple)) else ""
+        raise InputError(
+            "stateless: the call has one argument after params, which is the criterion's target, so the module gets no input. Pass "
+            f"loss(params, *inputs, target).{unpack}"
+        ) from error
+    # A criterion(output, target, weight) fails here too.
+    last = ", the last of them for criterion(output, target): pass several targets or weights in a tuple" if takes_target else ""
+    named = f", and by keyword, for the module, {', '.join(shared)}" if shared else ""
+    error.add_note(f"psg.stateless: loss(params, *inputs, target) was given {len(sample)} arguments after params{last}{named}.")
 
 
 def _keywords(module: nn.Module, inputs: Sequence[Any]) -> set[str]:
@@ -217,6 +221,17 @@ _WRAPPERS = {
     "GradSampleModule": "it hooks the parameters of the module that it wraps. Give that module itself, before it is wrapped",
 }
 """Class names of modules that copy, shard or hook parameters, or synchronise processes: no pure function does the same."""
+
+
+def _warn_of_time_first(module: nn.Module) -> None:
+    layer = _time_first_layer(module)
+    if layer is not None:
+        warnings.warn(
+            f"stateless: {kind_of(layer)} without batch_first=True takes dimension 0 for time, so every step of a sample would be a "
+            "sequence of its own. Pass batch_dim=1 for sequences [t, *].",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _time_first_layer(module: nn.Module) -> nn.Module | None:
