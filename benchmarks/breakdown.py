@@ -13,16 +13,14 @@ It also lists the ops that take longer than in plain training, in milliseconds a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 from methods import METHODS, Call
-from run import set_up, write
+from run import options, set_up, write
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 from workloads import WORKLOADS, build
@@ -32,12 +30,7 @@ WARM_UP, REPEATS = 20, 15
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default="all")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--keep-pages", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = options(__doc__, workloads="all", threads=torch.get_num_threads()).parse_args()
     args.device, args.repeats = "cpu", REPEATS
     set_up(args)
     rows = []

@@ -9,14 +9,12 @@ ways are compared before they are timed; times are medians of interleaved calls.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from run import interleave, set_up, write
+from run import median_ms, options, set_up, write
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from workloads import WORKLOADS, Workload, build
@@ -52,13 +50,8 @@ COMPOSITIONS = {"penalty": penalty, "torch.func.grad": transformed_penalty, "jvp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, repeats=5, threads=4, device="cpu")
     parser.add_argument("--workloads", default="tiny,mlp,cnn,vit", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep-pages", action="store_true")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     set_up(args)
     rows = {name: measure(build(name, args.device), name, args) for name in args.workloads.split(",")}
@@ -80,12 +73,11 @@ def measure(workload: Workload, name: str, args: argparse.Namespace) -> dict[str
         ways = {method: partial(compose, partial(norms, method), params) for method in ("auto", "vmap")}
         for got, expected in zip(ways["auto"](), ways["vmap"](), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-        times = interleave({"plain": plain, **ways}, args.repeats, args.device)
-        medians = {way: statistics.median(seconds) for way, seconds in times.items()}
+        medians = median_ms({"plain": plain, **ways}, args)
         base = medians["plain"] * (MEMBERS if compose is ensemble else 1)
-        rows[composition] = {"ms": round(base * 1e3, 3), "psg": round(medians["auto"] / base, 2), "vmap": round(medians["vmap"] / base, 2)}
+        rows[composition] = {"ms": round(base, 3), "psg": round(medians["auto"] / base, 2), "vmap": round(medians["vmap"] / base, 2)}
         own = rows[composition]
-        print(f"{name:<10} {composition:<16} {base * 1e3:8.2f} ms psg {own['psg']} vmap {own['vmap']}", flush=True)
+        print(f"{name:<10} {composition:<16} {base:8.2f} ms psg {own['psg']} vmap {own['vmap']}", flush=True)
     return rows
 
 

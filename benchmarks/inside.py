@@ -11,14 +11,12 @@ All results are checked against vmap(grad) in double precision before anything i
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from run import interleave, set_up, write
+from run import median_ms, options, set_up, write
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
@@ -191,14 +189,8 @@ PROBLEMS = {make.__name__: make for make in (burgers, poisson, forces, sliced_sc
 
 
 def main(problems: dict[str, Callable[[], Problem]] = PROBLEMS, description: str | None = __doc__) -> None:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", default=",".join(problems))
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
+    parser = options(description, problems=",".join(problems), repeats=9, threads=4, device="cpu")
     parser.add_argument("--compile", action="store_true", help="also time psg.jit of the clipped sum, and torch.compile of vmap(grad)'s")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     set_up(args)
     rows = [row for name in args.problems.split(",") for row in measure(name, problems[name], args)]
@@ -248,7 +240,7 @@ def measure(name: str, make: Callable[[], Problem], args: argparse.Namespace) ->
             failed = [{"workload": name, "method": "vmap_clip_compiled", "status": f"failed: {str(error).splitlines()[0]}"}]
         ways |= {f"psg_jit_clip{suffix}": psg.jit(psg.clipped_grad(fn, CLIP_NORM)) for suffix, fn in forms.items()}
     calls = {"plain": train} | {method: lambda way=way: way(params, *batch) for method, way in ways.items()}
-    medians = {method: 1e3 * statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
+    medians = median_ms(calls, args)
     rows = [
         {"workload": name, "method": method, "status": "ok", "ms": ms, "ratio": ms / medians["plain"]} for method, ms in medians.items()
     ]

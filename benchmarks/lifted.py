@@ -10,14 +10,12 @@ calls.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from run import interleave, set_up, write
+from run import median_ms, options, set_up, write
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -279,13 +277,7 @@ def matrix_factorisation(params, x):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--functions", default=",".join(FUNCTIONS))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = options(__doc__, functions=",".join(FUNCTIONS), repeats=15, threads=4, device="cpu").parse_args()
     set_up(args)
     rows = {name: measure(name, args) for name in args.functions.split(",")}
     write(args, bar=BAR, results=rows)
@@ -305,11 +297,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     for got, expected in zip(methods["psg_grad"](params, x), methods["vmap_grad"](params, x), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
     calls = {method: lambda call=call: call(params, x) for method, call in methods.items()}
-    medians = {method: statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
+    medians = median_ms(calls, args)
     base = medians["vmap_grad"]
-    ratios = {method: round(seconds / base, 2) for method, seconds in medians.items()}
-    print(f"{name:<37} {base * 1e3:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "vmap_grad"), flush=True)
-    return {"ms": round(base * 1e3, 3), "rung": psg.explain(fn)(params, x).rung, "ratios": ratios}
+    ratios = {method: round(ms / base, 2) for method, ms in medians.items()}
+    print(f"{name:<37} {base:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "vmap_grad"), flush=True)
+    return {"ms": round(base, 3), "rung": psg.explain(fn)(params, x).rung, "ratios": ratios}
 
 
 if __name__ == "__main__":

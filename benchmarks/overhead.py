@@ -13,12 +13,11 @@ import argparse
 import cProfile
 import pstats
 import statistics
-from pathlib import Path
 
 import peers  # noqa: F401  (registers the other libraries' methods)
 from methods import METHODS, TRANSFORMS, functional, method, psg_by
 from reference import Reference
-from run import check, interleave, set_up, write
+from run import check, interleave, options, set_up, write
 from workloads import build
 
 DEFAULT = (
@@ -31,13 +30,9 @@ for _kind, _transform in TRANSFORMS.items():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=DEFAULT)
-    parser.add_argument("--repeats", type=int, default=40)
+    parser = options(__doc__, methods=DEFAULT, repeats=40, device="cpu")
     parser.add_argument("--burst", type=int, default=20, help="calls of one method in a row")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--profile", metavar="METHOD", help="print the functions that take this method's time")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.threads, args.limit = 1, 1
     set_up(args)

@@ -10,14 +10,12 @@ before anything is timed; times are medians of interleaved calls.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from methods import METHODS
-from run import interleave, set_up, write
+from run import median_ms, options, set_up, write
 from torch import Tensor
 from workloads import Workload, build
 
@@ -27,15 +25,8 @@ BLOCK = 1 << 14  # rows of the Gaussian matrix that are drawn at a time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default="mlp,cnn,vit,gpt,embedding")
-    parser.add_argument("--dims", default="512,4096")
+    parser = options(__doc__, workloads="mlp,cnn,vit,gpt,embedding", dims="512,4096", repeats=7, threads=4, device="cpu")
     parser.add_argument("--gaussian", type=int, default=512, help="the largest dimension that the (slow) Gaussian projection is timed for")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     set_up(args)
     rows = {name: measure(name, [int(dim) for dim in args.dims.split(",")], args) for name in args.workloads.split(",")}
@@ -58,11 +49,11 @@ def measure(name: str, dims: list[int], args: argparse.Namespace) -> dict[str, A
         calls[f"psg_project_{dim}"] = lambda dim=dim: psg.tree.project(factored(params, *workload.batch), dim)
         if dim <= args.gaussian:
             calls[f"vmap_gaussian_{dim}"] = lambda dim=dim: gaussian(gradients(), dim, workload)
-    medians = {method: statistics.median(seconds) for method, seconds in interleave(calls, args.repeats, args.device).items()}
+    medians = median_ms(calls, args)
     base = medians["plain"]
-    ratios = {method: round(seconds / base, 2) for method, seconds in medians.items()}
-    print(f"{name:<12} {base * 1e3:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "plain"), flush=True)
-    return {"ms": round(base * 1e3, 3), "ratios": ratios}
+    ratios = {method: round(ms / base, 2) for method, ms in medians.items()}
+    print(f"{name:<12} {base:8.2f} ms " + " ".join(f"{m} {r:.2f}" for m, r in ratios.items() if m != "plain"), flush=True)
+    return {"ms": round(base, 3), "ratios": ratios}
 
 
 def check(factored: Any, dims: list[int]) -> None:

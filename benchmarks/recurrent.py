@@ -18,16 +18,14 @@ Each way is checked against `tapped` before it is timed; times are medians of in
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import peers  # noqa: F401  (registers the other libraries' methods)
 import torch
 import torch.nn.functional as F
 from methods import METHODS
 from reference import TOLERANCE, Reference
-from run import interleave, set_up, write
+from run import median_ms, options, set_up, write
 from torch import Tensor, nn
 from workloads import Workload
 
@@ -60,15 +58,9 @@ def build(kind: str, args: argparse.Namespace) -> Workload:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, samples=64, steps=64, threads=torch.get_num_threads(), repeats=25, device="cpu")
     parser.add_argument("--kinds", default="lstm,gru,tanh,lstm2", help=f"any of {', '.join(KINDS)}")
     parser.add_argument("--methods", default="plain,psg_clip,psg_norm,psg_grad,opacus_hooks", help="methods of methods.py and peers.py")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     set_up(args)
     ways = measure_ways(args)
@@ -94,14 +86,12 @@ def measure_model(kind: str, args: argparse.Namespace) -> dict[str, dict[str, fl
         rows[name] = {"status": "ok" if error < TOLERANCE[torch.float32] else "wrong", "error": error}
         if rows[name]["status"] == "ok":
             calls[name] = call
-    times = interleave(calls, args.repeats, args.device)
-    plain = statistics.median(times["plain"])
+    times = median_ms(calls, args)
     print(f"\n### {kind}: n = {args.samples}, T = {args.steps}, {args.threads} threads\n\n| method | ms | x plain |\n|---|---|---|")
     for name, row in rows.items():
         if name in times:
-            median = statistics.median(times[name])
-            row |= {"ms": 1e3 * median, "ratio": median / plain}
-            print(f"| {name} | {1e3 * median:.1f} | {median / plain:.2f} |", flush=True)
+            row |= {"ms": times[name], "ratio": times[name] / times["plain"]}
+            print(f"| {name} | {row['ms']:.1f} | {row['ratio']:.2f} |", flush=True)
         else:
             print(f"| {name} | {row['status']} | |")
     return rows
@@ -122,7 +112,7 @@ def measure_ways(args: argparse.Namespace) -> dict[str, float]:
         if not all(torch.allclose(found, right, rtol=1e-3, atol=1e-4) for found, right in zip(call(), expected, strict=True)):
             raise SystemExit(f"{name} disagrees with tapped")
     calls["native, summed gradients only"] = lambda: native(layer, x, cotangent)
-    times = {name: 1e3 * statistics.median(seconds) for name, seconds in interleave(calls, args.repeats, args.device).items()}
+    times = median_ms(calls, args)
     print(f"### ways: LSTM {WIDTH} -> {HIDDEN}, n = {args.samples}, T = {args.steps}, {args.threads} threads\n\n| way | ms |\n|---|---|")
     for name, milliseconds in times.items():
         print(f"| {name} | {milliseconds:.1f} |", flush=True)

@@ -67,21 +67,16 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, threads=torch.get_num_threads(), repeats=15, device="cpu")
     names = ", ".join(WORKLOADS | LARGE)
     parser.add_argument("--workloads", default="mlp,cnn,gpt", help=f"names, or all for the first {len(WORKLOADS)}: {names}")
     parser.add_argument("--methods", default="default", help=f"names and groups: {', '.join([*GROUPS, *METHODS])}")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--tf32", action="store_true", help="float32 matrix products and convolutions in TF32")
     parser.add_argument("--memory", action="store_true", help="peak memory too, one process a method")
-    parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
     parser.add_argument("--limit", type=float, default=4, help="the most GiB of per-sample gradients that are still computed")
     parser.add_argument("--no-double", action="store_true", help="check in the run's own dtype only")
     parser.add_argument("--turns", type=Path, help="a file: measure when no other process given it checks or measures")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # the process that --memory starts
     args = parser.parse_args()
     args.workloads = list(WORKLOADS) if args.workloads == "all" else args.workloads.split(",")
@@ -96,9 +91,19 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def options(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser of options with these defaults, and of those that `set_up` and `write` know."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--keep-pages", action="store_true", help="keep freed memory in the process: psg.keep_pages()")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
 def set_up(args: argparse.Namespace) -> None:
     """Sets the process up as the options of a script ask; without options for them, in float32 and with freed pages given back."""
-    for option, default in (("dtype", "float32"), ("tf32", False), ("keep_pages", False), ("turns", None)):
+    for option, default in (("dtype", "float32"), ("tf32", False), ("turns", None)):
         vars(args).setdefault(option, default)
     warnings.simplefilter("ignore")  # peers warn on every call; check() records the warnings that matter
     torch.set_num_threads(args.threads)
@@ -253,6 +258,11 @@ def interleave(calls: dict[str, Any], repeats: int, device: str, burst: int = 1)
             if repeat >= 0:
                 times[name].append(seconds)
     return times
+
+
+def median_ms(calls: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+    """The median time of every call, in milliseconds."""
+    return {name: 1e3 * statistics.median(seconds) for name, seconds in interleave(calls, args.repeats, args.device).items()}
 
 
 def synchronize(device: str) -> None:
