@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import normal
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -12,10 +13,6 @@ import psg
 from psg.testing import assert_trees_close, loop_value_and_grad, reference_norm
 
 KNOWN = range(7)
-
-
-def normal(*shape):
-    return torch.randn(shape)
 
 
 def total(y):

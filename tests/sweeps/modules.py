@@ -74,9 +74,5 @@ def _problem(module: nn.Module, inputs: Any, label: str) -> Problem:
     return Problem(fn, (parameters(module), batch))
 
 
-def main() -> None:
-    report(__doc__, names, trials)
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, names, trials)

@@ -173,9 +173,5 @@ def _real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def main() -> None:
-    report(__doc__, names, trials)
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, names, trials)
