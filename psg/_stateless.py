@@ -391,7 +391,7 @@ def _slots(children: dict[str, nn.Module], kind: str) -> _Slots:
     slots: _Slots = {}
     for prefix, child in children.items():
         holder = getattr(child, kind)
-        for key in holder.keys():  # noqa: SIM118 (a scripted module's)
+        for key in holder.keys():  # a scripted module's is no mapping
             slots[f"{prefix}.{key}" if prefix else key] = holder, key
     return slots
 

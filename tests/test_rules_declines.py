@@ -417,7 +417,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_declined_is_torch_s_error(name):
     fn, *args = REFUSED[name]()
-    with pytest.raises(Exception) as refused:  # noqa: PT011
+    with pytest.raises(Exception) as refused:
         loop_grad(fn)(*args)
     with pytest.raises(type(refused.value), match=f"^{re.escape(str(refused.value))}"):
         psg.per_sample_grad(fn)(*args)

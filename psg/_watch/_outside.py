@@ -51,7 +51,7 @@ UNDIFFERENTIATED = METADATA | PREDICATES | {Tensor.detach, torch.detach, GET_DAT
 """Ops through which nothing is differentiated. (Autograd sets hooks of views that are written into, under a lock that grad_fn takes.)"""
 
 
-_owned: ContextVar[tuple[Mapping[int, str], str]] = ContextVar("psg_owned", default=({}, ""))  # noqa: B039 (never changed)
+_owned: ContextVar[tuple[Mapping[int, str], str]] = ContextVar("psg_owned", default=({}, ""))  # never changed
 
 
 def owning(names: Mapping[int, str], message: str = USED_ELSEWHERE) -> AbstractContextManager[Any]:

@@ -91,7 +91,7 @@ def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> Non
 
 
 @unaffected
-def sum(tree: Any) -> Any:  # noqa: A001
+def sum(tree: Any) -> Any:
     """sum_n g_n: the gradient of the summed loss.
 
     Args:
