@@ -86,6 +86,21 @@ def test_losses_have_the_dtype_of_fn(n, method, device):
     assert psg.clipped_grad(in_float64, 1.0, has_aux=True, method=method)(w, x).values.dtype == torch.float64
 
 
+@pytest.mark.parametrize("n", [0, N])
+def test_empty_batch_with_aux_inside_of_transforms(n, params, x):
+    def with_aux(p, x):
+        return loss(p, x), (p["w"] @ x,)
+
+    def results(p):
+        out = psg.clipped_grad(with_aux, 1.0, has_aux=True)(p, x[:n])
+        return out.grads["w"], out.aux[0]
+
+    assert [part.shape for part in torch.func.jvp(results, (params,), (params,))[1]] == [(4, 3), (n, 4)]
+    assert [part["w"].shape for part in torch.func.jacrev(results)(params)] == [(4, 3, 4, 3), (n, 4, 4, 3)]
+    many = tree_map(lambda leaf: torch.stack([leaf, leaf]), params)
+    assert [part.shape for part in torch.func.vmap(results)(many)] == [(2, 4, 3), (2, n, 4)]
+
+
 def test_empty_batch_with_aux_leaves_shared_tensors_alone(params, x):
     def counting(p, x, count):
         return loss(p, x), count.add_(1)

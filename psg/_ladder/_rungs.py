@@ -76,11 +76,11 @@ def empty(call: Call) -> Result:
         ]
         # Copies: a function that writes into its arguments must not write into the caller's.
         leaves = [_copies.copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        with torch.enable_grad(), Unasserted():  # fn may take derivatives itself
+        with torch.enable_grad(), Unasserted(), _functorch.gradient_level() as level:  # fn may take derivatives itself
             for position in call.params:
-                leaves[position].requires_grad_()
+                leaves[position] = _autograd.own_leaf(level.wrap(leaves[position]))
             loss, aux = call.evaluate(leaves, copies=True)
-        aux = _trees.map_tensors(lambda tensor: tensor.detach().new_zeros(0, *tensor.shape), aux)
+            aux = _trees.map_tensors(lambda tensor: level.unwrap(tensor.detach().new_zeros(0, *tensor.shape)), aux)
     return Result(torch.zeros(0, dtype=loss.dtype.to_real(), device=loss.device), aux, factors, "empty", [[] for _ in factors])
 
 
