@@ -98,6 +98,15 @@ def test_ids_of_32_bits(rows, device):
     assert_agrees(Problem(lambda w, ids: score(F.embedding(ids, w)), (table, ids)))
 
 
+@each_size_too
+@given(n=st.integers(0, 3), rows=st.integers(1, 4), t=st.integers(1, 4), padding=st.none() | st.integers(-4, 3), seed=st.integers(0, 99))
+def test_sparse_gradients(n, rows, t, padding, seed, device):
+    torch.manual_seed(seed)
+    options = {"sparse": True} if padding is None or not -rows <= padding < rows else {"sparse": True, "padding_idx": padding}
+    table, ids, c = torch.randn(rows, 2, device=device), torch.randint(rows, (n, t), device=device), torch.randn(n, t, 2, device=device)
+    assert_agrees(Problem(lambda w, ids, c: score(F.embedding(ids, w, **options) * c), (table, ids, c)))
+
+
 def test_the_rule_gives_rows(device):
     table, ids = torch.randn(7, 3, device=device), torch.randint(7, (2, 5), device=device)
     assert isinstance(psg.factored_grad(lambda w, ids: score(F.embedding(ids, w)))(table, ids), psg.factors.Rows)

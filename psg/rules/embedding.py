@@ -76,7 +76,7 @@ def embedding_transpose(
 
 
 @decomposition(F.embedding)
-def embedding_with_padding(
+def embedding_of_each(
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -85,10 +85,12 @@ def embedding_with_padding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """An embedding whose weight depends on the sample: vmap's batching rule ignores padding_idx, whose row must get no gradient."""
-    if padding_idx is None or max_norm is not None or not _functorch.is_vmapped(weight) or not -len(weight) <= padding_idx < len(weight):
+    """An embedding whose weight depends on the sample: vmap has no sparse gradients, and ignores padding_idx, whose row must get none."""
+    if max_norm is not None or not _functorch.is_vmapped(weight):
         return NotImplemented
-    output = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    if padding_idx is None or not -len(weight) <= padding_idx < len(weight):
+        return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq) if sparse else NotImplemented
+    output = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
     return _WithoutGradient.apply(output, (input == padding_idx % len(weight)).unsqueeze(-1))
 
 
@@ -122,7 +124,7 @@ def refuse_frequencies(*args: Any, scale_grad_by_freq: bool = False, **kwargs: A
     """A gradient scaled by frequencies is not the gradient of any function; under vmap its derivative differs from torch's in a loop."""
     if scale_grad_by_freq or any(argument is True for argument in args[5:6]):
         raise PsgError("embedding with scale_grad_by_freq=True: vmap differentiates its gradient wrongly; use method='loop'")
-    return embedding_with_padding(*args, **kwargs)
+    return embedding_of_each(*args, **kwargs)
 
 
 @decomposition(torch.embedding)
