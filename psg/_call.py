@@ -273,7 +273,7 @@ def prepare(
         InputError: An argument does not fit; the message names its path, what arrived, what was expected and what to do.
     """
     paths = Paths(fn, args)
-    leaves, spec, dims, numbers, differentiated, n = lay_out(name, options, args, paths)
+    leaves, spec, dims, in_dims, numbers, differentiated, n = lay_out(name, options, args, paths)
     empty = next((position for position in differentiated if leaves[position].is_meta), None)
     if empty is not None and not all(leaf.is_meta for leaf, dim in zip(leaves, dims, strict=True) if dim is not None):
         raise InputError(  # torch's kernels would read uninitialised memory
@@ -283,7 +283,7 @@ def prepare(
     if options.method != "batch" and n > 1:
         _warn_of_batched_keywords(name, fn, kwargs, n)
         if not all([isinstance(leaf, Tensor) for leaf in leaves]):
-            for i, (argument, in_dim) in enumerate(zip(args, _in_dims(name, options.in_dims, numbers, len(args)), strict=True)):
+            for i, (argument, in_dim) in enumerate(zip(args, in_dims, strict=True)):
                 if isinstance(in_dim, int) and i not in numbers:
                     _warn_of_batched_list(name, fn, argument, paths.names[i], n)
     specs = spec.children()
@@ -306,11 +306,12 @@ def prepare(
 
 
 class Layout(NamedTuple):
-    """The positional arguments of a call: attributes as of `Call`, and the numbers of the arguments to differentiate."""
+    """The positional arguments of a call: attributes as of `Call`, each argument's in_dims, and the numbers of those to differentiate."""
 
     leaves: list[Any]
     spec: Any
     dims: list[int | None]
+    in_dims: Sequence[Any]
     numbers: list[int]
     params: list[int]
     n: int
@@ -342,7 +343,8 @@ def lay_out(name: str, options: Options, args: tuple[Any, ...], paths: "Paths") 
             dims.append(None if dim is None else _check_dim(name, leaf, dim, paths, position, default=options.in_dims is None))
 
     differentiated = [position for number in numbers for position in params[number]]
-    return Layout(leaves, spec, dims, numbers, differentiated, _batch_size(name, leaves, spec, dims, differentiated, paths))
+    n = _batch_size(name, leaves, spec, dims, differentiated, paths)
+    return Layout(leaves, spec, dims, in_dims, numbers, differentiated, n)
 
 
 def shape_of_sample(tensor: Tensor, dim: int | None) -> tuple[int, ...]:

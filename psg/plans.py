@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -54,8 +54,9 @@ class _Settings(NamedTuple):
 
 _DEFAULT = _Settings({}, 512 << 20, False)
 _settings: ContextVar[_Settings] = ContextVar("psg_plans", default=_DEFAULT)
-_measured: dict[Any, str] = {}
-_MOST_MEASURED = 1 << 14  # Poisson sampling draws many batch sizes, each a layout of its own
+_measured: dict[Hashable, str] = {}
+_MOST_KNOWN = 1 << 14  # Poisson sampling draws many batch sizes, each a layout of its own
+_Found = TypeVar("_Found")
 
 
 def using(
@@ -178,14 +179,18 @@ def may_keep(count: int) -> bool:
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
     layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _trees.tensors_in(_trees.flatten(factor)[0]))
     key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, _machine.settings(factor.device)
-    fastest = _measured.get(key)
-    if fastest is None:
-        seconds = {answer: _time(run, answer, factor.device) for answer in costs}
-        fastest = min(seconds, key=seconds.__getitem__)
-        if len(_measured) >= _MOST_MEASURED:
-            _measured.clear()
-        _measured[key] = fastest
-    return fastest
+    if (known := _measured.get(key)) is not None:
+        return known
+    seconds = {answer: _time(run, answer, factor.device) for answer in costs}
+    return remember(_measured, key, min(seconds, key=seconds.__getitem__))
+
+
+def remember(known: dict[Hashable, _Found], layout: Hashable, found: _Found) -> _Found:
+    """Keep what was found for a layout; once too many are known, forget the others."""
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[layout] = found
+    return found
 
 
 def _time(run: Callable[[str], Any], answer: str, device: torch.device) -> float:

@@ -139,7 +139,7 @@ def test_the_options_of_a_convolution_may_be_lists(device):
 
 
 def test_remembered_costs_are_bounded(device, monkeypatch):
-    monkeypatch.setattr(_planned, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(plans, "_MOST_KNOWN", 3)
     monkeypatch.setattr(_planned, "_known", {})
     costs = [outer(device, n)._joint_costs() for n in range(1, 9)]
     assert len(_planned._known) <= 3
@@ -257,7 +257,7 @@ def test_measuring_takes_the_fastest_and_measures_once(fastest, device, monkeypa
 def test_few_measurements_are_kept(device, monkeypatch):
     monkeypatch.setattr(plans, "_time", lambda run, answer, where: 1.0)
     monkeypatch.setattr(plans, "_measured", measured := {})
-    monkeypatch.setattr(plans, "_MOST_MEASURED", 2)
+    monkeypatch.setattr(plans, "_MOST_KNOWN", 2)
     with plans.using(measure=True):
         for n in range(1, 6):
             outer(device, n=n).settle()

@@ -242,7 +242,7 @@ class Watch(TorchFunctionMode):
                     return False  # the gradients of several uses would add up in this dtype
                 largest = max(largest, value.nbytes)
             elif own.ndim == 0 and _trees.is_inexact(own):
-                return False  # in the place of a number, which a rule takes
+                return False  # perhaps in the place of a number, which a rule takes; an integer is an index
             elif _functorch.is_batched(own, self.level):
                 sampled = True
                 inside = inside or own.numel() > own.shape[-1:].numel()

@@ -21,7 +21,6 @@ Costs = dict[str, float]
 """The answers to a question of `psg.plans`, with their costs in operations for one sample."""
 
 _known: dict[Hashable, Costs] = {}
-_MOST_KNOWN = 1 << 14  # Poisson sampling draws many batch sizes, each a layout of its own
 
 
 def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
@@ -33,12 +32,7 @@ def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
             return compute(factor)  # sizes may be symbols, and the program is traced only once
         key = compute, factor._layout, factor._kernels(), _machine.settings(factor._lead.device)
         found = _known.get(key)
-        if found is None:
-            found = compute(factor)
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = found
-        return found
+        return plans.remember(_known, key, compute(factor)) if found is None else found
 
     return costs
 

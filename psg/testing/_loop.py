@@ -130,7 +130,8 @@ class Batch:
     """
 
     def __init__(self, fn: Callable, args: Any, options: Options):
-        self.leaves, self.spec, self.dims, self.positions, _, self.n = lay_out("loop_grad", options, args, Paths(fn, args))
+        layout = lay_out("loop_grad", options, args, Paths(fn, args))
+        self.leaves, self.spec, self.dims, self.positions, self.n = layout.leaves, layout.spec, layout.dims, layout.numbers, layout.n
 
     def pairs(self) -> list[tuple[Any, int | None]]:
         """Every leaf with its batch dimension, None where it is shared."""
