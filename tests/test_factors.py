@@ -1403,14 +1403,15 @@ def test_norms_of_sides_of_which_one_has_squares_that_overflow(make, sizes, gram
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("sizes", [(1e12, 1e12), (1e13, 1e13), (1e23, 1.0), (1.0, 1e26), (1e30, 1.0)])
+@pytest.mark.parametrize("least", [0.0, 1e-21, 1e-30])
 @pytest.mark.parametrize("kind", ["outer", "expanded"])
-def test_norms_of_scaled_gradients_whose_largest_terms_meet_zeros(kind, sizes, traced, device):
+def test_norms_of_scaled_gradients_whose_largest_terms_meet_the_least_entries(kind, least, sizes, traced, device):
     """In units of these terms all others underflow: the norm read zero, and its sample escaped clipping."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(4, 1, size, generator=generator, dtype=torch.float32).to(device) for size in (6, 5))
     left[0, 0, 2], right[0, 0, 3], left[1] = *sizes, 0
     entries = torch.rand(6, 5, generator=generator, dtype=torch.float32).to(device)
-    entries[2], entries[:, 3] = 0, 0
+    entries[2], entries[:, 3] = least, least
 
     def norms(left, right, entries):
         factor = Outer(left, right) if kind == "outer" else Expanded(left.mT, torch.Size([6, 5]))

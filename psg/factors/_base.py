@@ -232,6 +232,10 @@ class Factor(ABC):
         """sum over the terms of the gradient of |term|^2 -> [n]: rounding errors of sums of their inner products are proportional to it."""
         return self.squared_norm()
 
+    def squared_norm_and_terms(self) -> tuple[Tensor, Tensor]:
+        """Both."""
+        return self.squared_norm(), self.squared_terms()
+
     @property
     def prefers_exact_norm(self) -> bool:
         """Whether the gradients are so small that to materialise them costs next to nothing, where `recover` could only bound a norm."""

@@ -77,10 +77,10 @@ class Sum(Additive):
         # |sum_i x_i|^2 = sum_i |x_i|^2 + 2 sum_{i<j} <x_i, x_j>
         total = squared_terms = self._zeros(self.n)
         for i, term in enumerate(self.terms):
-            squared = term.squared_norm()
+            squared, own_terms = term.squared_norm_and_terms()
             total = total + squared
             # Terms may cancel each other, and so may the positions within a term.
-            squared_terms = squared_terms + squared + term.squared_terms()
+            squared_terms = squared_terms + squared + own_terms
             for earlier in self.terms[:i]:
                 total = total + 2 * earlier.inner(term)
         return self.recover(total, squared_terms) if len(self.terms) > 1 else total
