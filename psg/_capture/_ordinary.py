@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
@@ -22,6 +23,7 @@ from psg._torch._ops import (
     LOCATING,
     MASKED,
     MEMORY_MARKS,
+    METADATA,
     PREDICATES,
     chooses,
     draws,
@@ -33,7 +35,8 @@ from psg._torch._ops import (
 )
 from psg._watch._outside import REQUIRING
 from psg._watch._writes import may_copy
-from psg.rules._registry import REWRITTEN, find_rule, may_rewrite
+from psg.rules._kernels import BATCH_NORMS, RECURRENT
+from psg.rules._registry import REWRITTEN, find_rule, may_rewrite, namesake
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import UPDATING
 
@@ -72,6 +75,18 @@ def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tens
     return reads(func) and not may_draw(func) or target_of(func, args, kwargs) is None and not draws(func, args, kwargs)
 
 
+def is_vmapped_right(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether vmap alone runs a call right that has no decomposition and no leak; it may write."""
+    func = namesake(func, kwargs)
+    if func in _COPYING:
+        return "requires_grad" not in kwargs
+    if not (_is_plain(func) or chooses(func, args)) or func in RECURRENT or func in BATCH_NORMS:
+        return False
+    return _NOTED.isdisjoint(kwargs) and not draws(func, args, kwargs)
+
+
+_COPYING = {*METADATA, *LIKENESSES, Tensor.__getitem__, torch.clone, Tensor.clone}
+_COPYING |= {getattr(Tensor, name).__get__ for name in ("T", "mT")}
 _NOTED = {"out", "requires_grad"}
 """Options by which a call makes, or writes into, a tensor that a pass has to know of."""
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
-from psg import _trees
 from psg._call import Call
+from psg._capture import _ruleless
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
 from psg._capture._carries import derives, is_simple
 from psg._capture._inside import LinearOp
@@ -37,6 +37,7 @@ from psg._torch._ops import (
     call_key,
     draws,
     foreign_handler,
+    handles_ops,
     is_torchs,
     name_of,
     operands_of,
@@ -56,6 +57,7 @@ from psg._watch._writes import Aliases, changes_nothing, may_copy, written
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
+from psg.rules.libraries import run_rows
 
 
 class Router(Watch, Looking):
@@ -77,6 +79,7 @@ class Router(Watch, Looking):
         self.aliases = Aliases(laid_out, habits.follows)
         self.outside = call.outside
         self.habits = habits
+        self.randomness = call.randomness
         self.differentiated = call.needs_derivative
         self.redifferentiated = self.differentiated or habits.recorded  # whether gradients that this pass takes are differentiated again
         self.spares_few = habits.lifts is not False and call.kept != "factors"  # who asks for factors gets those of the rules
@@ -116,7 +119,7 @@ class Router(Watch, Looking):
                     return None
                 func = _registry.namesake(func, kwargs)
             if types and (handler := foreign_handler(types)) is not None:
-                raise Unsupported(handler)
+                return self._run_handlers(handler, func, types, args, kwargs, tensors)
             if func in HIGHER_ORDER:
                 with self:
                     return HIGHER_ORDER[func](*args, **kwargs)
@@ -151,6 +154,25 @@ class Router(Watch, Looking):
         except Exception as error:
             self.failure = str(error)
             raise
+
+    def _run_handlers(self, why: str, func: Any, types: Sequence[type], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run a call as frozen weights of a class that handles ops itself do it, quantised ones say, and watch what they call.
+
+        Raises:
+            Unsupported: A tensor of such a class is no constant; `why` says which class.
+            TypeError: No class has an implementation.
+        """
+        own = [tensor for tensor in tensors if handles_ops(type(tensor))]
+        if any(tensor.requires_grad or _functorch.is_wrapped(tensor) for tensor in own) or {*map(type, own)} != {
+            *filter(handles_ops, types)
+        }:
+            raise Unsupported(why)
+        with self:
+            for kind in types:
+                output = kind.__torch_function__(func, types, args, kwargs)
+                if output is not NotImplemented:
+                    return output
+        raise TypeError(f"no implementation found for {name_of(func)} on types {', '.join(kind.__name__ for kind in types)}")
 
     def _claim(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, target: Any = None, mark: object | None = None
@@ -516,7 +538,7 @@ class Router(Watch, Looking):
             if output is not NotImplemented:
                 return output
         if _functions.lacks_vmap_rule(func, args):
-            raise Unsupported(f"{_described(args[0])} runs inside a transform of fn's own")
+            raise Unsupported(f"{_ruleless.described(args[0])} runs inside a transform of fn's own")
         self._note_lifted(func, self.lifted_among([_functorch.innermost(tensor, self.level) for tensor in tensors_of(args, kwargs)]))
         if func is torch.autograd.grad:
             return _differentiate_elsewhere(*args, **kwargs)
@@ -544,9 +566,12 @@ class Router(Watch, Looking):
         if _functions.lacks_vmap_rule(func, args):
             return self._run_function(func, args, kwargs)
         if _functorch.lacks_batching(func):
+            output = run_rows(func, args, kwargs, self.level, self.n)
+            if output is not NotImplemented:
+                return output
             wrapped = [tensor for tensor in tensors_of(args, kwargs) if _functorch.is_wrapped(tensor)]
             if wrapped and not any(map(self._is_elsewhere, wrapped)):
-                return self._one_by_one(func, args, kwargs, wrapped)
+                return _ruleless.one_by_one(func, args, kwargs, wrapped, self.level, self.n)
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -557,54 +582,18 @@ class Router(Watch, Looking):
                 raise
         return with_numbers(self, func, args, kwargs)
 
-    def _one_by_one(self, func: Any, args: Any, kwargs: Any, wrapped: list[Tensor]) -> Any:
-        """Run an op sample by sample. vmap would too, but selects each sample by an op whose backward writes zeros for the whole batch."""
-        with _functorch.below():
-            sides = {id(leaf): _functorch.physical(leaf, self.level, self.n).unbind() for leaf in wrapped}
-            results = []
-            for i in range(self.n):
-                own, options = substitute((args, kwargs), lambda leaf: sides[id(leaf)][i] if id(leaf) in sides else leaf)  # noqa: B023
-                results.append(_trees.flatten(func(*own, **options)))
-            outputs = [torch.stack(parts) for parts in zip(*(parts for parts, _ in results), strict=True)]
-        return _trees.unflatten(results[0][1], [_functorch.wrap(output, self.level) for output in outputs])
-
     def _run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an autograd.Function whose rule for vmap torch has not generated: once if on constants alone, else sample by sample."""
-        (tensors, others), what = operands_of(args, kwargs), _described(args[0])
-        wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
-        if _functions.holds_containers(args):
-            raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
-        state, kept = _random.get_state(tensors), _functions.state_of(args[0], others)
-        places: set[int] = set()
-
-        def run(*own: Any, **options: Any) -> Any:
-            output, copies, written = _call_on_copies(func, own, options)
-            places.update(written)
-            return output, copies
-
-        try:
-            if wrapped:
-                output, left = self._one_by_one(run, args, kwargs, wrapped)
-            else:
-                with _functorch.below():
-                    output, left = run(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
-            raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
-        if not _random.same_state(state, _random.now(state)):
-            raise Unsupported(f"{what} draws random numbers")
-        if not _functions.same_state(kept, _functions.state_of(args[0], others)):
-            # All backward passes run after all forward passes: each would see what the last sample has left.
-            raise Unsupported(f"{what} changes its class, an argument or what its backward reads elsewhere; what that needs belongs on ctx")
-        if places:
-            self._leave(args[0], [(tensors[place], left[place]) for place in sorted(places)])
+        """Run an autograd.Function whose rule for vmap torch has not generated."""
+        apart = None if self.redifferentiated else self.habits.apart
+        output, left = _ruleless.run_function(func, args, kwargs, self.level, self.n, self.randomness, apart)
+        if left:
+            self._leave(args[0], left)
         return output
 
     def _leave(self, function: Any, changes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write into the arguments of an autograd.Function what it has left in the copies, unrecorded as its own writes are."""
         if not all(_functorch.is_batched(tensor, self.level) for tensor, _ in changes):
-            raise Unsupported(f"{_writing(function)}, which all samples share")
+            raise Unsupported(f"{_ruleless.writing(function)}, which all samples share")
         self.own.claim([value for _, value in changes])
         with self, torch.no_grad():
             for tensor, value in changes:
@@ -681,9 +670,9 @@ class Router(Watch, Looking):
         self._avoid_leak(func, args, kwargs)
         state = _random.get_state(tensors_of(args, kwargs))
         try:
-            output, _, written = _call_on_copies(func, args, kwargs)
+            output, _, written = _ruleless.call_on_copies(func, args, kwargs)
             if written:
-                raise Unsupported(f"{_writing(args[0])}, which all samples share")
+                raise Unsupported(f"{_ruleless.writing(args[0])}, which all samples share")
         except PsgError:
             raise
         except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
@@ -744,55 +733,6 @@ class Router(Watch, Looking):
             return NotImplemented
         self._note_lifted(func, self.lifted_among([*data.values()]))
         return output
-
-
-def _call_on_copies(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], list[int]]:
-    """Call an autograd.Function on copies: it may write into its arguments without saying so, and they are the caller's.
-
-    Returns:
-        Its output, the copies without history, and the places of those that it has written into.
-
-    Raises:
-        Unsupported: It writes into an argument of which its output or another argument is a view, or past autograd, which then
-            differentiates with what a later call may leave in tensors that this call has saved.
-    """
-    tensors = tensors_of(args, kwargs)
-    copies = {id(tensor): tensor.clone() for tensor in tensors}
-    args, kwargs = substitute((args, kwargs), lambda leaf: copies.get(id(leaf), leaf))
-    before = {key: copy._version for key, copy in copies.items()}
-    output = func(*args, **kwargs)
-    written = [place for place, tensor in enumerate(tensors) if copies[id(tensor)]._version != before[id(tensor)]]
-    for place, tensor in enumerate(tensors):
-        copy = copies[id(tensor)]
-        if place not in written:
-            if _has_changed(args[0], tensor.detach(), copy.detach()):
-                raise Unsupported(f"{_writing(args[0])} unseen by autograd, as by .data")
-            continue
-        others = [_functorch.memory_of(other) for other in tensors if other is not tensor]
-        outputs = map(_functorch.memory_of, _trees.tensors_in(_trees.flatten(output)[0]))
-        if _functorch.memory_of(tensor) in others or _functorch.memory_of(copy) in outputs:
-            raise Unsupported(f"{_writing(args[0])}, of which it has other views")
-    return output, [copies[id(tensor)].detach() for tensor in tensors], written
-
-
-def _has_changed(function: Any, tensor: Tensor, copy: Tensor) -> bool:
-    """Whether a copy has other values now. In a trace that cannot be asked: there the result is compared with that of an eager call.
-
-    Of an accelerator it is asked only where the function names `.data`, since Python would wait for the answer.
-    """
-    if tensor.layout != torch.strided or _functorch.is_traced():
-        return False
-    if not tensor.is_cpu and "data" not in getattr(getattr(function.forward, "__code__", None), "co_names", ("data",)):
-        return False
-    return not bool(((copy == tensor) | (tensor != tensor)).all())
-
-
-def _writing(function: Any) -> str:
-    return f"{function.__name__}, an autograd.Function, writes into its arguments"
-
-
-def _described(function: Any) -> str:
-    return f"{function.__name__}, an autograd.Function without a generated rule for vmap (generate_vmap_rule = True),"
 
 
 _AUTOGRAD = {torch.autograd.grad, *DETACHING, *REQUIRING}

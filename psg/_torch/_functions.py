@@ -88,6 +88,11 @@ def same_state(before: Sequence[Any], now: Sequence[Any]) -> bool:
     )
 
 
+def queues_of(state: Sequence[Any]) -> list[tuple[list[Any] | deque[Any], list[Any]]]:
+    """The lists and queues in a state, each with what it holds now: what is left in one would be taken for something else."""
+    return [(part, list(part)) for part in state if isinstance(part, (list, deque))]
+
+
 class _Writes(int):
     """How often a tensor was written into."""
 
@@ -120,6 +125,7 @@ def _held(holder: Any, depth: int) -> Iterator[Any]:
     yield holder
     if isinstance(holder, (types.MethodType, types.BuiltinMethodType)):
         holder = holder.__self__
+        yield holder
     if isinstance(holder, Tensor):
         yield _Writes(-1 if holder.is_inference() else holder._version)
         return
@@ -191,16 +197,23 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _apply_of_torch(cls, *args, **kwargs)
 
 
-def _stand_in(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    from psg._torch import _functions  # where this code runs, the globals are those of torch's module
+def _stand_in() -> types.CodeType:
+    """The code that runs in the place of `Function.apply`'s own."""
+    __class__ = None
 
-    return _functions._apply(cls, *args, **kwargs)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from psg._torch import _functions  # where this code runs, the globals are those of torch's module
+
+        # The name is here to be a free variable, as it is of torch's own code: else whoever reads the variables of this frame crashes.
+        return _functions._apply(cls or __class__, *args, **kwargs)
+
+    return apply.__code__
 
 
 def _divert() -> Callable[[], None]:
     # The code is exchanged, and not the attribute: many programs bind the method when they are imported, `f = MyFunction.apply`.
     before = _applied.__code__
-    _applied.__code__ = _stand_in.__code__.replace(co_freevars=before.co_freevars)
+    _applied.__code__ = _stand_in()
     return partial(setattr, _applied, "__code__", before)
 
 

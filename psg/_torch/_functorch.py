@@ -20,6 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 
@@ -302,7 +303,8 @@ def memory_of(tensor: Tensor) -> int:
     """The address of the storage that holds the values, under all wrappers; of the tensor itself where it has none, as sparse ones."""
     with torch._C.DisableTorchFunction():  # function modes watch fn, not this question
         own = bare(tensor)
-        return own.untyped_storage().data_ptr() if torch._C._has_storage(own) else own._cdata
+        holds = torch._C._has_storage(own) and not is_traceable_wrapper_subclass(own)  # the latter hold tensors, not numbers
+        return own.untyped_storage().data_ptr() if holds else own._cdata
 
 
 def shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
