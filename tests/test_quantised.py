@@ -69,7 +69,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         _, packed = ctx.tensors
-        return cotangent @ (packed * ctx.state.scale), None, None
+        return cotangent @ (packed.t().t() * ctx.state.scale), None, None
 
 
 @torch.library.custom_op("psg_tests::rows", mutates_args=())
@@ -205,4 +205,5 @@ class Writing(torch.autograd.Function):
 def test_a_function_that_writes_into_one(device):
     packed = Packed.of(torch.randn(3, 4, device=device))
     with pytest.raises(psg.StateError, match="Writing, an autograd.Function, writes into its arguments, one of them a Packed"):
-        psg.per_sample_grad(lambda w, x: Writing.apply(w @ x, packed).sum())(torch.randn(3, 4, device=device), torch.randn(5, 4, device=device))
+        w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+        psg.per_sample_grad(lambda w, x: Writing.apply(w @ x, packed).sum())(w, x)

@@ -18,7 +18,7 @@ from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
 from psg._torch import _functorch
 from psg._torch._autocast import cast_of
-from psg._torch._ops import REQUIRES_GRAD, handles_ops, tensors_of
+from psg._torch._ops import REQUIRES_GRAD, handlers_among, tensors_of
 from psg._watch._habits import Retry
 from psg._watch._marks import is_marked
 from psg.rules._registry import find_decomposition, find_leak, python_form
@@ -53,7 +53,7 @@ class _Ordinary(TorchFunctionMode):
             raise Refused
         if func == REQUIRES_GRAD and wrapped:
             return _functorch.value_of(tensors[0]).requires_grad  # vmap's wrapper does not say it of an argument
-        for kind in filter(handles_ops, types):
+        for kind in handlers_among(types):
             with self:
                 output = kind.__torch_function__(func, types, args, kwargs)
             if output is not NotImplemented:

@@ -333,14 +333,20 @@ def handles_ops(kind: Any) -> bool:
 _USUAL = {getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in (Tensor, torch.nn.Parameter)}
 
 
+def handlers_among(types: Iterable[type]) -> list[Any]:
+    """Those of these classes of tensors that handle a call, in order; none where a handler has switched them off, to call the op itself."""
+    return [*filter(handles_ops, types)] if torch._C._is_torch_function_enabled() else []
+
+
 def foreign_handler(types: Iterable[type]) -> str | None:
     """Which of these classes of tensors handles ops itself, so that rules would not compute what it does; None if none does."""
-    found = next((kind for kind in types if handles_ops(kind)), None)
-    if found is None:
-        return None
-    return (
-        f"fn uses a {found.__name__}, a class of tensors with a __torch_function__ of its own, which .as_subclass(torch.Tensor) takes off"
-    )
+    found = next(filter(handles_ops, types), None)
+    return None if found is None else handled_by(found)
+
+
+def handled_by(kind: type) -> str:
+    """A message that fn uses such a class."""
+    return f"fn uses a {kind.__name__}, a class of tensors with a __torch_function__ of its own, which .as_subclass(torch.Tensor) takes off"
 
 
 def foreign_mode() -> str | None:
