@@ -2,7 +2,7 @@
 
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
-Scaled weights, merged low-rank updates, spectral and weight norm, masks, standardised filters, penalties, layers of a stack, fused gates,
+Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties, layers of a stack, fused gates,
 indexed tables: layers use values computed from parameters, or only parts of them. Results are checked and timed as in inside.py.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,29 @@ def spectral(layer: nn.Module) -> Tensor:
 
 def weight_norm(layer: nn.Module) -> Tensor:
     return torch._weight_norm(layer.weight, layer.gain, 0)
+
+
+class Rounded(torch.autograd.Function):
+    """Weights in steps of 1/64, for which the backward passes straight through between -1 and 1."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor) -> Tensor:
+        return (64 * weight).round() / 64
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return cotangent * (weight.abs() < 1)
+
+
+def straight_through(layer: nn.Module) -> Tensor:
+    return Rounded.apply(layer.weight)
 
 
 def positive(layer: nn.Module) -> Tensor:
@@ -176,6 +200,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "magnitude_and_direction": network(magnitude),
     "spectral_norm": network(spectral),
     "weight_norm": network(weight_norm),
+    "straight_through": network(straight_through),
     "positive": network(positive),
     "probabilities": network(lambda layer: (8 * math.sqrt(layer.weight.shape[1]) * layer.weight).softmax(1)),
     "masked": masked,

@@ -1,5 +1,6 @@
 """Weights computed from parameters: factors of their gradients become factors of the parameters' gradients, and none is materialised."""
 
+import collections
 import math
 from unittest import mock
 
@@ -753,3 +754,151 @@ def test_entries_that_an_op_leaves_out_have_no_gradient_whatever_the_cotangent_i
     transform = psg.per_sample_grad(fn)
     found = (psg.jit(transform, backend="eager", check=False) if traced else transform)(w, x)
     assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+class Estimator(torch.autograd.Function):
+    """A straight-through estimator, whose backward the tests choose."""
+
+    @staticmethod
+    def forward(ctx, w, backward):
+        ctx.save_for_backward(w)
+        ctx.backward = backward
+        return (4 * w).round() / 4
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (w,) = ctx.saved_tensors
+        return ctx.backward(cotangent, w), None
+
+
+class Generated(torch.autograd.Function):
+    """The same in the new style, with a rule for vmap."""
+
+    generate_vmap_rule = True
+    backward = Estimator.backward
+
+    @staticmethod
+    def forward(w, backward):
+        return (4 * w).round() / 4
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.backward = inputs[1]
+
+
+def _with_zeros(c, w):
+    c = c.clone()
+    c[w > 0.5] = 0
+    return c
+
+
+def _without_autograd(c, w):
+    c = c.clone()
+    with torch._C.DisableTorchFunction():  # as an extension in C++ would
+        c.clamp_(-0.5, 0.5)
+    return c
+
+
+SCALING = {
+    "itself": lambda c, w: c,
+    "a mask": lambda c, w: c * (w.abs() < 1),
+    "numbers": lambda c, w: -2 * (c / 3).to(c.dtype),
+    "several": lambda c, w: torch.mul(w.cos(), c.clone()) / (1 + w.square()),
+    "where": lambda c, w: torch.where(w > 0.5, c, torch.zeros_like(c)),
+    "where zero": lambda c, w: torch.where(w > 0.5, 0.0, c).contiguous(),
+    "masked_fill": lambda c, w: c.masked_fill(w > 0.5, 0),
+    "in place": lambda c, w: c.clone().masked_fill_(w > 0.5, 0.0),
+    "indexed": _with_zeros,
+    "a sum": lambda c, w: c * w + c * (w > 0),
+    "a view": lambda c, w: c.reshape_as(w) * w,
+}
+OTHERS = {
+    "clamped": lambda c, w: c.clamp(-0.01, 0.01),
+    "signs": lambda c, w: c.sign() * w,
+    "its size": lambda c, w: c * c.abs().mean(),
+    "squared": lambda c, w: c * c,
+    "a constant": lambda c, w: c + 0.1 * w,
+    "turned": lambda c, w: c.flip(0) * w,
+    "summed": lambda c, w: c.sum(0, keepdim=True) * w,
+    "divided by it": lambda c, w: w / (1 + c),
+    "written": lambda c, w: c.mul_(2) * (c.abs() < 0.1),
+    "a value": lambda c, w: c * w if c.amax() > 0.1 else c,
+    "an option": lambda c, w: torch.add(c, c, alpha=2) * w if w.sum() > 0 else torch.add(w, c, alpha=2),
+    "in a list": lambda c, w: torch.stack([c, c]).sum(0),
+    "unseen": _without_autograd,
+    "another": lambda c, w: w * 2,
+}
+
+
+@given(
+    kind=st.sampled_from(sorted(SCALING | OTHERS)),
+    function=st.sampled_from([Estimator, Generated]),
+    layer=st.sampled_from(["linear", "conv", "twice", "scaled"]),
+    n=st.integers(0, 3),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)),
+)
+def test_straight_through_estimators(kind, function, layer, n, sizes, device):
+    o, i, t = sizes
+    backward = (SCALING | OTHERS)[kind]
+    function = Estimator if kind == "a value" else function  # the rule that torch generates cannot take one
+
+    def fn(params, x):
+        w = function.apply(params["w"] * 2 if layer == "scaled" else params["w"], backward)
+        if layer == "conv":
+            return F.conv1d(x[None].mT, w[..., None]).sin().square().sum()
+        y = F.linear(x, w)
+        return (y.sin().square().sum() + (F.linear(x.cos(), w).sum() if layer == "twice" else 0)) / 3
+
+    params, x = {"w": torch.randn(o, i, device=device)}, torch.randn(n, t, i, device=device)
+    expected = psg.per_sample_grad(fn, method="loop")(params, x)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(params, x), expected, atol=1e-12)
+    norms = torch.stack([leaf.flatten(1).square().sum(1) for leaf in expected.values()]).sum(0).sqrt()
+    assert_trees_close(psg.per_sample_norm(fn, method="capture")(params, x), norms, atol=1e-12)
+    clipped = psg.clipped_grad(fn, 0.5, method="capture")(params, x).grads["w"]
+    assert_trees_close(clipped, torch.einsum("n,n...->...", (0.5 / norms).clamp(max=1), expected["w"]), per_sample=False, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted({*SCALING, *OTHERS} - {"a value"}))
+@pytest.mark.parametrize("function", [Estimator, Generated])
+def test_factors_are_carried_over_those_that_scale_alone(kind, function, device):
+    def fn(w, x):
+        return F.linear(x, function.apply(w, (SCALING | OTHERS)[kind])).square().sum()
+
+    factor = psg.factored_grad(fn)(torch.randn(96, 64, device=device), torch.randn(8, 64, device=device))
+    assert isinstance(factor, Dense) == (kind in OTHERS)
+
+
+def test_an_estimator_that_selects_where_a_cotangent_is_not_finite(device):
+    """Zero times infinity is NaN; what is selected is exactly zero."""
+
+    def fn(w, x):
+        return (F.linear(x, Estimator.apply(w, SCALING["where"])) * x.sum()).exp().sum()
+
+    w, x = torch.tensor([[0.2, 0.9], [0.8, 0.1]], device=device), torch.tensor([[1.0, 2.0], [300.0, 400.0]], device=device)
+    expected = psg.per_sample_grad(fn, method="loop")(w, x)
+    assert expected.isinf().any() and (expected == 0).any()
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), expected)
+
+
+def test_what_a_backward_keeps_is_left_as_it_was(device):
+    queue = collections.deque()
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.w = w.detach()
+            queue.append(w.detach())
+            return w.round()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            w, ctx.w = ctx.w, None
+            return cotangent.clamp(-1, 1) * w * queue.pop()
+
+    def fn(w, x):
+        return F.linear(x, Once.apply(w)).square().sum()
+
+    w, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), psg.per_sample_grad(fn, method="loop")(w, x))
+    assert not queue

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
 from torch.overrides import TorchFunctionMode
 
 from psg import _trees
+from psg._capture._estimators import entries_of
 from psg._torch import _functorch
 from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
@@ -91,6 +93,8 @@ def carry_of(step: Step) -> Carry | None:
     output, sides = step.output, step.sides
     if not output.is_floating_point():
         return None
+    if step.name == "custom_function_call":  # of no other function of the user's is it known that its backward is linear in the cotangent
+        return _carry_of_estimator(step)
     try:
         known = _CARRIES[step.name](output.detach(), *step.args, **step.kwargs) if step.name in _CARRIES else []
     except TypeError as error:
@@ -119,6 +123,24 @@ def carry_of(step: Step) -> Carry | None:
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
         return carried if len(carried) == len(found) else None
+
+    return carry
+
+
+def _carry_of_estimator(step: Step) -> Carry | None:
+    """The map of an autograd.Function whose backward scales the cotangent entry by entry; None for any other."""
+    function, *given = step.args
+    if len(step.sides) != 1 or step.run is not custom_function_call or step.sides[0].dtype.itemsize < 4:
+        return None
+    (side,) = step.sides
+    places = [place for place, own in enumerate(given) if own is side]
+    found = entries_of(function, step.output, places[0]) if len(places) == 1 else None
+    if found is None or found[0].shape != side.shape or step.output.dtype != side.dtype:
+        return None
+
+    def carry(factor: Factor) -> list[list[Factor]] | None:
+        carried = None if step.is_outdated else _by_entries(factor, *found)
+        return None if carried is None else [[carried]]
 
     return carry
 
@@ -209,12 +231,20 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
     else:
         return None
     entries = step.vjp(side, constant)
-    if _functorch.can_read_now(entries):
-        if not (_may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))):
-            return None
-    elif step.name in _SELECTING and isinstance(factor, Dense):
+    if not _may_scale(factor, entries, step.name in _SELECTING):
         return None
     return scaled(factor, entries) if numbers is None else _multiple(numbers, entries)
+
+
+def _by_entries(factor: Factor, entries: Tensor, selects: bool) -> Factor | None:
+    return scaled(factor, entries) if _may_scale(factor, entries, selects) else None
+
+
+def _may_scale(factor: Factor, entries: Tensor, selects: bool) -> bool:
+    """Whether to scale a factor gives what autograd gives, if numbers that are not finite meet zero."""
+    if _functorch.can_read_now(entries):
+        return _may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))
+    return not (selects and isinstance(factor, Dense))
 
 
 def _may_be_multiplied(tensor: Tensor) -> bool:

@@ -87,8 +87,8 @@ class Lifted:
 
     def carry_terms(self) -> None:
         """Carry the terms over to the values from which this one was computed, where their kind allows it."""
-        if not self.terms or self.made_by is None or self.is_from_autograd_function:
-            return  # the backward of a user's function need not be linear in the cotangent
+        if not self.terms or self.made_by is None:
+            return
         step, parents = self.made_by
         by_attached = {id(value.attached): value for value in parents}
         sides = [by_attached.get(id(side)) for side in step.sides]

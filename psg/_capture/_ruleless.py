@@ -43,7 +43,7 @@ def run_function(
     if _functions.holds_containers(args):
         raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
     state, kept = _random.get_state(tensors), _functions.state_of(function, others)
-    queues = _functions.queues_of(kept)
+    contents = _functions.contents_of(kept)
     places: set[int] = set()
     left: list[Tensor] = []
 
@@ -69,9 +69,7 @@ def run_function(
         raise Unsupported(f"{what} draws random numbers")
     if not _functions.same_state(kept, _functions.state_of(function, others)):
         # All backward passes run after all forward passes: each would see what the last sample has left.
-        for queue, content in queues:
-            queue.clear()
-            queue.extend(content)
+        _functions.put_back(contents)
         raise Unsupported(f"{what} changes its class, an argument or what its backward reads elsewhere; what that needs belongs on ctx")
     return output, [(tensors[place], left[place]) for place in sorted(places)]
 

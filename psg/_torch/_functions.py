@@ -88,9 +88,21 @@ def same_state(before: Sequence[Any], now: Sequence[Any]) -> bool:
     )
 
 
-def queues_of(state: Sequence[Any]) -> list[tuple[list[Any] | deque[Any], list[Any]]]:
-    """The lists and queues in a state, each with what it holds now: what is left in one would be taken for something else."""
-    return [(part, list(part)) for part in state if isinstance(part, (list, deque))]
+def contents_of(state: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The lists, queues and dicts in a state, each with a copy of what it holds."""
+    return [(part, part.copy()) for part in state if isinstance(part, (list, deque, dict))]
+
+
+def put_back(contents: Sequence[tuple[Any, Any]]) -> None:
+    """Put those back that have changed: what a call that does not count has left in a queue would be taken for something else."""
+    for part, before in contents:
+        if [*map(id, _parts(part))] != [*map(id, _parts(before))]:
+            part.clear()
+            part.update(before) if isinstance(part, dict) else part.extend(before)
+
+
+def _parts(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 class _Writes(int):
