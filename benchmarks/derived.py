@@ -2,8 +2,9 @@
 
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
-Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties, layers of a stack, fused gates,
-indexed tables: layers use values computed from parameters, or only parts of them. Results are checked and timed as in inside.py.
+Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties,
+layers of a stack, fused gates, indexed tables: layers use values computed from parameters, or only parts of them. Results are checked and
+timed as in inside.py.
 """
 
 from __future__ import annotations
