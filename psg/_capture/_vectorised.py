@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
-from psg._torch import _functorch
+from psg._torch import _functorch, _scripts
 from psg._torch._autocast import cast_of
 from psg._torch._ops import REQUIRES_GRAD, handlers_among, tensors_of
 from psg._watch._habits import Retry
@@ -69,6 +69,10 @@ class _Ordinary(TorchFunctionMode):
         if not is_vmapped_right(func, args, kwargs) or find_leak(func, args, kwargs, "vmap") is not None:
             raise Refused
         return func(*args, **kwargs)
+
+
+def _refuse_script(script: Any, arguments: list[Any]) -> None:
+    raise Refused
 
 
 class _Context:
@@ -128,7 +132,7 @@ class _Plan:
             nonlocal count
             wrappers = dict(zip(unique, samples, strict=True))
             args = [wrappers.get(id(arg), arg) if isinstance(arg, Tensor) else arg for arg in given]
-            with _Ordinary(self.n):
+            with _Ordinary(self.n), _scripts.watched(_refuse_script, inlines=True):
                 if _is_setup_context_defined(self.function.setup_context):
                     outputs = self.function.forward(*args)
                     self.function.setup_context(own, tuple(args), outputs)
@@ -172,7 +176,7 @@ class _Plan:
                 leaves[i] = sample
             own = _Context(())
             vars(own).update(_trees.unflatten(self._spec, leaves))
-            with _Ordinary(self.n):
+            with _Ordinary(self.n), _scripts.watched(_refuse_script, inlines=True):
                 found = self.function.backward(own, *(None if cotangent is None else next(rest) for cotangent in cotangents))
             found = found if isinstance(found, tuple) else (found,)
             places.extend(place for place in self.batched if found[place] is not None and own.needs_input_grad[place])
