@@ -479,6 +479,10 @@ def _check_params(name: str, leaves: list[Any], paths: Paths, start: int) -> Non
             elif hasattr(leaf, "__array__"):
                 way_out = "Convert it with torch.as_tensor."
             raise InputError(f"{name}: {paths[position]} is {a_kind(leaf)}; expected a tensor, since it is differentiated. {way_out}")
+        if type(leaf).__name__ == "DTensor":  # by name, since to import the class takes a second
+            raise InputError(
+                f"{name}: {paths[position]} is a DTensor, which several processes hold in parts; expected a whole tensor, .full_tensor()."
+            )
         if leaf.layout != torch.strided or leaf.is_nested:
             what = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
             raise InputError(f"{name}: {paths[position]} {what}; expected a dense tensor, since it is differentiated.")

@@ -209,7 +209,10 @@ def _signature(module: nn.Module) -> inspect.Signature | None:
         return None
 
 
-_SHARDED = "its parameters are sharded over processes, which psg does not support"
+_SHARDED = (
+    "its parameters are sharded over processes, which psg does not support. Give the module before it is sharded; sums and the optimizer's "
+    "state may be held in parts, as the README shows for several processes"
+)
 _WRAPPERS = {
     "DataParallel": "it copies the parameters of the module that it wraps. Give that module itself: wrapper.module",
     "DistributedDataParallel": (

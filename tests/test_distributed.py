@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import psg
 from psg.distributed import all_gather, all_reduce
@@ -185,9 +187,25 @@ def work(rank, path):
         "objects as keys": list(all_reduce({Key(): torch.tensor(rank), Key(): torch.ones(1)}).values()),
         "dataclass": dataclasses.astuple(all_gather(Pair(torch.tensor([rank]), torch.ones(1)))),
         "traced": traced(rank),
+        "sharded": sharded(loss, params, ids[own], labels[own]),
     }
     torch.save(found, f"{path}/{rank}")
     dist.destroy_process_group()
+
+
+def sharded(loss, params, ids, labels):
+    """Two steps of Adam on parameters that the optimizer, its state and the sums hold in parts, and the error for those themselves."""
+    mesh = init_device_mesh("cpu", (len(SIZES),))
+    parts = {name: torch.nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])) for name, p in params.items()}
+    optimizer = torch.optim.Adam(parts.values(), lr=0.1)
+    for _ in range(2):
+        out = psg.clipped_grad(loss, 0.5)({name: p.detach().full_tensor() for name, p in parts.items()}, ids, labels)
+        for name, p in parts.items():
+            own = DTensor.from_local(out.grads[name], mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
+            noisy = psg.tree.add_noise({name: own}, 0.0)[name]
+            p.grad = DTensor.from_local(noisy, mesh, [Shard(0)], shape=p.shape, stride=p.stride())
+        optimizer.step()
+    return {name: p.detach().full_tensor() for name, p in parts.items()}, failure(psg.per_sample_norm(loss), parts, ids, labels)
 
 
 def traced(rank):
@@ -226,6 +244,21 @@ def test_clipped_sums_and_norms(found):
     for own in found:
         psg.testing.assert_trees_close(own["grads"], out.grads)
         psg.testing.assert_trees_close(own["norms"], out.norms)
+
+
+def test_sums_and_the_state_of_the_optimizer_in_parts(found):
+    loss, params, ids, labels = problem()
+    whole = {name: torch.nn.Parameter(p.clone()) for name, p in params.items()}
+    optimizer = torch.optim.Adam(whole.values(), lr=0.1)
+    for _ in range(2):
+        out = psg.clipped_grad(loss, 0.5)({name: p.detach() for name, p in whole.items()}, ids, labels)
+        for name, p in whole.items():
+            p.grad = out.grads[name]
+        optimizer.step()
+    for own in found:
+        params, error = own["sharded"]
+        psg.testing.assert_trees_close(params, {name: p.detach() for name, p in whole.items()}, per_sample=False)
+        assert "is a DTensor, which several processes hold in parts; expected a whole tensor, .full_tensor()" in error
 
 
 def test_factors(found):
