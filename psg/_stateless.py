@@ -331,7 +331,7 @@ def _call(
     # One that was assigned anew is another tensor; one that was written into has a new version.
     after = _versions(kept)
     expected = {name: version + writes.rewrites[name] for name, version in versions.items()} if writes.rewrites else versions
-    changed = [name for name, tensor in kept.items() if now.get(name) is not tensor or after[name] != expected[name]]
+    changed = [name for name, tensor in kept.items() if not _is_kept(now.get(name), tensor) or after[name] != expected[name]]
     if changed:
         raise StateError(changing(children, changed[0]))
     replaced = [name for name, tensor in params.items() if now.get(name) is not tensor]
@@ -343,6 +343,11 @@ def _call(
     if writes.param:
         attributes.expect_same(writes.param)
     return output
+
+
+def _is_kept(now: Tensor | None, before: Tensor) -> bool:
+    """Whether a module still holds this tensor, or one of its values, as `.to(device)` of a quantised weight gives where it is there."""
+    return now is before or now is not None and type(now) is type(before) and _functorch.are_one_view(now, before)
 
 
 def _versions(tensors: dict[str, Tensor]) -> dict[str, int]:

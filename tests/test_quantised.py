@@ -207,3 +207,44 @@ def test_a_function_that_writes_into_one(device):
     with pytest.raises(psg.StateError, match="Writing, an autograd.Function, writes into its arguments, one of them a Packed"):
         w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
         psg.per_sample_grad(lambda w, x: Writing.apply(w @ x, packed).sum())(w, x)
+
+
+class Reassigning(nn.Module):
+    """Assigns its frozen weight anew in every call, with the same values: its data as bitsandbytes' eight-bit layers, or itself as peft."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight = Packed.of(torch.randn(3, 4))
+        self.trained = nn.Parameter(torch.randn(3, 4))
+        self.how, self.own = how, self.weight.data.as_subclass(torch.Tensor)
+
+    def forward(self, x):
+        output = Product.apply(x, self.weight, self.weight.state) + x @ self.trained.T
+        if self.how == "data":
+            self.weight.data = self.own
+        else:
+            weight = torch.Tensor._make_subclass(Packed, self.weight.data, False)
+            weight.state = self.weight.state
+            self.weight = weight
+        return output
+
+
+@pytest.mark.parametrize("method", ["capture", "loop"])
+@pytest.mark.parametrize("how", ["data", "itself"])
+def test_weights_that_are_assigned_anew_with_the_same_values(how, method, device):
+    model = Reassigning(how).to(device)
+    loss, params = psg.stateless(model, lambda output: output.sin().sum())
+    x = torch.randn(5, 4, device=device)
+    outputs = x @ (model.own * model.weight.state.scale + model.trained.detach()).T
+    assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x)["trained"], outputs.cos()[:, :, None] * x[:, None])
+
+
+def test_a_weight_that_is_replaced(device):
+    class Replacing(Reassigning):
+        def forward(self, x):
+            self.weight = Packed.of(torch.randn(3, 4, device=x.device))
+            return x @ self.trained.T
+
+    loss, params = psg.stateless(Replacing("itself").to(device), lambda output: output.sin().sum())
+    with pytest.raises(psg.StateError, match="changes its parameter 'weight'"):
+        psg.per_sample_grad(loss)(params, torch.randn(5, 4, device=device))

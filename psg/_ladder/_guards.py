@@ -252,6 +252,8 @@ class LoopGuard(Repaired, Looking):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = torchs_names(func, kwargs)
+        if changes_nothing(func, args):
+            return None
         tensors = tensors_of(args, kwargs)
         (self.recorded_ids if torch.is_grad_enabled() else self.other_ids).update(map(id, tensors))
         self.outside.look(func, tensors, self.own, self.level)
