@@ -756,6 +756,11 @@ def test_entries_that_an_op_leaves_out_have_no_gradient_whatever_the_cotangent_i
     assert_trees_close(found, loop_grad(fn)(w, x))
 
 
+@torch.library.custom_op("psg_tests::mul", mutates_args=())
+def not_a_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.sign() * y
+
+
 class Estimator(torch.autograd.Function):
     """A straight-through estimator, whose backward the tests choose."""
 
@@ -800,6 +805,12 @@ def _without_autograd(c, w):
     return c
 
 
+def _with_a_constant(c, w):
+    rest = torch.zeros_like(c)
+    rest[0] = 0.5
+    return torch.where(w > 0.5, c, rest)
+
+
 SCALING = {
     "itself": lambda c, w: c,
     "a mask": lambda c, w: c * (w.abs() < 1),
@@ -827,10 +838,13 @@ OTHERS = {
     "an option": lambda c, w: torch.add(c, c, alpha=2) * w if w.sum() > 0 else torch.add(w, c, alpha=2),
     "in a list": lambda c, w: torch.stack([c, c]).sum(0),
     "unseen": _without_autograd,
+    "zeros that are written into": _with_a_constant,
+    "another library's": lambda c, w: torch.ops.psg_tests.mul(c, w),
     "another": lambda c, w: w * 2,
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @given(
     kind=st.sampled_from(sorted(SCALING | OTHERS)),
     function=st.sampled_from([Estimator, Generated]),
@@ -859,6 +873,7 @@ def test_straight_through_estimators(kind, function, layer, n, sizes, device):
     assert_trees_close(clipped, torch.einsum("n,n...->...", (0.5 / norms).clamp(max=1), expected["w"]), per_sample=False, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("kind", sorted({*SCALING, *OTHERS} - {"a value"}))
 @pytest.mark.parametrize("function", [Estimator, Generated])
 def test_factors_are_carried_over_those_that_scale_alone(kind, function, device):

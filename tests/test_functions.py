@@ -290,6 +290,21 @@ def test_a_backward_pass_that_writes_into_its_cotangent(device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
 
 
+def test_a_backward_pass_that_draws_draws_for_every_sample(device):
+    class Dithered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent + torch.rand(3, device=cotangent.device)
+
+    w, x = torch.randn(3, 4, device=device), torch.ones(5, 4, device=device)
+    grads = psg.per_sample_grad(lambda w, x: Dithered.apply(w @ x).sum(), method="capture")(w, x)
+    assert len(grads.unique(dim=0)) == 5
+
+
 def test_a_function_that_closes_over_the_sample_runs_in_the_loop(device):
     def fn(w, x):
         class Product(torch.autograd.Function):

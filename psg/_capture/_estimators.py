@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from psg._torch import _functions, _functorch
-from psg._torch._ops import LIKENESSES, METADATA, base_name, tensors_of
+from psg._torch._ops import LIKENESSES, METADATA, base_name, is_torchs, tensors_of
 from psg.rules._registry import namesake
 
 
@@ -91,7 +91,7 @@ class _Scaling(TorchFunctionMode):
         super().__init__()
         self.cotangent = cotangent
         self.scaled = {id(cotangent): cotangent}
-        self.zeros: dict[int, Tensor] = {}
+        self._zeros: dict[int, tuple[Tensor, int]] = {}  # with their versions: they may be written into
         self.selects = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,8 +103,10 @@ class _Scaling(TorchFunctionMode):
         output = func(*args, **kwargs)
         if own and func in LIKENESSES:
             if base_name(func) in ("zeros_like", "new_zeros"):
-                self.zeros[id(output)] = output
+                self._zeros[id(output)] = output, output._version
         elif own and func not in METADATA:
+            if not is_torchs(func):
+                raise _Unknown
             self._follow(base_name(func), own, args, kwargs, output)
         return output
 
@@ -115,7 +117,7 @@ class _Scaling(TorchFunctionMode):
         elif name in ("div", "divide", "true_divide", "__truediv__"):
             fits = own == [0] and not kwargs
         elif name in ("add", "__add__", "__radd__", "sub", "subtract", "__sub__"):
-            fits = own == [0, 1]
+            fits = own == [0, 1] and kwargs.keys() <= {"alpha"}
         elif name in ("neg", "negative", "__neg__", "positive", "clone", "contiguous", "detach"):
             fits = own == [0]
         elif name in ("to", "view_as", "reshape_as", "expand_as", "type_as"):
@@ -135,7 +137,9 @@ class _Scaling(TorchFunctionMode):
         self.scaled[id(target)] = target
 
     def _is_zero(self, arg: Any) -> bool:
-        return id(arg) in self.zeros or isinstance(arg, (int, float)) and arg == 0
+        if isinstance(arg, Tensor):
+            return id(arg) in self._zeros and self._zeros[id(arg)][1] == arg._version
+        return isinstance(arg, (int, float)) and arg == 0
 
     def _is_like(self, tensor: Tensor) -> bool:
         return tensor.shape == self.cotangent.shape and tensor.dtype == self.cotangent.dtype and not _functorch.is_wrapped(tensor)

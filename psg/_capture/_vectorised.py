@@ -1,7 +1,8 @@
 """autograd.Functions without a generated rule for vmap, for all samples at once: forward and backward each run under a vmap of their own.
 
-That is what torch's generated rule does. Only functions made of ops that vmap alone runs right are run so, of each pass' own tensors; all
-others run sample by sample, as those do that write into their arguments, close over a sample or keep more than tensors and plain values.
+That is what torch's generated rule does. A function is run so if it calls only ops that psg knows to be right under vmap. One that calls
+others runs sample by sample, as does one that writes into its arguments, closes over a sample, draws random numbers, or keeps more on its
+ctx than tensors and plain values.
 """
 
 import enum
@@ -18,7 +19,7 @@ from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
 from psg._torch import _functorch, _scripts
 from psg._torch._autocast import cast_of
-from psg._torch._ops import REQUIRES_GRAD, handlers_among, tensors_of
+from psg._torch._ops import REQUIRES_GRAD, draws, handlers_among, is_torchs, tensors_of
 from psg._watch._habits import Retry
 from psg._watch._marks import is_marked
 from psg.rules._registry import find_decomposition, find_leak, python_form
@@ -59,6 +60,8 @@ class _Ordinary(TorchFunctionMode):
             if output is not NotImplemented:
                 return output
         if not wrapped:
+            if is_torchs(func) and draws(func, args, kwargs):
+                raise Refused  # of which every sample draws its own
             return func(*args, **kwargs)
         output = run_rows(func, args, kwargs, _functorch.current_level(), self.n)
         if output is NotImplemented and (written_out := python_form(func) or find_decomposition(func, differentiated=False)) is not None:
@@ -115,7 +118,6 @@ class _Plan:
         self.function, self.batched, self.n, self.randomness, self.apart = function, batched, n, randomness, apart
         self.single = True
         self._shapes: dict[int, torch.Size] = {}
-        self._context: _Context
         self._spec: Any
         self._leaves: list[Any]
         self._whole: list[int]  # the places in `_leaves` of tensors of all samples
@@ -189,8 +191,10 @@ class _Plan:
         return [by_place.get(place) for place in range(count)]
 
 
-_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, enum.Enum, type)
-_PLAIN = (*_PLAIN, FunctionType)
+_PLAIN = (
+    *(int, float, complex, str, bytes, slice, enum.Enum, type, FunctionType),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
 
 
 def _is_of_all(leaf: Any, level: int) -> bool:
