@@ -248,3 +248,13 @@ def test_a_weight_that_is_replaced(device):
     loss, params = psg.stateless(Replacing("itself").to(device), lambda output: output.sin().sum())
     with pytest.raises(psg.StateError, match="changes its parameter 'weight'"):
         psg.per_sample_grad(loss)(params, torch.randn(5, 4, device=device))
+
+
+@pytest.mark.parametrize("kind", [Wrapped, Packed])
+def test_functions_of_a_whole_batch(kind, device):
+    model = nn.Sequential(Adapted(4, 5, kind, False), nn.Tanh(), Adapted(5, 3, kind, False)).to(device)
+    losses, params = psg.stateless(model, lambda output: output.sin().square().sum(1), batch_dim=None)
+    loss, _ = psg.stateless(model, lambda output: output.sin().square().sum())
+    x = torch.randn(6, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(losses, method="batch")(params, x), loop_grad(loss)(params, x))
+    psg.check(losses, method="batch")(params, x)

@@ -51,7 +51,9 @@ from psg._torch._ops import (
     PREDICATES,
     Node,
     Place,
-    foreign_handler,
+    handle_only,
+    handled_by,
+    handlers_among,
     name_of,
     places_of,
     replace_at,
@@ -245,8 +247,10 @@ class _BatchMode(Watch, Looking):
             return cast.run(self, func, args, kwargs)
         tensors, target = tensors_of(args, kwargs), target_of(func, args, kwargs)
         try:
-            if types and (handler := foreign_handler(types)) is not None:
-                raise InputError(f'method="batch": {handler}.')
+            if types and (handlers := handlers_among(types)):
+                if not handle_only(handlers, tensors, lambda own: not (own.requires_grad or own in self.sampled)):
+                    raise InputError(f'method="batch": {handled_by(handlers[0])}.')
+                return self.run_handlers(handlers, func, types, args, kwargs)
             output = self._route(func, args, kwargs, tensors, target)
         except PsgError as error:
             self.failure = type(error)(*error.args)

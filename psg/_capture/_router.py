@@ -36,9 +36,9 @@ from psg._torch._ops import (
     Node,
     call_key,
     draws,
+    handle_only,
     handled_by,
     handlers_among,
-    handles_ops,
     is_torchs,
     name_of,
     operands_of,
@@ -120,7 +120,9 @@ class Router(Watch, Looking):
                     return None
                 func = _registry.namesake(func, kwargs)
             if types and (handlers := handlers_among(types)):
-                return self._run_handlers(handlers, func, types, args, kwargs, tensors)
+                if not handle_only(handlers, tensors, lambda own: not (own.requires_grad or _functorch.is_wrapped(own))):
+                    raise Unsupported(handled_by(handlers[0]))
+                return self.run_handlers(handlers, func, types, args, kwargs)
             if func in HIGHER_ORDER:
                 with self:
                     return HIGHER_ORDER[func](*args, **kwargs)
@@ -155,24 +157,6 @@ class Router(Watch, Looking):
         except Exception as error:
             self.failure = str(error)
             raise
-
-    def _run_handlers(self, handlers: list[Any], func: Any, types: Sequence[type], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Run a call as frozen weights of a class that handles ops itself do it, quantised ones say, and watch what they call.
-
-        Raises:
-            Unsupported: A tensor of such a class is no constant.
-            TypeError: No class has an implementation.
-        """
-        own = [tensor for tensor in tensors if handles_ops(type(tensor))]
-        frozen = not any(tensor.requires_grad or _functorch.is_wrapped(tensor) for tensor in own)
-        if not frozen or {*map(type, own)} != {*handlers}:
-            raise Unsupported(handled_by(handlers[0]))
-        with self:
-            for kind in handlers:
-                output = kind.__torch_function__(func, types, args, kwargs)
-                if output is not NotImplemented:
-                    return output
-        raise TypeError(f"no implementation found for {name_of(func)} on types {', '.join(kind.__name__ for kind in handlers)}")
 
     def _claim(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, target: Any = None, mark: object | None = None

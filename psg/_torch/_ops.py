@@ -338,6 +338,12 @@ def handlers_among(types: Iterable[type]) -> list[Any]:
     return [*filter(handles_ops, types)] if torch._C._is_torch_function_enabled() else []
 
 
+def handle_only(handlers: Sequence[Any], tensors: Iterable[Tensor], fits: Callable[[Tensor], bool]) -> bool:
+    """Whether these classes handle a call because of tensors that fit alone, and not because of other tensors or objects."""
+    own = [tensor for tensor in tensors if handles_ops(type(tensor))]
+    return all(map(fits, own)) and {*map(type, own)} == {*handlers}
+
+
 def foreign_handler(types: Iterable[type]) -> str | None:
     """Which of these classes of tensors handles ops itself, so that rules would not compute what it does; None if none does."""
     found = next(filter(handles_ops, types), None)
