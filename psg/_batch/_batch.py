@@ -57,6 +57,7 @@ from psg._torch._ops import (
     name_of,
     places_of,
     replace_at,
+    run_handlers,
     substitute,
     target_of,
     tensors_of,
@@ -250,7 +251,7 @@ class _BatchMode(Watch, Looking):
             if types and (handlers := handlers_among(types)):
                 if not handle_only(handlers, tensors, lambda own: not (own.requires_grad or own in self.sampled)):
                     raise InputError(f'method="batch": {handled_by(handlers[0])}.')
-                return self.run_handlers(handlers, func, types, args, kwargs)
+                return run_handlers(self, handlers, func, types, args, kwargs)
             output = self._route(func, args, kwargs, tensors, target)
         except PsgError as error:
             self.failure = type(error)(*error.args)

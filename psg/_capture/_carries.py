@@ -138,8 +138,10 @@ def _carry_of_estimator(step: Step) -> Carry | None:
     if found is None or found[0].shape != side.shape or step.output.dtype != side.dtype:
         return None
 
+    entries, selects = found
+
     def carry(factor: Factor) -> list[list[Factor]] | None:
-        carried = None if step.is_outdated else _by_entries(factor, *found)
+        carried = None if step.is_outdated or not _may_scale(factor, entries, selects) else scaled(factor, entries)
         return None if carried is None else [[carried]]
 
     return carry
@@ -234,10 +236,6 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
     if not _may_scale(factor, entries, step.name in _SELECTING):
         return None
     return scaled(factor, entries) if numbers is None else _multiple(numbers, entries)
-
-
-def _by_entries(factor: Factor, entries: Tensor, selects: bool) -> Factor | None:
-    return scaled(factor, entries) if _may_scale(factor, entries, selects) else None
 
 
 def _may_scale(factor: Factor, entries: Tensor, selects: bool) -> bool:

@@ -206,19 +206,6 @@ class Watch(TorchFunctionMode):
         self.by_handle[id(handle)] = value
         return handle
 
-    def run_handlers(self, handlers: Sequence[Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call as tensors of classes that handle ops themselves do it, frozen quantised weights say, and watch what they call.
-
-        Raises:
-            TypeError: None of the classes has an implementation.
-        """
-        with self:
-            for kind in handlers:
-                output = kind.__torch_function__(func, types, args, kwargs)
-                if output is not NotImplemented:
-                    return output
-        raise TypeError(f"no implementation found for {name_of(func)} on types {', '.join(kind.__name__ for kind in handlers)}")
-
     # Cached, since deep models have hundreds of parameters, and hundreds of in-place activations to check against them.
 
     @cached_property

@@ -85,8 +85,12 @@ def is_vmapped_right(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return _NOTED.isdisjoint(kwargs) and not draws(func, args, kwargs)
 
 
-_COPYING = {*METADATA, *LIKENESSES, Tensor.__getitem__, torch.clone, Tensor.clone}
-_COPYING |= {getattr(Tensor, name).__get__ for name in ("T", "mT")}
+_COPYING = {
+    *(*METADATA, *LIKENESSES, Tensor.__getitem__, torch.clone, Tensor.clone),
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
+}
+"""What tells of a tensor, and takes or copies its entries as vmap does for each sample."""
+
 _NOTED = {"out", "requires_grad"}
 """Options by which a call makes, or writes into, a tensor that a pass has to know of."""
 

@@ -45,6 +45,7 @@ from psg._torch._ops import (
     place_name,
     places_of,
     replace_at,
+    run_handlers,
     substitute,
     target_of,
     tells_numbers,
@@ -122,7 +123,7 @@ class Router(Watch, Looking):
             if types and (handlers := handlers_among(types)):
                 if not handle_only(handlers, tensors, lambda own: not (own.requires_grad or _functorch.is_wrapped(own))):
                     raise Unsupported(handled_by(handlers[0]))
-                return self.run_handlers(handlers, func, types, args, kwargs)
+                return run_handlers(self, handlers, func, types, args, kwargs)
             if func in HIGHER_ORDER:
                 with self:
                     return HIGHER_ORDER[func](*args, **kwargs)

@@ -19,14 +19,14 @@ from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
 from psg._torch import _functorch, _scripts
 from psg._torch._autocast import cast_of
-from psg._torch._ops import REQUIRES_GRAD, draws, handlers_among, is_torchs, tensors_of
+from psg._torch._ops import REQUIRES_GRAD, draws, handlers_among, is_torchs, run_handlers, tensors_of
 from psg._watch._habits import Retry
 from psg._watch._marks import is_marked
 from psg.rules._registry import find_decomposition, find_leak, python_form
 from psg.rules.libraries import run_rows
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """A function has to run sample by sample."""
 
 
@@ -37,7 +37,7 @@ class _Ordinary(TorchFunctionMode):
         n: The number of samples.
 
     Raises:
-        Refused: The function calls another op.
+        _Refused: The function calls another op.
     """
 
     def __init__(self, n: int) -> None:
@@ -51,17 +51,14 @@ class _Ordinary(TorchFunctionMode):
         tensors = tensors_of(args, kwargs)
         wrapped = list(filter(_functorch.is_wrapped, tensors))
         if any(map(is_marked, wrapped)):
-            raise Refused
+            raise _Refused
         if func == REQUIRES_GRAD and wrapped:
             return _functorch.value_of(tensors[0]).requires_grad  # vmap's wrapper does not say it of an argument
-        for kind in handlers_among(types):
-            with self:
-                output = kind.__torch_function__(func, types, args, kwargs)
-            if output is not NotImplemented:
-                return output
+        if handlers := handlers_among(types):
+            return run_handlers(self, handlers, func, types, args, kwargs)
         if not wrapped:
             if is_torchs(func) and draws(func, args, kwargs):
-                raise Refused  # of which every sample draws its own
+                raise _Refused  # of which every sample draws its own
             return func(*args, **kwargs)
         output = run_rows(func, args, kwargs, _functorch.current_level(), self.n)
         if output is NotImplemented and (written_out := python_form(func) or find_decomposition(func, differentiated=False)) is not None:
@@ -70,12 +67,12 @@ class _Ordinary(TorchFunctionMode):
         if output is not NotImplemented:
             return output
         if not is_vmapped_right(func, args, kwargs) or find_leak(func, args, kwargs, "vmap") is not None:
-            raise Refused
+            raise _Refused
         return func(*args, **kwargs)
 
 
 def _refuse_script(script: Any, arguments: list[Any]) -> None:
-    raise Refused
+    raise _Refused
 
 
 class _Context:
@@ -101,7 +98,7 @@ class _Context:
         self._psg_fills = value
 
     def mark_dirty(self, *_: Tensor) -> None:
-        raise Refused
+        raise _Refused
 
 
 class _Plan:
@@ -144,7 +141,7 @@ class _Plan:
             outputs = (outputs,) if self.single else outputs
             level = _functorch.current_level()
             if not isinstance(outputs, tuple) or not all(_is_of_all(part, level) for part in outputs):
-                raise Refused  # no tensor, or one that is the same for all samples
+                raise _Refused  # no tensor, or one that is the same for all samples
             unlearned = set(map(id, own._psg_plain))
             plain.extend(i for i, part in enumerate(outputs) if id(part) in unlearned)
             count = len(outputs)
@@ -158,11 +155,11 @@ class _Plan:
         leaves, self._spec = _trees.flatten(vars(own))
         known = set(map(id, given))
         if not all(isinstance(leaf, (Tensor, *_PLAIN)) or leaf is None or id(leaf) in known for leaf in leaves):
-            raise Refused
+            raise _Refused
         self._whole = [i for i, leaf in enumerate(leaves) if _is_of_all(leaf, level)]
         tensors = [leaves[i] for i in self._whole]
         if any(_functorch.is_wrapped(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in self._whole):
-            raise Refused
+            raise _Refused
         self._leaves = [None if i in self._whole else leaf for i, leaf in enumerate(leaves)]
         return tensors
 
@@ -186,7 +183,7 @@ class _Plan:
 
         gradients = _functorch.vmap(run, [*saved, *arrived], [0] * (len(saved) + len(arrived)), self.n, self.randomness)
         if versions != [cotangent._version for cotangent in arrived]:
-            raise Refused  # autograd may give the same tensor to other nodes
+            raise _Refused  # autograd may give the same tensor to other nodes
         by_place = dict(zip(places, gradients, strict=True))
         return [by_place.get(place) for place in range(count)]
 

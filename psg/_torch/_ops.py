@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from psg._torch._cached import cached
 
@@ -342,6 +342,20 @@ def handle_only(handlers: Sequence[Any], tensors: Iterable[Tensor], fits: Callab
     """Whether these classes handle a call because of tensors that fit alone, and not because of other tensors or objects."""
     own = [tensor for tensor in tensors if handles_ops(type(tensor))]
     return all(map(fits, own)) and {*map(type, own)} == {*handlers}
+
+
+def run_handlers(mode: TorchFunctionMode, handlers: Sequence[Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run a call as tensors of such classes do it, frozen quantised weights say, under a mode that watches what they call.
+
+    Raises:
+        TypeError: None of the classes has an implementation.
+    """
+    with mode:
+        for kind in handlers:
+            output = kind.__torch_function__(func, types, args, kwargs)
+            if output is not NotImplemented:
+                return output
+    raise TypeError(f"no implementation found for {name_of(func)} on types {', '.join(kind.__name__ for kind in handlers)}")
 
 
 def foreign_handler(types: Iterable[type]) -> str | None:

@@ -233,7 +233,7 @@ class Factor(ABC):
         return self.squared_norm()
 
     def squared_norm_and_terms(self) -> tuple[Tensor, Tensor]:
-        """Both."""
+        """Both, computed once where they are one."""
         return self.squared_norm(), self.squared_terms()
 
     @property
