@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import psg
+from psg._batch import _exchange
 from psg._batch._owners import codes, owners
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
@@ -633,6 +634,54 @@ def test_rounding_by_groups_of_other_sizes_is_no_meeting(dtype, device):
     grads = psg.per_sample_grad(routed, method="batch")(params, x)
     narrow = torch.finfo(dtype).eps
     assert_trees_close(grads, loop_grad(one(routed))(params, x), rtol=30 * narrow, atol=30 * narrow)
+
+
+THRESHOLDS = {
+    "activations above the median": lambda h: h * (h.detach() > h.detach().median()),
+    "activations above the mean": lambda h: h * (h.detach() > h.detach().mean()),
+    "largest activations of the batch": lambda h: torch.where(h >= h.flatten().topk(h.numel() // 10).values[-1], h, 0),
+}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+@pytest.mark.parametrize("n", [3, 16, 64])
+def test_samples_that_meet_in_a_threshold_are_found_out(name, n, device):
+    """Exchanging samples changes few losses, and those not always. So there are several batches, in one of which it does."""
+    params = {"encoder": torch.randn(8, 4, device=device), "decoder": torch.randn(4, 8, device=device)}
+
+    def fn(p, x):
+        return (F.linear(THRESHOLDS[name](F.linear(x, p["encoder"]).relu()), p["decoder"]) - x).square().sum(1)
+
+    with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+        for _ in range(12):
+            psg.clipped_grad(fn, 1.0, method="batch")(params, torch.randn(n, 4, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_choice_that_hangs_on_the_last_digits_is_no_meeting(dtype, device, monkeypatch):
+    """Every fourth sample has two equal scores, and rounding, which here depends on the batch, decides."""
+    router, layer = torch.randn(1, WIDTH).expand(2, WIDTH).to(device, dtype), torch.randn(3, WIDTH, device=device, dtype=dtype)
+    margin = torch.tensor([i % 4 != 0 for i in range(32)], device=device, dtype=dtype)
+    changed = []
+
+    def counted(losses, *others):
+        changed.extend(losses.tolist())
+        return is_rounding(losses, *others)
+
+    is_rounding = _exchange._is_rounding
+    monkeypatch.setattr(_exchange, "_is_rounding", counted)
+
+    def fn(p, x, margin):
+        scores = F.linear(x, p["router"])
+        last_digits = torch.where(x.double().sum() * 1000 % 1 < 0.5, 1, -1) * torch.finfo(dtype).eps * scores[:, 0].abs()
+        chosen = scores[:, 0] + last_digits + margin > scores[:, 1]
+        return F.linear(x, p["layer"]).square().sum(1) * (1 + chosen)
+
+    for _ in range(8):
+        psg.per_sample_norm(fn, method="batch")(
+            {"router": router, "layer": layer}, torch.randn(32, WIDTH, device=device, dtype=dtype), margin
+        )
+    assert changed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

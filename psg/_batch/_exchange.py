@@ -4,9 +4,12 @@ Gradients show which sample each row belongs to (`_owners.py`). But samples may 
 x - x.mean(0), or through integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, the
 losses share rows of the parameters, but no rows of data. So fn runs on two more batches of the same shape, in each of which up to a quarter
 of the samples keep their places, and copies of them replace all others; of a few samples, in several batches, one or two. The losses of
-those that keep their places must not change.
+those that keep their places must not change, but for rounding: where the choice of an expert hangs on the last digits of a product, it may
+change a loss as a meeting would. So a loss that has changed counts as rounded only if it also changes in the batch itself, with other last
+digits in its products.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from psg._call import Call
 from psg._errors import InputError, PsgError, StateError, code_of, warn_once
 from psg._torch import _functorch, _random
+from psg._torch._autocast import is_narrowed
 from psg._torch._ops import draws, tensors_of
 from psg._watch import _copies
 from psg._watch._effects import forgetting
@@ -34,7 +38,7 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
 
     Raises:
         OutOfMemoryError: A device has not enough memory to run fn again.
-        StateError: At least half of the compared losses have changed. Fewer changes may come from rounding that breaks a router's ties.
+        StateError: At least half of the compared losses have changed, or one by more than rounding.
     """
     before = before.without_idle(after)
     # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
@@ -42,22 +46,23 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
     sets = [own.to(losses.device) for own in _kept(call.n)]
     now, dtypes = before.now(), {losses.dtype}
 
-    def run(index: Tensor, noise: bool = True) -> tuple[Tensor, _random.Snapshot]:
+    def run(index: Tensor, noise: bool = True, digits: int | None = None) -> tuple[Tensor, _random.Snapshot]:
         before.restore()  # the samples that keep their places get the same numbers
-        mode = _Undropped(call.n, noise)
+        mode = _Undropped(call.n, noise, digits)
         output = _losses(call.take(index), mode)
         dtypes.update(mode.dtypes)
         return output, before.now()
 
     def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.Snapshot]]:
-        """Whether most losses agree with those of the batches with exchanged samples; the states after these."""
+        """Whether the losses agree with those of the batches with exchanged samples, but for rounding; the states after these."""
         same, states = [], []
         for kept in sets:
             # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
             exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], noise)
             same.append(_agreeing(exchanged[kept], expected[kept], dtypes))
             states.append(state)
-        return _mostly(torch.cat(same)), states
+        agree, changed = torch.cat(same), torch.cat(sets)
+        return _mostly(agree) and _is_rounding(changed[~agree], expected, lambda digits: run(every, noise, digits)[0], dtypes), states
 
     reason, end, states = None, after, []
     try:
@@ -114,14 +119,19 @@ def refuse_parting(call: Call, values: Tensor) -> None:
     try:
         whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(copied, mode), values))
         drew = mode.has_skipped or not before.equals(before.now())
+        if drew and not shares:
+            return
+        if whole.shape == apart.shape:
+            whole, apart, dtypes = whole.flatten(), apart.flatten(), {whole.dtype, *mode.dtypes}
+            same = _agreeing(apart, whole, dtypes)
+
+            def again(digits: int) -> Tensor:
+                return _functorch.bare(_losses(copied, _Undropped(call.n, digits=digits))).flatten()
+
+            if same.all() or not shares and _mostly(same) and _is_rounding((~same).nonzero()[:, 0], whole, again, dtypes):
+                return
     finally:
         before.restore()
-    if drew and not shares:
-        return
-    if whole.shape == apart.shape:
-        same = _agreeing(apart.flatten(), whole.flatten(), {whole.dtype, *mode.dtypes})
-        if same.all() or not shares and _mostly(same):
-            return
     raise InputError(
         f'{call.name}, method="batch": some samples had to run without the others, because a sample is not finite, a derivative of the '
         "gradients is wanted or a transform is around psg; and their losses are not those of the whole batch. So samples meet (in a mean, "
@@ -174,16 +184,18 @@ class _Undropped(TorchFunctionMode):
     Args:
         n: The number of samples.
         noise: Whether draws from uniform and normal distributions are noise; otherwise each gives the same value.
+        digits: Chooses other last digits for the results of matrix products; None leaves them as they are.
 
     Attributes:
         dtypes: Those of the tensors that ops have read, in which fn rounds: it may enter autocast itself.
         has_skipped: Whether fn has called for dropout.
     """
 
-    def __init__(self, n: int, noise: bool = True) -> None:
+    def __init__(self, n: int, noise: bool = True, digits: int | None = None) -> None:
         super().__init__()
         self.n = n
         self.noise = noise
+        self.digits = digits
         self.dtypes: set[torch.dtype] = set()
         self.has_skipped = False
 
@@ -214,7 +226,10 @@ class _Undropped(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:])
         elif func is F.scaled_dot_product_attention:
             kwargs = kwargs | {"dropout_p": 0.0}
-        return _kernels.run(func, args, kwargs)
+        output = _kernels.run(func, args, kwargs)
+        if self.digits is not None and isinstance(output, Tensor) and is_narrowed(func) and kwargs.get("out") is None:
+            return _rounded_otherwise(output, self.digits)
+        return output
 
     def _is_noise(self, tensor: Tensor, dim: int) -> bool:
         """Whether entries along a dimension are noise, as far as can be told: as drawn, or all equal where noise is constant."""
@@ -234,6 +249,37 @@ _SORTS = {torch.argsort: 1, Tensor.argsort: 1, torch.sort: 1, Tensor.sort: 1, to
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_}
 _DROPPING = _DROPOUTS | {F.scaled_dot_product_attention}
+
+
+_ATTEMPTS = 16
+"""With how many last digits a batch runs. One loss that hangs on them changes with two of five, or more."""
+
+
+def _is_rounding(changed: Tensor, losses: Tensor, again: Callable[[int], Tensor], dtypes: set[torch.dtype]) -> bool:
+    """Whether each of the losses with these indices changes too if the products of the same samples have other last digits.
+
+    Args:
+        changed: The indices of losses that have changed when other samples were exchanged.
+        losses: Those of the batch, [n].
+        again: Computes them once more, with last digits chosen by this number.
+        dtypes: Those in which fn rounds.
+    """
+    for digits in range(_ATTEMPTS):
+        if not len(changed):
+            break
+        changed = changed[_agreeing(again(digits), losses, dtypes)[changed]]
+    return not len(changed)
+
+
+def _rounded_otherwise(product: Tensor, digits: int) -> Tensor:
+    """A matrix product with an error of the size that sums in another order have; those of 16 bits are added in float32."""
+    if not product.numel() or not (product.is_floating_point() or product.is_complex()):
+        return product
+    eps = torch.finfo(product.dtype).eps
+    generator = torch.Generator(product.device).manual_seed(digits)
+    noise = torch.rand(product.shape, generator=generator, device=product.device).sub_(0.5)
+    magnitude = product.detach().abs().amax(-1, keepdim=True)
+    return product + (noise * magnitude * ((8 if eps > 1e-4 else 64) * eps)).to(product.dtype)
 
 
 def _agreeing(losses: Tensor, others: Tensor, dtypes: set[torch.dtype]) -> Tensor:

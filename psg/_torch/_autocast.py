@@ -67,6 +67,12 @@ def cast_of(func: Any, args: Any, kwargs: Any) -> Cast | None:
     return Cast(device, torch.float32 if kind == "float32" else None)
 
 
+@cached
+def is_narrowed(func: Any) -> bool:
+    """Whether this is one of torch's ops that autocast would run in its own dtype: a matrix product, in the main."""
+    return is_torchs(func) and _NAMES.get(base_name(func), base_name(func)) in _NARROW
+
+
 def _is_dot(func: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
     """Whether an op that is a matrix product in general is, for these arguments, one of two vectors."""
     name = base_name(func)
