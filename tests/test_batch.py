@@ -657,8 +657,9 @@ def test_samples_that_meet_in_a_threshold_are_found_out(name, n, device):
             psg.clipped_grad(fn, 1.0, method="batch")(params, torch.randn(n, 4, device=device))
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_choice_that_hangs_on_the_last_digits_is_no_meeting(dtype, device, monkeypatch):
+def test_a_choice_that_hangs_on_the_last_digits_is_no_meeting(dtype, alone, device, monkeypatch):
     """Every fourth sample has two equal scores, and rounding, which here depends on the batch, decides."""
     router, layer = torch.randn(1, WIDTH).expand(2, WIDTH).to(device, dtype), torch.randn(3, WIDTH, device=device, dtype=dtype)
     margin = torch.tensor([i % 4 != 0 for i in range(32)], device=device, dtype=dtype)
@@ -1016,6 +1017,19 @@ def test_samples_that_run_alone_must_not_meet(device):
     for call in calls:
         with pytest.raises(psg.InputError, match="had to run without the others, .* So samples meet"):
             call()
+
+
+def test_a_few_samples_that_run_alone_must_not_meet(device):
+    """Only every fourth loss is another without the others."""
+
+    def fn(w, x):
+        losses = F.linear(x, w).square().sum(1)
+        return losses * (1 + (losses.detach() < 0.01 * losses.detach().max()))
+
+    w, x = torch.randn(8, WIDTH, device=device), torch.randn(16, WIDTH, device=device).clamp(-2, 2)
+    x = torch.where(torch.arange(16, device=device)[:, None] % 4 == 0, 1e-3 * x, x + 3)
+    with pytest.raises(psg.InputError, match="had to run without the others, .* So samples meet"):
+        torch.func.grad(lambda w: psg.per_sample_norm(fn, method="batch")(w, x).sum())(w)
 
 
 def test_samples_that_run_alone_leave_what_fn_writes_into_the_caller_s(device):
