@@ -23,18 +23,19 @@ Arguments that all five share:
                 data needs a rule; otherwise InputError names the parameter, the op and the line. Values computed from parameters and frozen
                 tensors alone (merged low-rank updates, masks, penalties against an anchor) need none. StateError if several losses depend
                 on one row of data, as under batch normalisation (to more than about 2e-5 of the largest row, in 16-bit dtypes 3e-2; less
-                looks like rounding), or if a loss of up to half of the samples (of fewer than eight, of all) changes when the others are
-                exchanged; unless fewer than half of these change, and each changes too when matrix products are rounded otherwise, as where
-                a router's scores are nearly equal. Samples that interact rarely, in other ways than through parameters, are not always
-                noticed; nor are those of an fn that rejects the exchanged batch, or whose losses are not repeatable (it warns), nor what fn
-                mixes in shared tensors (in_dims with None, keyword arguments, closures), which cannot be exchanged: whether nodes of joined
-                graphs, say, meet those of other graphs in a mean. In a batch or chunk of one sample there is nothing to exchange.
-                InputError if samples that have to run without the others (one is not finite, a derivative is wanted) do not have the losses
-                of the whole batch, unless fn draws random numbers. These checks hold for the samples at hand, and cost two more backward
-                passes (three for more than 65 samples; more in float16, or if cotangents of other samples cancel) and two more forward
-                passes (for fewer than eight samples up to five; one more where fn draws random numbers, or samples run without the others;
-                up to 16 where fewer than half of the losses change). Only shared arguments can be differentiated, and tensors in aux
-                must have the samples in dim 0 (else InputError).
+                looks like rounding), or if a loss of up to half of the samples (of fewer than eight, of all) changes by more than 1e-4 of
+                it (in float64 1e-9, in 16-bit dtypes 3e-2) when the others are exchanged; unless fewer than half of these change by more
+                than 1e-3, and each changes too when matrix products are rounded otherwise, as where a router's scores are nearly equal.
+                Samples that interact rarely, in other ways than through parameters, are not always noticed; nor are those of an fn that
+                rejects the exchanged batch, or whose losses are not repeatable (it warns), nor what fn mixes in shared tensors (in_dims
+                with None, keyword arguments, closures), which cannot be exchanged: whether nodes of joined graphs, say, meet those of other
+                graphs in a mean. In a batch or chunk of one sample there is nothing to exchange. InputError if samples that have to run
+                without the others (one is not finite, a derivative is wanted) do not have the losses of the whole batch, unless fn draws
+                random numbers. These checks hold for the samples at hand, and cost two more backward passes (three for more than 65
+                samples; more in float16, or if cotangents of other samples cancel) and two more forward passes (for fewer than eight
+                samples up to five; one more where fn draws random numbers, or samples run without the others; up to 16 where fewer than
+                half of the losses change). Only shared arguments can be differentiated, and tensors in aux must have the samples in dim 0
+                (else InputError).
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 

@@ -657,6 +657,22 @@ def test_samples_that_meet_in_a_threshold_are_found_out(name, n, device):
             psg.clipped_grad(fn, 1.0, method="batch")(params, torch.randn(n, 4, device=device))
 
 
+def test_samples_that_meet_in_a_scale_of_the_batch_are_found_out(device):
+    """Activations of 8 bits with one scale for the batch: each loss changes by less than 1e-3 of it."""
+
+    def quantized(x):
+        scale = x.detach().abs().amax() / 127
+        return x + ((x / scale).round() * scale - x).detach()
+
+    def fn(w, x):
+        return F.linear(quantized(x), w).square().mean((1, 2))
+
+    w = torch.randn(64, 64, device=device, dtype=torch.float32)
+    with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+        for _ in range(12):
+            psg.per_sample_norm(fn, method="batch")(w, torch.randn(8, 64, 64, device=device, dtype=torch.float32))
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_choice_that_hangs_on_the_last_digits_is_no_meeting(dtype, alone, device, monkeypatch):
@@ -665,12 +681,12 @@ def test_a_choice_that_hangs_on_the_last_digits_is_no_meeting(dtype, alone, devi
     margin = torch.tensor([i % 4 != 0 for i in range(32)], device=device, dtype=dtype)
     changed = []
 
-    def counted(losses, *others):
-        changed.extend(losses.tolist())
-        return is_rounding(losses, *others)
+    def counted(found, index, losses, *others):
+        changed.extend(index[found != losses[index]].tolist())
+        return are_same(found, index, losses, *others)
 
-    is_rounding = _exchange._is_rounding
-    monkeypatch.setattr(_exchange, "_is_rounding", counted)
+    are_same = _exchange._are_same
+    monkeypatch.setattr(_exchange, "_are_same", counted)
 
     def fn(p, x, margin):
         scores = F.linear(x, p["router"])

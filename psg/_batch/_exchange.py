@@ -55,14 +55,13 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
 
     def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.Snapshot]]:
         """Whether the losses agree with those of the batches with exchanged samples, but for rounding; the states after these."""
-        same, states = [], []
+        found, states = [], []
         for kept in sets:
             # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
             exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], noise)
-            same.append(_agreeing(exchanged[kept], expected[kept], dtypes))
+            found.append(exchanged[kept])
             states.append(state)
-        agree, changed = torch.cat(same), torch.cat(sets)
-        return _mostly(agree) and _is_rounding(changed[~agree], expected, lambda digits: run(every, noise, digits)[0], dtypes), states
+        return _are_same(torch.cat(found), torch.cat(sets), expected, lambda digits: run(every, noise, digits)[0], dtypes), states
 
     reason, end, states = None, after, []
     try:
@@ -123,12 +122,12 @@ def refuse_parting(call: Call, values: Tensor) -> None:
             return
         if whole.shape == apart.shape:
             whole, apart, dtypes = whole.flatten(), apart.flatten(), {whole.dtype, *mode.dtypes}
-            same = _agreeing(apart, whole, dtypes)
 
             def again(digits: int) -> Tensor:
                 return _functorch.bare(_losses(copied, _Undropped(call.n, digits=digits))).flatten()
 
-            if same.all() or not shares and _mostly(same) and _is_rounding((~same).nonzero()[:, 0], whole, again, dtypes):
+            every = torch.arange(len(whole), device=whole.device)  # of all members of a transform around psg
+            if _agreeing(apart, whole, dtypes).all() if shares else _are_same(apart, every, whole, again, dtypes):
                 return
     finally:
         before.restore()
@@ -255,19 +254,23 @@ _ATTEMPTS = 16
 """With how many last digits a batch runs. One loss that hangs on them changes with two of five, or more."""
 
 
-def _is_rounding(changed: Tensor, losses: Tensor, again: Callable[[int], Tensor], dtypes: set[torch.dtype]) -> bool:
-    """Whether each of the losses with these indices changes too if the products of the same samples have other last digits.
+def _are_same(found: Tensor, index: Tensor, losses: Tensor, again: Callable[[int], Tensor], dtypes: set[torch.dtype]) -> bool:
+    """Whether losses agree with those of the batch, but for rounding: where they differ, so they do if its products have other last digits.
 
     Args:
-        changed: The indices of losses that have changed when other samples were exchanged.
+        found: Losses of some samples, among others or alone.
+        index: Which samples these are.
         losses: Those of the batch, [n].
         again: Computes them once more, with last digits chosen by this number.
         dtypes: Those in which fn rounds.
     """
+    if not _mostly(_agreeing(found, losses[index], dtypes)):
+        return False
+    changed = index[~_agreeing(found, losses[index], dtypes, 1e-4)]
     for digits in range(_ATTEMPTS):
         if not len(changed):
             break
-        changed = changed[_agreeing(again(digits), losses, dtypes)[changed]]
+        changed = changed[_agreeing(again(digits), losses, dtypes, 1e-4)[changed]]
     return not len(changed)
 
 
@@ -282,10 +285,13 @@ def _rounded_otherwise(product: Tensor, digits: int) -> Tensor:
     return product + (noise * magnitude * ((8 if eps > 1e-4 else 64) * eps)).to(product.dtype)
 
 
-def _agreeing(losses: Tensor, others: Tensor, dtypes: set[torch.dtype]) -> Tensor:
-    """Which losses agree up to rounding in these dtypes, which may differ where groups of samples have other sizes."""
+def _agreeing(losses: Tensor, others: Tensor, dtypes: set[torch.dtype], rtol: float = 1e-3) -> Tensor:
+    """Which losses agree up to rounding in these dtypes, which may differ where groups of samples have other sizes.
+
+    Where they are narrower than float64, `rtol` is the least relative tolerance.
+    """
     eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
-    rtol = max(1e-3, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
+    rtol = max(rtol, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
     size = min(1.0, float(losses.abs().nan_to_num(0, 0).amax()))
     return torch.isclose(losses, others.to(losses), rtol=rtol, atol=10 * eps * size, equal_nan=True)
 
