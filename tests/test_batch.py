@@ -670,7 +670,7 @@ def test_samples_that_meet_in_a_scale_of_the_batch_are_found_out(device):
     w = torch.randn(64, 64, device=device, dtype=torch.float32)
     with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
         for _ in range(12):
-            psg.per_sample_norm(fn, method="batch")(w, torch.randn(8, 64, 64, device=device, dtype=torch.float32))
+            psg.per_sample_norm(fn, method="batch")(w, torch.randn(16, 512, 64, device=device, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("alone", [False, True])
