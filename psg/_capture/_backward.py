@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from itertools import islice
 from typing import Any
@@ -26,16 +27,18 @@ class Backward:
         n: The number of samples.
         settles: Whether to take large cotangents by hooks, and settle their factors at once (`Factor.settle`).
         differentiated: Whether the factors keep a history.
+        written: A context for autograd's own part, in which backward passes that users have written are watched.
 
     Attributes:
         freed: How many bytes settling the factors has freed.
     """
 
-    def __init__(self, values: Sequence[Lifted], n: int, settles: bool, differentiated: bool) -> None:
+    def __init__(self, values: Sequence[Lifted], n: int, settles: bool, differentiated: bool, written: AbstractContextManager[Any]) -> None:
         self.values = values
         self.n = n
         self.settles = settles and not differentiated
         self.differentiated = differentiated
+        self.written = written
         self.freed = 0
         self._waiting: list[list[Tap]] = []  # for each hook the tap whose cotangent it takes, until it has
 
@@ -49,7 +52,8 @@ class Backward:
         asked = self._hook_large(taps)
         targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values] + [*others]
         try:
-            cotangents = iter(_autograd.gradients(losses, targets, create_graph=self.differentiated))
+            with self.written:
+                cotangents = iter(_autograd.gradients(losses, targets, create_graph=self.differentiated))
         finally:
             # The hook of a node that the losses do not depend on is not called; its tap holds the node, which holds the hook.
             for waiting in self._waiting:
@@ -89,7 +93,7 @@ class Backward:
         context = copy_context()  # `plans.using`, say: an accelerator's cotangents arrive in a thread of autograd's own
 
         def take(cotangents: tuple[Tensor | None, ...]) -> None:
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunction():  # `written` watches others' ops, not psg's
                 context.run(self._collect, waiting.pop(), [cotangents[index]], alone)
 
         node.register_prehook(take)

@@ -24,7 +24,8 @@ from psg._capture._backward import Backward
 from psg._capture._lifted import Lifted, pull_back
 from psg._capture._router import Router
 from psg._capture._strided import View
-from psg._errors import PsgError, StateError, Unsupported
+from psg._capture._written import WrittenBackward
+from psg._errors import PsgError, StateError, Unsupported, UnsupportedByVmap
 from psg._torch import _autograd, _functions, _functorch, _random, _scripts
 from psg._torch._ops import FACTORIES
 from psg._watch import _copies
@@ -184,7 +185,8 @@ def _one_pass(
         lifts = (mode.prefers_lifting() or None) if habits.lifts is None else habits.lifts
         if (mode.differentiates, lifts) != (habits.recorded, habits.lifts):
             habits = habits._replace(recorded=mode.differentiates, lifts=lifts)
-        backward = Backward(mode.values, n, call.kept == "reductions", mode.differentiated)
+        written = WrittenBackward() if mode.has_written else contextlib.nullcontext()
+        backward = Backward(mode.values, n, call.kept == "reductions", mode.differentiated, written)
         backward.run(outputs[0], mode.taps, _autograd.sides_of_functions(outputs[0]) if mode.has_functions else [])
     finally:
         # Those of a pass that fails: a tap's node may hold the mode, by a `LinearOp`, in a cycle that no garbage collector sees.
@@ -192,7 +194,7 @@ def _one_pass(
     try:
         pull_back(mode.values, lifted, n)
     except RuntimeError as error:
-        if not any(value.is_from_autograd_function for value in mode.values):
+        if isinstance(error, UnsupportedByVmap) or not any(value.is_from_autograd_function for value in mode.values):
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._capture._carries import Step, carry_of, part_of, terms_of
+from psg._capture._written import WrittenBackward
 from psg._errors import InputError, a_kind
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import name_of, tensors_of
@@ -349,7 +350,7 @@ def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> Non
     reached: list[Lifted] = []
 
     def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        found = _autograd.pulled(outputs, inputs, cotangents, watch=WrittenBackward())
         reached[:] = [value for value, gradient in zip(roots, found, strict=True) if gradient is not None]
         return tuple(gradient for gradient in found if gradient is not None)
 

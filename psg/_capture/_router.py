@@ -17,6 +17,7 @@ from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule
 from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_pure, reads
 from psg._capture._strided import STRIDED, View, for_every_sample, view_of
+from psg._capture._written import has_written_backward
 from psg._errors import PsgError, Unsupported, UnsupportedByVmap
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
@@ -90,7 +91,7 @@ class Router(Watch, Looking):
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.constants_at: set[int] = set()
         self.differentiates = self.nests = False  # whether fn calls autograd, or transforms of its own
-        self.has_functions = False
+        self.has_functions = self.has_written = False  # whether fn calls autograd.Functions; these, or ops of other libraries
         self.has_python_values = False
         self.failure: str | None = None  # the message alone: the error itself would keep all frames alive
 
@@ -120,7 +121,8 @@ class Router(Watch, Looking):
                 if changes_nothing(func, args):
                     return None
                 func = _registry.namesake(func, kwargs)
-            if types and (handlers := handlers_among(types)):
+            # torch hands a Function the tensors as they are, whatever their classes say of ops.
+            if types and func is not custom_function_call and (handlers := handlers_among(types)):
                 if not handle_only(handlers, tensors, lambda own: not (own.requires_grad or _functorch.is_wrapped(own))):
                     raise Unsupported(handled_by(handlers[0]))
                 return run_handlers(self, handlers, func, types, args, kwargs)
@@ -141,6 +143,7 @@ class Router(Watch, Looking):
             if output is NotImplemented and (body := _registry.body_of(func)) is not None:
                 with self:
                     return body(*args, **kwargs)
+            self.has_written = self.has_written or has_written_backward(func)
             if func is custom_function_call:
                 self.has_functions = True
                 if (why := _functions.unbatched(args[0], tensors, output, self.level)) is not None:

@@ -28,7 +28,7 @@ def run_function(
         level: The level of the vmap.
         n: The number of samples.
         randomness: As vmap takes it.
-        apart: The functions that are known to have to run sample by sample; None for all.
+        apart: The keys of the functions that are known to have to run sample by sample; None for all.
 
     Returns:
         Its output, and the arguments that it has written into, each with what it has left there.
@@ -54,7 +54,7 @@ def run_function(
 
     try:
         output = NotImplemented
-        if wrapped and apart is not None and not kwargs and function not in apart:
+        if wrapped and apart is not None and not kwargs and _vectorised.key_of(function) not in apart:
             output = _run_together(function, args[1:], wrapped, level, n, randomness, apart)
         if output is NotImplemented and wrapped:
             output, left = one_by_one(run, args, kwargs, wrapped, level, n)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
+from psg._errors import UnsupportedByVmap, unwrapped
 from psg._torch import _functorch, _scripts
 from psg._torch._autocast import cast_of
 from psg._torch._ops import REQUIRES_GRAD, draws, handlers_among, is_torchs, run_handlers, tensors_of
@@ -107,7 +108,7 @@ class _Plan:
     Attributes:
         function: The function.
         batched: The places of the tensors of all samples among its arguments.
-        apart: The functions that are known to need to run sample by sample.
+        apart: The keys of the functions that are known to need to run sample by sample.
         single: After the forward pass, whether it returned one tensor, not a tuple.
     """
 
@@ -217,12 +218,18 @@ class _Vectorised(Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         try:
             return None, *ctx.plan.backward(ctx.saved_tensors, cotangents, len(ctx.needs_input_grad) - 1)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UnsupportedByVmap):
             raise
         except Exception as error:
             function = ctx.plan.function
             why = f"the backward of {function.__name__}, an autograd.Function, raises {type(error).__name__} under vmap"
-            raise Retry(why, apart=ctx.plan.apart | {function}) from error
+            raise Retry(why, apart=ctx.plan.apart | {key_of(function)}) from error
+
+
+def key_of(function: type[Function]) -> Any:
+    """What stands for a function in `Habits.apart`: the code of its backward, for fn may make the class anew in every call."""
+    backward = unwrapped(function.vjp if function.backward is Function.backward else function.backward)
+    return getattr(backward, "__code__", function.__qualname__)
 
 
 def apply(function: type[Function], args: Sequence[Any], batched: Sequence[int], n: int, randomness: str, apart: frozenset[Any]) -> Any:
@@ -234,7 +241,7 @@ def apply(function: type[Function], args: Sequence[Any], batched: Sequence[int],
         batched: These places.
         n: The number of samples.
         randomness: As vmap takes it.
-        apart: The functions that are known to need to run sample by sample.
+        apart: The keys of the functions that are known to need to run sample by sample.
 
     Returns:
         Its output, with the samples in dim 0: a tensor or a tuple of tensors.

@@ -10,6 +10,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from psg._call import Call
+from psg._capture._written import has_written_backward
 from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError
 from psg._torch import _autograd, _functions, _functorch
 from psg._torch._autocast import cast_of
@@ -58,6 +59,7 @@ class VmapGuard(Looking):
 
     Attributes:
         failure: The message of the last error that an op raised, which fn may have caught; the error itself would keep all frames alive.
+        has_written: Whether fn calls ops whose backward passes users may have written.
     """
 
     def __init__(self, call: Call, samples: Sequence[Tensor], bare: Collection[int], differentiated: bool, follows: bool) -> None:
@@ -68,6 +70,7 @@ class VmapGuard(Looking):
         self.differentiated = differentiated
         self.tracers = _functorch.Tracers()
         self.failure: str | None = None
+        self.has_written = False
         self.level = grad = _functorch.current_level()
         self.own = Marks(grad - 1, grad)
         self.own.claim(samples)
@@ -84,6 +87,7 @@ class VmapGuard(Looking):
                     return form(*args, **kwargs)
             if (cast := cast_of(func, args, kwargs)) is not None:
                 return cast.run(self, func, args, kwargs)
+            self.has_written = self.has_written or has_written_backward(func)
             tensors, others = operands_of(args, kwargs)
             marked = self.own.owns(tensors) and func not in LIKENESSES
             self.outside.look(func, tensors, (), self.level)

@@ -19,6 +19,7 @@ from psg._call import Call, shape_of_sample
 from psg._capture._agreed import Diverged, Drawn
 from psg._capture._capture import capture
 from psg._capture._strided import Noting, View
+from psg._capture._written import WrittenBackward
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported, first_line
 from psg._ladder._guards import LoopGuard, RerunGuard, Unasserted, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
@@ -249,8 +250,10 @@ def _vmap_together(call: Call, follows: bool) -> Result:
         guard.aliases.read("the result", values)
         if derived:
             _refuse_scripts(values[0])
+        backward.is_on = guard.has_written
         return values[0], values
 
+    backward = WrittenBackward(is_on=False)
     derivative = torch.func.grad(function, argnums=tuple(call.tensor_params), has_aux=True)
 
     def gradient(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -258,7 +261,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
         return gradients, _functorch.unaliased(values, _functorch.current_level())
 
     batched = torch.func.vmap(gradient, in_dims=tuple(call.tensor_dims), randomness=call.randomness)
-    with torch.no_grad() if bare else contextlib.nullcontext():
+    with torch.no_grad() if bare else contextlib.nullcontext(), backward:
         gradients, (values, *extra) = batched(*copies)
     if bare:  # fn may return a parameter itself, whose copy requires grad
         values, *extra = (value.detach() for value in (values, *extra))

@@ -24,10 +24,21 @@ def gradients(
 
     `watch` is a mode for the ops that the backward pass calls from Python.
     """
-    ones = (torch.ones_like(losses),)
+    return pulled((losses,), targets, (torch.ones_like(losses),), create_graph, create_graph, watch)
+
+
+def pulled(
+    outputs: Sequence[Tensor],
+    targets: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 (without a state)
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad(outputs, targets, cotangents, ..., allow_unused=True)`, without its checks of shapes. `watch` as above."""
     with watch:
         return torch.autograd.graph._engine_run_backward(
-            (losses,), ones, create_graph, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
+            tuple(outputs), tuple(cotangents), retain_graph, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
         )
 
 

@@ -23,7 +23,8 @@ class Habits(NamedTuple):
         follows: The function writes into tensors after a reshape, so that those which may share memory are followed.
         shows: The function calls autograd.Functions in the old style, which function modes have to see.
         strided: The function calls as_strided, whose result depends on how a sample lies in memory: it also runs for the first one alone.
-        apart: The autograd.Functions, of those without a generated rule for vmap, whose backward has to run sample by sample.
+        apart: What stands for the autograd.Functions, of those without a generated rule for vmap, whose backward has to run sample by
+            sample.
     """
 
     copied: bool = False
