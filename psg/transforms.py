@@ -29,7 +29,8 @@ Arguments that all five share:
                 Samples that interact rarely, in other ways than through parameters, are not always noticed; nor are those of an fn that
                 rejects the exchanged batch, or whose losses are not repeatable (it warns), nor what fn mixes in shared tensors (in_dims
                 with None, keyword arguments, closures), which cannot be exchanged: whether nodes of joined graphs, say, meet those of other
-                graphs in a mean. In a batch or chunk of one sample there is nothing to exchange. InputError if samples that have to run
+                graphs in a mean. Nor is what only a backward pass mixes that an autograd.Function has of its own, as a gradient scale by
+                the number of rows. In a batch or chunk of one sample there is nothing to exchange. InputError if samples that have to run
                 without the others (one is not finite, a derivative is wanted) do not have the losses of the whole batch, unless fn draws
                 random numbers. These checks hold for the samples at hand, and cost two more backward passes (three for more than 65
                 samples; more in float16, or if cotangents of other samples cancel) and two more forward passes (for fewer than eight

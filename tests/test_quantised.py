@@ -258,3 +258,39 @@ def test_functions_of_a_whole_batch(kind, device):
     x = torch.randn(6, 4, device=device)
     assert_trees_close(psg.per_sample_grad(losses, method="batch")(params, x), loop_grad(loss)(params, x))
     psg.check(losses, method="batch")(params, x)
+
+
+class Dequantising(torch.Tensor):
+    """Handles F.linear by a function of its own, and all that it does not know as plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            return Rounding.apply(args[0], args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*(arg.as_subclass(torch.Tensor) if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+class Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        if isinstance(weight, Dequantising):
+            x = (4 * x).round() / 4
+        ctx.save_for_backward(weight.as_subclass(torch.Tensor))
+        return x @ weight.as_subclass(torch.Tensor).T
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent @ ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_a_function_is_given_the_class_itself(n, device):
+    """As torch does: once the class was asked to handle the function, which then got a plain tensor."""
+    frozen = torch.randn(3, 4, device=device).as_subclass(Dequantising)
+
+    def fn(w, x):
+        return F.linear(x @ w, frozen).sin().sum()
+
+    w, x = torch.randn(4, 4, device=device), torch.randn(n, 2, 4, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg._torch import _functions, _functorch
 from psg._torch._ops import LIKENESSES, METADATA, base_name, is_torchs, tensors_of
+from psg._watch._habits import Retry
 from psg.rules._registry import namesake
 
 
@@ -33,11 +34,13 @@ def entries_of(function: Any, output: Tensor, position: int) -> tuple[Tensor, bo
 
     Raises:
         OutOfMemoryError: The backward does not fit.
+        Retry: It has written into a tensor that it reads, so that it cannot run again.
     """
     node: Any = output.grad_fn
     if not isinstance(node, BackwardCFunction) or vars(type(node)).get("_forward_cls") is not function:
         return None
-    contents, kept = _functions.contents_of(_functions.state_of(function, ())), dict(vars(node))
+    state = _functions.state_of(function, (vars(node),))
+    contents = _functions.contents_of(state)
     ones = output.detach().new_ones(output.shape)
     other = ones.clone()
     other.view(-1)[::2], other.view(-1)[::3] = -2, 4  # powers of two, so that nothing is rounded otherwise
@@ -48,11 +51,15 @@ def entries_of(function: Any, output: Tensor, position: int) -> tuple[Tensor, bo
             with torch.no_grad(), watched:
                 found = function.backward(node, cotangent)
             gradients.append((found if isinstance(found, tuple) else (found,))[position])
-            _put_back(node, kept, contents)
+            _functions.put_back(contents)  # it may drop from its ctx, or a list there, what it no longer needs
     except torch.OutOfMemoryError:
         raise
     except Exception:  # what the backward raises by itself, it raises again where its gradients are pulled back
-        _put_back(node, kept, contents)
+        _functions.put_back(contents)
+        gradients.clear()
+    if not _functions.same_state(state, _functions.state_of(function, (vars(node),))):
+        raise Retry(f"the backward of {function.__name__}, an autograd.Function, writes into what it reads", derives=False)
+    if not gradients:
         return None
     entries, product = gradients
     if id(entries) not in mode.scaled or not isinstance(product, Tensor) or product.shape != entries.shape:
@@ -60,13 +67,6 @@ def entries_of(function: Any, output: Tensor, position: int) -> tuple[Tensor, bo
     if _functorch.can_read_now(entries):
         return (entries, mode.selects) if torch.equal(entries * other, product) else None
     return torch.where((entries * other == product).all(), entries, torch.nan), mode.selects
-
-
-def _put_back(node: Any, kept: dict[str, Any], contents: Any) -> None:
-    """Undo what a backward has changed on its ctx, the node, and in what it reads elsewhere: it may drop what it no longer needs."""
-    vars(node).clear()
-    vars(node).update(kept)
-    _functions.put_back(contents)
 
 
 class _Unknown(Exception):

@@ -43,7 +43,8 @@ def run_function(
     if _functions.holds_containers(args):
         raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
     state, kept = _random.get_state(tensors), _functions.state_of(function, others)
-    contents = _functions.contents_of(kept)
+    elsewhere = _functions.forward_state_of(function, others)
+    contents, known = _functions.contents_of([*kept, *elsewhere]), set(map(id, elsewhere))
     places: set[int] = set()
     left: list[Tensor] = []
 
@@ -56,6 +57,8 @@ def run_function(
         output = NotImplemented
         if wrapped and apart is not None and not kwargs and _vectorised.key_of(function) not in apart:
             output = _run_together(function, args[1:], wrapped, level, n, randomness, apart)
+            if output is NotImplemented:
+                _functions.put_back(contents)
         if output is NotImplemented and wrapped:
             output, left = one_by_one(run, args, kwargs, wrapped, level, n)
         elif output is NotImplemented:
@@ -64,13 +67,18 @@ def run_function(
     except (torch.OutOfMemoryError, StateError):
         raise
     except (RuntimeError, TypeError, IndexError) as error:  # it closes over a sample, say, or returns what is no tensor
+        _functions.put_back(contents)
         raise Unsupported(f"{what} raises {type(error).__name__} sample by sample") from error
     if not _random.same_state(state, _random.now(state)):
         raise Unsupported(f"{what} draws random numbers")
+    left_there = [part for part in _functions.forward_state_of(function, others) if isinstance(part, Tensor) and id(part) not in known]
     if not _functions.same_state(kept, _functions.state_of(function, others)):
         # All backward passes run after all forward passes: each would see what the last sample has left.
         _functions.put_back(contents)
         raise Unsupported(f"{what} changes its class, an argument or what its backward reads elsewhere; what that needs belongs on ctx")
+    if any(map(_functorch.is_wrapped, left_there)):
+        _functions.put_back(contents)
+        raise Unsupported(f"{what} keeps a tensor that it has computed from the samples, where its next call finds it")
     return output, [(tensors[place], left[place]) for place in sorted(places)]
 
 

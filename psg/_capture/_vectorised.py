@@ -22,7 +22,7 @@ from psg._torch import _functorch, _scripts
 from psg._torch._autocast import cast_of
 from psg._torch._ops import REQUIRES_GRAD, draws, handlers_among, is_torchs, run_handlers, tensors_of
 from psg._watch._habits import Retry
-from psg._watch._marks import is_marked
+from psg._watch._marks import OfFunction
 from psg.rules._registry import find_decomposition, find_leak, python_form
 from psg.rules.libraries import run_rows
 
@@ -44,6 +44,7 @@ class _Ordinary(TorchFunctionMode):
     def __init__(self, n: int) -> None:
         super().__init__()
         self.n = n
+        self.own = OfFunction()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,7 +52,7 @@ class _Ordinary(TorchFunctionMode):
             return cast.run(self, func, args, kwargs)
         tensors = tensors_of(args, kwargs)
         wrapped = list(filter(_functorch.is_wrapped, tensors))
-        if any(map(is_marked, wrapped)):
+        if any(map(self.own.is_foreign, wrapped)):
             raise _Refused
         if func == REQUIRES_GRAD and wrapped:
             return _functorch.value_of(tensors[0]).requires_grad  # vmap's wrapper does not say it of an argument
@@ -65,11 +66,12 @@ class _Ordinary(TorchFunctionMode):
         if output is NotImplemented and (written_out := python_form(func) or find_decomposition(func, differentiated=False)) is not None:
             with self:
                 output = written_out(*args, **kwargs)
-        if output is not NotImplemented:
-            return output
-        if not is_vmapped_right(func, args, kwargs) or find_leak(func, args, kwargs, "vmap") is not None:
-            raise _Refused
-        return func(*args, **kwargs)
+        if output is NotImplemented:
+            if not is_vmapped_right(func, args, kwargs) or find_leak(func, args, kwargs, "vmap") is not None:
+                raise _Refused
+            output = func(*args, **kwargs)
+        self.own.claim(output)
+        return output
 
 
 def _refuse_script(script: Any, arguments: list[Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch.overrides import TorchFunctionMode
 
-from psg._errors import UnsupportedByVmap
+from psg._errors import Unsupported, UnsupportedByVmap
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import METADATA, is_torchs, name_of, operands_of, target_of
 from psg._watch._writes import may_copy, written
@@ -35,6 +35,7 @@ class WrittenBackward(TorchFunctionMode):
         is_on: Whether it does; otherwise ops run as they are.
 
     Raises:
+        Unsupported: A backward pass reads what fn has computed, and not saved for it.
         UnsupportedByVmap: A backward pass calls what only a loop gets right.
     """
 
@@ -47,14 +48,16 @@ class WrittenBackward(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.is_on or func in METADATA:
             return func(*args, **kwargs)
-        if func is torch.autograd.grad and len(args) == 3 and args[2] is None:  # as torch.func.grad calls it
-            outputs, inputs = args[:2]
+        if func is torch.autograd.grad and kwargs == _OF_TRANSFORM | {"create_graph": kwargs["create_graph"]}:
+            outputs, inputs = args
             ones = [torch.ones_like(output) for output in outputs]
             return _autograd.pulled(outputs, inputs, ones, kwargs["retain_graph"], kwargs["create_graph"], watch=self)
         tensors, others = operands_of(args, kwargs)
         target = target_of(func, args, kwargs)
         if target is not None:
             self._write(name_of(func), written(target))
+        if any(_functorch.is_wrapped(tensor) and _functorch.level_of(tensor) > _functorch.current_level() for tensor in tensors):
+            raise Unsupported("a backward pass reads a tensor of fn's that it finds elsewhere than on its ctx")
         if any(isinstance(other, torch.Generator) for other in others) and _functorch.vmap_depth():
             raise UnsupportedByVmap(f"in a backward pass: {OWN_GENERATOR}")
         if any(map(_functorch.is_vmapped, tensors)):
@@ -79,3 +82,11 @@ class WrittenBackward(TorchFunctionMode):
                         "which there is a reshape (also by flatten or contiguous), or into the reshape: whether the two share memory "
                         "depends on the layout of the cotangent, which is another in a loop. Write before the reshape, or into a clone."
                     )
+
+
+_OF_TRANSFORM = {
+    "grad_outputs": None,
+    **dict.fromkeys(("retain_graph", "is_grads_batched", "materialize_grads"), False),
+    **dict.fromkeys(("only_inputs", "allow_unused"), True),
+}
+"""The options with which torch.func.grad calls autograd, beside `create_graph`."""

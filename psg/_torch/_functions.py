@@ -81,6 +81,12 @@ def state_of(function: type[Function], arguments: Sequence[Any]) -> list[Any]:
     return [part for holder in (function, *arguments, *_read_by(backward, set())) for part in _held(holder, 2)]
 
 
+def forward_state_of(function: type[Function], arguments: Sequence[Any]) -> list[Any]:
+    """What its forward may leave there."""
+    read = [*_read_by(function.forward, set()), *_read_by(function.setup_context, set())]
+    return [part for holder in (function, *arguments, *read) for part in _held(holder, 2)]
+
+
 def same_state(before: Sequence[Any], now: Sequence[Any]) -> bool:
     """Whether nothing has changed: the same objects, and the same numbers of writes."""
     return len(before) == len(now) and all(
@@ -89,8 +95,10 @@ def same_state(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 
 def contents_of(state: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The lists, queues and dicts in a state, each with a copy of what it holds."""
-    return [(part, part.copy()) for part in state if isinstance(part, (list, deque, dict))]
+    """The lists, queues, dicts and attributes of objects in a state, each with a copy of what it holds."""
+    kinds = (list, deque, dict)
+    own = [part if isinstance(part, kinds) else getattr(part, "__dict__", None) for part in state if not isinstance(part, Tensor)]
+    return [(part, part.copy()) for part in own if isinstance(part, kinds)]
 
 
 def put_back(contents: Sequence[tuple[Any, Any]]) -> None:

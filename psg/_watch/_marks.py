@@ -92,8 +92,22 @@ class Marks:
         return tensor.__dict__.get("_psg_pass", self.assumed) is self.drawn
 
 
+class OfFunction:
+    """The mark of what an autograd.Function computes in one call under a vmap of its own: it may keep that where its next call finds it."""
+
+    def claim(self, output: Any) -> None:
+        """Mark an output."""
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and _functorch.is_wrapped(tensor):
+                vars(tensor)["_psg_pass"] = self
+
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Whether another call, or a pass, has made this tensor."""
+        return vars(tensor).get("_psg_pass", self) is not self
+
+
 def is_marked(tensor: Tensor) -> bool:
-    """Whether a pass has made this tensor from the samples or the parameters."""
+    """Whether a pass, or an autograd.Function in it, has made this tensor from the samples or the parameters."""
     return "_psg_pass" in vars(tensor)
 
 
