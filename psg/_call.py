@@ -380,10 +380,15 @@ def takes_keyword(fn: Callable[..., Any], name: str, args: Sequence[Any]) -> boo
     names_beside = noted(fn, KEYWORDS)
     if names_beside is not None:
         return name in names_beside(args)
+    return name in [own.name for own in arguments_of(fn)[len(args) :]]
+
+
+def arguments_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The arguments that a callable takes; none if Python cannot tell: not every callable has a signature."""
     try:
-        return name in list(inspect.signature(fn).parameters)[len(args) :]
-    except (TypeError, ValueError):  # not every callable has a signature
-        return False
+        return [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        return []
 
 
 class Paths:
@@ -396,10 +401,7 @@ class Paths:
     @cached_property
     def names(self) -> list[str]:
         """The names of the positional arguments in messages: those in fn's signature, `sample[i]` for `*sample`, or else `args[i]`."""
-        try:
-            parameters = list(inspect.signature(self._fn).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []
+        parameters = arguments_of(self._fn)
         named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         star = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
         return [*named, *(f"{star}[{i}]" for i in range(len(self._args) - len(named)))][: len(self._args)]

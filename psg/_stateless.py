@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from psg import _trees
-from psg._call import KEYWORDS, note
+from psg._call import KEYWORDS, arguments_of, note
 from psg._errors import USED_ELSEWHERE, InputError, StateError, a_kind, as_integer, received, warn_once
 from psg._torch import _ambient, _autograd, _functorch
 from psg._torch._ops import target_of, tensors_of
@@ -181,8 +181,7 @@ def _explain(error: TypeError, module: nn.Module, sample: Sequence[Any], shared:
 
 def _keywords(module: nn.Module, inputs: Sequence[Any]) -> set[str]:
     """The names of the arguments of a module, beside its `**kwargs`, that these inputs leave open."""
-    signature = _signature(module)
-    own = [] if signature is None else [*signature.parameters.values()]
+    own = _arguments_of(module)
     given = sum(not isinstance(argument, Mapping) for argument in inputs)
     positional = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -191,22 +190,12 @@ def _keywords(module: nn.Module, inputs: Sequence[Any]) -> set[str]:
 
 def _needs_input(module: nn.Module) -> bool:
     """Whether the module cannot be called without an input."""
-    signature = _signature(module)
-    try:
-        if signature is not None:
-            signature.bind()
-    except TypeError:
-        return True
-    return False
+    return any(own.default is own.empty and own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD) for own in _arguments_of(module))
 
 
-def _signature(module: nn.Module) -> inspect.Signature | None:
-    """What the module's forward takes; None if Python cannot tell, as for a traced module."""
-    module = getattr(module, "_orig_mod", module)  # under torch.compile's wrapper, which takes anything
-    try:
-        return inspect.signature(module.forward)
-    except (TypeError, ValueError):
-        return None
+def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
+    """What the module's forward takes; nothing if Python cannot tell, as for a traced module."""
+    return arguments_of(getattr(module, "_orig_mod", module).forward)  # under torch.compile's wrapper, which takes anything
 
 
 _SHARDED = (
@@ -270,12 +259,10 @@ def _refuse_trainable(criterion: nn.Module, module: nn.Module) -> None:
 
 def _takes_two(criterion: Callable[..., Any]) -> bool:
     """Whether a criterion takes a target beside the output."""
-    try:
-        parameters = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion).parameters.values()
-    except (TypeError, ValueError):
-        return True  # no signature: a built-in function of torch's, say
-    positional = [own for own in parameters if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)]
-    return len(positional) != 1 or any(own.kind == own.VAR_POSITIONAL for own in parameters)
+    taken = arguments_of(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    positional = [own for own in taken if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)]
+    # Of a built-in function, of torch's say, no arguments are known: that counts as two.
+    return len(positional) != 1 or any(own.kind == own.VAR_POSITIONAL for own in taken)
 
 
 def _call(
