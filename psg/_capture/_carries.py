@@ -339,15 +339,15 @@ def _expand(output: Tensor, input: Any, *_: Any) -> _SideCarries:
 
 
 def _softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _SideCarries:
-    # y (G - sum_k y_k G_k)
-    y, small = output.detach(), _small_along(output, input, dim)
-    return [] if small is None else [(input, lambda factor: scaled(factor, y)), (input, _less(y, y, small))]
+    # y (G - sum_k y_k G_k), with y the output
+    small = _small_along(output, input, dim)
+    return [] if small is None else [(input, lambda factor: scaled(factor, output)), (input, _less(output, output, small))]
 
 
 def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> _SideCarries:
     # G - softmax(x) sum_k G_k
     small = _small_along(output, input, dim)
-    return [] if small is None else [(input, lambda factor: factor), (input, _less(output.new_ones(()), output.detach().exp(), small))]
+    return [] if small is None else [(input, lambda factor: factor), (input, _less(output.new_ones(()), output.exp(), small))]
 
 
 def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | None:
@@ -446,7 +446,7 @@ def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _SideCarries:
 
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     """Views of some of the entries, or of all of them in another order."""
-    of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input.detach())
+    of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
     region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
