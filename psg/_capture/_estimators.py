@@ -118,9 +118,7 @@ class _Scaling(TorchFunctionMode):
             fits = own == [0] and not kwargs
         elif name in ("add", "__add__", "__radd__", "sub", "subtract", "__sub__"):
             fits = own == [0, 1] and kwargs.keys() <= {"alpha"}
-        elif name in ("neg", "negative", "__neg__", "positive", "clone", "contiguous", "detach"):
-            fits = own == [0]
-        elif name in ("to", "view_as", "reshape_as", "expand_as", "type_as"):
+        elif name in "neg negative __neg__ positive clone contiguous detach to view_as reshape_as expand_as type_as".split():
             fits = own == [0]
         elif name == "where":
             fits = len(args) == 3 and 0 not in own and all(i in own or self._is_zero(args[i]) for i in (1, 2))
