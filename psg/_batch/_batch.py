@@ -382,8 +382,7 @@ class _BatchMode(Watch, Looking):
             if output is not NotImplemented:
                 return output
         if func in COMPARISONS:
-            bare_args, bare_kwargs = self._bare((args, kwargs), met)
-            return _kernels.run(func, bare_args, bare_kwargs)
+            return _kernels.run(func, *self._bare((args, kwargs)))
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func in BROADCASTING:
@@ -467,14 +466,13 @@ class _BatchMode(Watch, Looking):
             self.choices.guessed.add(choice)
         return self.choices.known.get(choice, likely)
 
-    def _bare(self, tree: Any, met: list[Lifted]) -> Any:
+    def _bare(self, tree: Any) -> Any:
         """The same arguments, with the values of parameters in place of their handles."""
-        values = {id(value.handle): value.value for value in met}
-        return substitute(tree, lambda leaf: values.get(id(leaf), leaf))
+        return substitute(tree, lambda leaf: self.by_handle[id(leaf)].value if id(leaf) in self.by_handle else leaf)
 
     def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
         """Repeat a parameter, each repetition a row of its own; NotImplemented if the repetitions are for all samples."""
-        bare_args, bare_kwargs = self._bare((args, kwargs), [value])
+        bare_args, bare_kwargs = self._bare((args, kwargs))
         output, shape = func(*bare_args, **bare_kwargs), value.leaf.shape[1:]
         lead = output.shape[: output.ndim - len(shape)]
         along = [(size, full) for size, full in zip(shape, output.shape[len(lead) :], strict=True)] if len(shape) <= output.ndim else []
