@@ -71,8 +71,7 @@ class Attributes:
             attributes.update(held)
             for value in held.values():
                 if type(value) in _COLLECTIONS:
-                    value.clear()
-                    _add_to(value, self._contents.get(id(value), ()))
+                    _refill(value, self._contents.get(id(value), ()))
 
     def forget_results(self, constants: bool) -> None:
         """Take out again what a pass has computed from the samples or the parameters and left where nothing was, as in a cache.
@@ -92,8 +91,7 @@ class Attributes:
                 if type(value) in _COLLECTIONS and value is held.get(name):
                     before = self._contents.get(id(value), ())
                     if len(value) > len(before) and _holds_results(value, constants) and not self._changed_marks(prefix):
-                        value.clear()
-                        _add_to(value, before)
+                        _refill(value, before)
                 elif value is not None and held.get(name) is None and _holds_results(value, constants) and not self._changed_marks(prefix):
                     if name in held:
                         attributes[name] = None
@@ -162,7 +160,9 @@ _COLLECTIONS = {dict, OrderedDict, list, set}
 _MODULES_OWN = vars(nn.Module()).keys()
 
 
-def _add_to(collection: Any, items: Any) -> None:
+def _refill(collection: Any, items: Any) -> None:
+    """Put these items in the place of those that a collection holds."""
+    collection.clear()
     add = collection.extend if isinstance(collection, list) else collection.update
     add(items)
 
