@@ -393,11 +393,7 @@ def _slots(children: dict[str, nn.Module], kind: str) -> _Slots:
 
 def _held(slots: _Slots) -> dict[str, Tensor]:
     """The tensors in these slots, by full name."""
-    held: dict[str, Tensor] = {}
-    for name, (holder, key) in slots.items():
-        if key in holder and (tensor := holder[key]) is not None:
-            held[name] = tensor
-    return held
+    return {name: tensor for name, (holder, key) in slots.items() if key in holder and (tensor := holder[key]) is not None}
 
 
 @contextlib.contextmanager
@@ -583,13 +579,11 @@ def _mixes_samples(module: nn.Module) -> bool:
 
 
 def _add_batch_dim(argument: Any, dim: int | None) -> Any:
-    def add(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or dim is None:
-            return leaf
+    def add(leaf: Tensor) -> Tensor:
         # A scalar, such as a label, has no dimension that could come first: with batch_dim=1 too it enters as [1].
-        return leaf.unsqueeze(dim and min(dim, leaf.ndim))
+        return leaf if dim is None else leaf.unsqueeze(dim and min(dim, leaf.ndim))
 
-    return add(argument) if isinstance(argument, Tensor) else _trees.map_leaves(add, argument)
+    return add(argument) if isinstance(argument, Tensor) else _trees.map_tensors(add, argument)
 
 
 def _loss_of(output: Any) -> Tensor:
