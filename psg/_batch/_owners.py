@@ -135,7 +135,7 @@ def groups(samples: Tensor, n: int) -> Tensor:
     rows = len(samples)
     ordered, order = samples.sort(stable=True)
     counts = torch.bincount(samples, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()) if n else 0)
+    width = max(1, int(counts.max()))
     table = torch.full((n, width), rows, device=samples.device)
     starts = counts.cumsum(0) - counts
     kept = ordered < n
