@@ -49,6 +49,7 @@ from psg._torch._ops import (
     GRAD_FN,
     METADATA,
     PREDICATES,
+    REQUIRING,
     Node,
     Place,
     handle_only,
@@ -65,7 +66,7 @@ from psg._torch._ops import (
 )
 from psg._watch import _copies, _pass
 from psg._watch._habits import Retry, habits_of, remember
-from psg._watch._outside import REQUIRING, Looking
+from psg._watch._outside import Looking
 from psg._watch._writes import changes_nothing, written
 from psg.factors._arithmetic import as_real
 from psg.rules import _kernels, _registry

@@ -25,6 +25,7 @@ from psg._torch._ops import (
     MEMORY_MARKS,
     METADATA,
     PREDICATES,
+    REQUIRING,
     chooses,
     draws,
     is_torchs,
@@ -33,7 +34,6 @@ from psg._torch._ops import (
     target_of,
     tensors_of,
 )
-from psg._watch._outside import REQUIRING
 from psg._watch._writes import may_copy
 from psg.rules._kernels import BATCH_NORMS, RECURRENT
 from psg.rules._registry import REWRITTEN, find_rule, may_rewrite, namesake

@@ -34,6 +34,7 @@ from psg._torch._ops import (
     METADATA,
     PREDICATES,
     REQUIRES_GRAD,
+    REQUIRING,
     Node,
     call_key,
     draws,
@@ -55,7 +56,7 @@ from psg._torch._ops import (
 )
 from psg._watch._habits import Habits, Retry
 from psg._watch._marks import Marks
-from psg._watch._outside import REQUIRING, Looking
+from psg._watch._outside import Looking
 from psg._watch._writes import Aliases, changes_nothing, may_copy, written
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS

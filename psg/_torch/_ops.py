@@ -115,8 +115,11 @@ def dims_before(places: Mapping[int, bool], ndim: int) -> int:
 # Ops that select by a mask, or find nonzero entries: the number of entries is a Python value too.
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
 LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where}
+REQUIRING = {Tensor.requires_grad_, SET_REQUIRES_GRAD}
+"""Ops that can turn a tensor into an autograd leaf."""
+
 DETACHING = {torch.detach_, Tensor.detach_}
-"""Of the tensor that they get, and not of a new one."""
+"""Ops that detach the tensor that they get, and not a new one."""
 
 
 def chooses(func: Any, args: tuple[Any, ...]) -> bool:

@@ -21,15 +21,12 @@ from psg._torch._ops import (
     LIKENESSES,
     METADATA,
     PREDICATES,
-    SET_REQUIRES_GRAD,
+    REQUIRING,
     name_of,
     substitute,
     tensors_of,
 )
 from psg._torch._patches import assigned
-
-REQUIRING = {Tensor.requires_grad_, SET_REQUIRES_GRAD}
-"""Ops that can turn a tensor into an autograd leaf."""
 
 COMPUTED_BEFORE = (
     "stateless: the module uses a tensor that was computed from its parameter {!r} before the call (in __init__ or an earlier call), "
