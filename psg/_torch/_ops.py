@@ -92,9 +92,9 @@ def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     return [item for item in items if isinstance(item, Tensor)]
 
 
-def _in_lists(arguments: Iterable[Any]) -> list[Any]:
-    """The leaves of those arguments that are lists, or sequences of another kind."""
-    return leaves_of([list(item) for item in arguments if isinstance(item, Sequence) and not isinstance(item, str)], {})
+def _in_lists(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors in those arguments that are lists, or sequences of another kind."""
+    return tensors_of([list(item) for item in arguments if isinstance(item, Sequence) and not isinstance(item, str)], {})
 
 
 def dims_before(places: Mapping[int, bool], ndim: int) -> int:
@@ -294,12 +294,12 @@ def _first_if_inplace(position: int, args: Any, kwargs: Any) -> Any:
     return kwargs.get("out")
 
 
-def _mutated(names: dict[str, bool], args: Any, kwargs: Any) -> list[Any] | None:
-    """The arguments that an op of `torch.library` says that it writes into, by what `_mutating` gives; None if there are none."""
+def _mutated(names: dict[str, bool], args: Any, kwargs: Any) -> list[Tensor] | None:
+    """The tensors that an op of `torch.library` says that it writes into, by what `_mutating` gives; None if there are none."""
     if not names:
         return None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return leaves_of([given[name] for name, writes in names.items() if writes and name in given], {})
+    return tensors_of([given[name] for name, writes in names.items() if writes and name in given], {})
 
 
 def _mutating(func: Any) -> dict[str, bool]:
@@ -414,24 +414,14 @@ def place_name(place: Place) -> str:
     return name if index is None else f"{name}[{index}]"
 
 
-def leaves_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The leaves of an op's arguments, which nest in lists, tuples and dicts only."""
-    leaves: list[Any] = []
-    for item in (*args, *kwargs.values()):
-        if isinstance(item, dict):
-            leaves += leaves_of((), item)
-        elif isinstance(item, (tuple, list)):
-            leaves += leaves_of(item, {})
-        else:
-            leaves.append(item)
-    return leaves
-
-
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 
 def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:
-    """The tensors among the leaves of an op's arguments, and the leaves that are neither tensors nor plain values."""
+    """The tensors among the leaves of an op's arguments, and the leaves that are neither tensors nor plain values.
+
+    Arguments nest in lists, tuples and dicts only.
+    """
     tensors: list[Tensor] = []
     others: list[Any] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
