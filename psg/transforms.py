@@ -409,7 +409,7 @@ def clipped_grad(
     if not isinstance(clip_norm, (clipping.PerLeaf, clipping.PerGroup)):
         clipping.check_clip_norm(clip_norm)
     options = Options(argnums, in_dims, has_aux, randomness, chunk_size, method)
-    run = _chunk_by_chunk(options, "reductions", _chunks.ClippedCollector)
+    run = _chunk_by_chunk(options, _chunks.ClippedCollector)
 
     def clipped(call: Call, mask: Any) -> ClippedGrad:
         groups = groups_of(clip_norm, call.gradient_spec, chosen)
@@ -456,13 +456,13 @@ def _transform(
     finish: Callable[[Call, _Reduced], Any],
 ) -> Callable[..., Any]:
     """The public function: it runs a call chunk by chunk, reduces each chunk, and makes the result of all reductions by `finish`."""
-    run = _chunk_by_chunk(options, kept, collector)
+    run = _chunk_by_chunk(options, collector)
     return _over_batches(name, fn, options, kept, lambda call, mask: finish(call, run(call, reduce)))
 
 
-def _chunk_by_chunk(options: Options, kept: Kept, collector: Callable[[int], Any]) -> Callable[[Call, _Reduce], _Reduced]:
+def _chunk_by_chunk(options: Options, collector: Callable[[int], Any]) -> Callable[[Call, _Reduce], _Reduced]:
     """The function that runs a call chunk by chunk, reduces each chunk and collects the reductions."""
-    sizes = _chunks.Sizes(options.chunk_size, kept == "gradients")
+    sizes = _chunks.Sizes(options.chunk_size)
 
     def compute(reduce: _Reduce, call: Call, method: str) -> _Reduced:
         reduced, values, aux = collector(call.n), _chunks.RowCollector(call.n), _chunks.RowCollector(call.n)
@@ -483,7 +483,7 @@ def _chunk_by_chunk(options: Options, kept: Kept, collector: Callable[[int], Any
         return _Reduced(reduced.result(), values.result()[0], tree)
 
     def run(call: Call, reduce: _Reduce) -> _Reduced:
-        return _differentiable.differentiable(functools.partial(compute, reduce), call, options.method, attach=kept != "factors")
+        return _differentiable.differentiable(functools.partial(compute, reduce), call, options.method)
 
     return run
 

@@ -41,12 +41,10 @@ class Sizes:
 
     Args:
         chunk_size: As the transforms take it.
-        materializes: Whether a chunk's gradients are materialised.
     """
 
-    def __init__(self, chunk_size: int | str | None, materializes: bool) -> None:
+    def __init__(self, chunk_size: int | str | None) -> None:
         self.chunk_size = chunk_size
-        self.materializes = materializes
         self.bytes: dict[Any, int] = {}  # for one sample, by the shapes of the call
 
     def next(self, call: Call) -> int:
@@ -64,7 +62,7 @@ class Sizes:
             return
         # Factors hold the layers' inputs and cotangents. The graph holds about as much again, for the ops between the layers.
         held = 2 * (result.freed + sum(factor.nbytes for factor in result.factors))
-        materialized = count * sum(factor.sample_bytes for factor in result.factors) if self.materializes else 0
+        materialized = count * sum(factor.sample_bytes for factor in result.factors) if call.kept == "gradients" else 0
         self.bytes[self._shapes(call)] = max(1, (held + materialized) // count)
 
     def _shapes(self, call: Call) -> Any:

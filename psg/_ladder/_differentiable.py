@@ -22,22 +22,21 @@ from psg._watch._outside import Recorded, Replaced
 Compute = Callable[[Call, str], Any]
 
 
-def differentiable(compute: Compute, call: Call, method: str, attach: bool) -> Any:
+def differentiable(compute: Compute, call: Call, method: str) -> Any:
     """`compute(call, method)`, with a derivative.
 
     Args:
         compute: Maps a call and a method to a tree of tensors (other leaves pass through).
         call: The call.
         method: As `psg.per_sample_grad` takes it.
-        attach: Whether the tree is the same with and without a history. Otherwise a result that needs a derivative is computed once, with
-            a history.
 
     Returns:
         The tree that compute returns.
     """
     if _functorch.is_transformed() or not torch.is_grad_enabled():
         return compute(call, method)
-    needed = call.needs_derivative
+    # A tree of factors is not the same with and without a history: if it needs a derivative, it is computed once, with a history.
+    needed, attach = call.needs_derivative, call.kept != "factors"
     if needed and not attach:
         return compute(call, method)
     outside = Recorded()
