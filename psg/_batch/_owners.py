@@ -132,12 +132,8 @@ def groups(samples: Tensor, n: int) -> Tensor:
         samples: The sample of each row, from `owners`.
         n: The number of samples.
     """
-    rows = len(samples)
-    ordered, order = samples.sort(stable=True)
-    counts = torch.bincount(samples, minlength=n + 1)[:n]
-    width = max(1, int(counts.max()))
-    table = torch.full((n, width), rows, device=samples.device)
-    starts = counts.cumsum(0) - counts
-    kept = ordered < n
-    table[ordered[kept], torch.arange(rows, device=samples.device)[kept] - starts[ordered[kept]]] = order[kept]
-    return table
+    rows, order = len(samples), samples.argsort(stable=True)  # rows of no sample come last
+    counts = torch.bincount(samples, minlength=n + 1)[:n, None]
+    places = torch.arange(max(1, int(counts.max())), device=samples.device)
+    found = counts.cumsum(0) - counts + places
+    return torch.where(places < counts, order[found.clamp(max=rows - 1)], rows)
