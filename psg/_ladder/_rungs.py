@@ -357,10 +357,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
         _Misderived: fn has asked for such derivatives of an op that was not decomposed.
     """
     history = call.needs_derivative
-    for position in call.params:
-        if not leaves[position].requires_grad:
-            leaves[position].requires_grad_()
-    own, called = [leaves[position] for position in call.params], _pass.Pass()
+    own, called = [leaves[position].requires_grad_() for position in call.params], _pass.Pass()
     # No mode sees, and so can replace, an outside tensor that fn hands to TorchScript.
     scripts = _scripts.watched(lambda script, arguments: None, inlines=True) if history and call.outside.found else contextlib.nullcontext()
     with torch.enable_grad():
