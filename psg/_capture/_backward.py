@@ -77,8 +77,7 @@ class Backward:
         asked: list[Tap] = []
         reached: set[Any] = set()
         # In the order of the forward pass: autograd runs a node, and its prehook, only if it leads to one whose gradient is requested.
-        while left:
-            tap = left.pop(0)
+        for tap in left:
             if _is_worth_a_hook(tap) and _leads_to(tap.edges[0].node, reached):
                 self._hook(tap, alone)
             else:
@@ -120,7 +119,4 @@ def _is_worth_a_hook(tap: Tap) -> bool:
 
 def _leads_to(node: Any, reached: set[Any]) -> bool:
     """Whether the backward pass goes from this node to one of those in `reached`."""
-    for following in _autograd.nodes_of(node):
-        if following in reached and following is not node:
-            return True
-    return False
+    return any(following in reached for following in _autograd.nodes_of(node) if following is not node)

@@ -161,20 +161,14 @@ class Tap(NamedTuple):
     @property
     def is_outdated(self) -> bool:
         """Whether a tensor that the builders will read has been changed in place."""
-        for tensor, version in self.inputs:
-            if tensor._version != version:
-                return True
-        return False
+        return any([tensor._version != version for tensor, version in self.inputs])
 
     def factors(self, arrived: Sequence[Tensor | None], n: int) -> list[tuple[Lifted, Factor]]:
         """The factors that the builders make of the outputs' cotangents, at least one of which has arrived."""
         cotangent: Any = arrived[0]
         if self.zeros is not None:
             cotangent = tuple(zero if own is None else own for own, zero in zip(arrived, self.zeros, strict=True))
-        found: list[tuple[Lifted, Factor]] = []
-        for name, value, build in self.builders:
-            found.append((value, value.accept(build(cotangent), f"{name} of {self.op}", n)))
-        return found
+        return [(value, value.accept(build(cotangent), f"{name} of {self.op}", n)) for name, value, build in self.builders]
 
 
 class Watch(TorchFunctionMode):
