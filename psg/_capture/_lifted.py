@@ -61,11 +61,6 @@ class Lifted:
         return lifted
 
     @property
-    def derived(self) -> Tensor | None:
-        """For a derived value, the value with its history up to the parameters."""
-        return None if self.made_by is None else self.made_by[0].output
-
-    @property
     def is_from_autograd_function(self) -> bool:
         """Whether an autograd.Function of the user's has computed this value."""
         return self.made_by is not None and self.made_by[0].name == "custom_function_call"
@@ -77,14 +72,14 @@ class Lifted:
 
     @cached_property
     def attached(self) -> Tensor | None:
-        """What derived values are computed from: `derived`, or an autograd leaf over a parameter's `value`; None if it has none."""
-        if self.derived is not None:
-            return self.derived
+        """What values are derived from: this one with its history; for a parameter a leaf over its `value`, or None if it has none."""
+        if self.made_by is not None:
+            return self.made_by[0].output
         return None if self.value is None else self.value.detach().requires_grad_()
 
     def ask(self, predicate: Callable[[Tensor], Any]) -> Any:
         """What plain autograd would say of this value: whether it is a leaf, requires grad, has a history."""
-        return predicate(_autograd.own_leaf(self.leaf.detach()) if self.derived is None else self.derived)
+        return predicate(_autograd.own_leaf(self.leaf.detach()) if self.made_by is None else self.made_by[0].output)
 
     def carry_terms(self) -> None:
         """Carry the terms over to the values from which this one was computed, where their kind allows it."""
