@@ -571,19 +571,8 @@ class _BatchMode(Watch, Looking):
         found = measure(losses, [_rows(own) for _, own in reached], partial(self._weighted, output, [tap for tap, _ in reached]))
         told = [(tap, own, samples) for (tap, own), samples in zip(reached, found, strict=True) if samples is not None]
         failed = [tap for (tap, _), samples in zip(reached, found, strict=True) if samples is None]
-        guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
-        if guessed:
-            raise _SharedRows(guessed)
         if failed:
-            failure = StateError(
-                f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding '
-                "hides, or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its "
-                "own: normalise over no batch, and keep the samples in front of the dimensions of a parameter that is added, multiplied or "
-                "repeated. Losses that compare samples have no per-sample gradients, but shares: see README.md. Against rounding use a "
-                "smaller chunk_size or a wider dtype."
-            )
-            guessed = {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
-            raise _SharedRows(guessed, failure) if guessed else failure
+            raise self._shared_rows(failed, taps)
         if any(_hides(tap, samples == self.n) for tap, _, samples in told):
             raise NotFinite(losses)
         with torch.no_grad():
@@ -591,6 +580,21 @@ class _BatchMode(Watch, Looking):
                 table = groups(samples, self.n)
                 for value, factor in tap.factors(own, len(samples)):
                     value.terms.append(factor.regroup(table))
+
+    def _shared_rows(self, failed: list[Tap], taps: list[Tap]) -> PsgError:
+        """The error to raise if some of all taps have failed, with rows on which several losses depend."""
+        guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
+        if guessed:
+            return _SharedRows(guessed)
+        failure = StateError(
+            f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding hides, '
+            "or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its own: "
+            "normalise over no batch, and keep the samples in front of the dimensions of a parameter that is added, multiplied or "
+            "repeated. Losses that compare samples have no per-sample gradients, but shares: see README.md. Against rounding use a smaller "
+            "chunk_size or a wider dtype."
+        )
+        guessed = {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
+        return _SharedRows(guessed, failure) if guessed else failure
 
     def _weighted(self, output: Any, taps: list[Tap], weights: Tensor) -> list[Tensor]:
         """The cotangents that arrive at each tap, [rows, *], for these weights of the losses."""
