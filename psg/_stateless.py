@@ -106,12 +106,7 @@ def stateless(
         )
     if own_dim == 0:
         _warn_of_time_first(module)
-    if criterion is not None and (not callable(criterion) or isinstance(criterion, type)):
-        raise InputError(
-            f"stateless: expected a criterion(output, target), got {received(criterion)}. If it is a class, make an instance of it."
-        )
-    if isinstance(criterion, nn.Module):
-        _refuse_trainable(criterion, module)
+    _refuse_criterion(criterion, module)
     takes_target = criterion is not None and _takes_two(criterion)
     # torch's own losses hold no tensors.
     own_loss = vars(F).get(getattr(criterion, "__name__", "")) is criterion
@@ -245,8 +240,14 @@ def _in_order(module: nn.Module) -> Iterator[nn.Module]:
         yield from _in_order(layer)
 
 
-def _refuse_trainable(criterion: nn.Module, module: nn.Module) -> None:
-    """Raise if the criterion has parameters to train that are not the module's: they would get no gradient."""
+def _refuse_criterion(criterion: Any, module: nn.Module) -> None:
+    """Raise InputError for what is no criterion, or has parameters to train that are not the module's: they would get no gradient."""
+    if criterion is not None and (not callable(criterion) or isinstance(criterion, type)):
+        raise InputError(
+            f"stateless: expected a criterion(output, target), got {received(criterion)}. If it is a class, make an instance of it."
+        )
+    if not isinstance(criterion, nn.Module):
+        return
     own = set(map(id, module.parameters()))
     names = [name for name, parameter in criterion.named_parameters() if parameter.requires_grad and id(parameter) not in own]
     if names:
