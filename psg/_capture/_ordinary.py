@@ -24,7 +24,6 @@ from psg._torch._ops import (
     MASKED,
     MEMORY_MARKS,
     METADATA,
-    PREDICATES,
     REQUIRING,
     chooses,
     draws,
@@ -106,8 +105,8 @@ def reads(func: Any) -> bool:
 
 
 _ELSEWHERE = {
-    *(*PREDICATES, *MEMORY_MARKS, *DIFFERENTIATING, *REQUIRING, *DETACHING, Tensor.register_hook, custom_function_call),
-    *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *LIKENESSES, *CONVERSIONS, *ARRAYS, *MASKED, *LOCATING),
+    *(*MEMORY_MARKS, *DIFFERENTIATING, *REQUIRING, *DETACHING, Tensor.register_hook, custom_function_call),
+    *(*HIGHER_ORDER, *LOOKUPS, *UPDATING, *CONVERSIONS, *ARRAYS, *MASKED, *LOCATING),
     *(factory for kind in FACTORIES for factory in kind),
 }
 
