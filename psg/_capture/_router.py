@@ -551,7 +551,7 @@ class Router(Watch, Looking):
         return _functorch.wrap(output, self.level)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op as it is, or sample by sample if vmap has no batching rule for it."""
+        """Run an op as it is, or in a way of psg's own if vmap has no batching rule for it."""
         if _functions.lacks_vmap_rule(func, args):
             return self._run_function(func, args, kwargs)
         if _functorch.lacks_batching(func):

@@ -181,10 +181,10 @@ def _has_changed(function: Any, tensor: Tensor, copy: Tensor) -> bool:
 
 
 def described(function: Any) -> str:
-    """The beginning of a message."""
+    """The beginning of a message that such a function cannot run."""
     return f"{function.__name__}, an autograd.Function without a generated rule for vmap (generate_vmap_rule = True),"
 
 
 def writing(function: Any) -> str:
-    """The beginning of another."""
+    """The beginning of a message that it writes into what it must not."""
     return f"{function.__name__}, an autograd.Function, writes into its arguments"

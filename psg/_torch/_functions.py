@@ -1,8 +1,8 @@
 """autograd.Functions for which torch has generated no rule for vmap: they have none, one of their own, or the old style's `forward(ctx)`.
 
 Below vmap autograd differentiates what a rule of the user's own calls, which need not be the function. So psg runs such a function once if
-it is called on parameters alone, and sample by sample elsewhere. torch refuses the old style inside transforms before any function mode
-can see the call; `shown` makes it an op that modes see.
+it is called on parameters alone, and elsewhere under a vmap of psg's own, or sample by sample. torch refuses the old style inside
+transforms before any function mode can see the call; `shown` makes it an op that modes see.
 """
 
 import contextlib

@@ -313,7 +313,7 @@ def shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What tells that storage from all others that are alive."""
+    """What tells the storage under all wrappers from all others that are alive."""
     with torch._C.DisableTorchFunction():
         return bare(tensor).untyped_storage()._cdata
 
