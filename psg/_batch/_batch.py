@@ -51,7 +51,6 @@ from psg._torch._ops import (
     PREDICATES,
     REQUIRING,
     Node,
-    Place,
     handle_only,
     handled_by,
     handlers_among,
@@ -250,7 +249,7 @@ class _BatchMode(Watch, Looking):
         tensors, target = tensors_of(args, kwargs), target_of(func, args, kwargs)
         try:
             if types and (handlers := handlers_among(types)):
-                if not handle_only(handlers, tensors, lambda own: not (own.requires_grad or own in self.sampled)):
+                if not handle_only(handlers, tensors, self._is_constant):
                     raise InputError(f'method="batch": {handled_by(handlers[0])}.')
                 return run_handlers(self, handlers, func, types, args, kwargs)
             output = self._route(func, args, kwargs, tensors, target)
@@ -343,7 +342,7 @@ class _BatchMode(Watch, Looking):
         with _pop_mode_temporarily():
             tensors = tensors_of(args, kwargs)
             met = self.lifted_among(tensors)
-            if not met or any(leaf.requires_grad or leaf in self.sampled for leaf in tensors if id(leaf) not in self.by_handle):
+            if not met or not all(self._is_constant(leaf) for leaf in tensors if id(leaf) not in self.by_handle):
                 return NotImplemented
             if _registry.find_leak(func, args, kwargs, "vmap") is not None:
                 return NotImplemented
@@ -411,7 +410,7 @@ class _BatchMode(Watch, Looking):
     ) -> tuple[_Choice | None, bool]:
         """The choice between one value for all samples and rows of each sample's own, if the op allows both; and if one value is likely."""
         # A tensor with a history would lose it in a value that is computed once.
-        constant = not any(leaf.requires_grad or leaf in self.sampled for leaf in others)
+        constant = all(map(self._is_constant, others))
         if not (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
             return None, False
         # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
@@ -520,7 +519,8 @@ class _BatchMode(Watch, Looking):
         bound = rule.bind(args, kwargs)
         if bound is None:
             return NotImplemented
-        own = {place: self.by_handle[id(argument)] for place, argument in places_of(bound) if id(argument) in self.by_handle}
+        given = dict(places_of(bound))
+        own = {place: self.by_handle[id(argument)] for place, argument in given.items() if id(argument) in self.by_handle}
         if any(name not in rule.params for name, _ in own):
             return NotImplemented  # a parameter in the place of data: its rows belong to no sample
         if any(leaf.layout != torch.strided for leaf in tensors_of(args, kwargs)):
@@ -529,7 +529,7 @@ class _BatchMode(Watch, Looking):
         if split is None:
             return NotImplemented
         if self.n > 1 and split.rows == 1:  # no rows: perhaps a frozen weight, which has none, is among the data
-            frozen = {place for place in split.data if place[0] in rule.params and self._is_constant(bound, place)}
+            frozen = {place for place in split.data if place[0] in rule.params and self._is_constant(given[place])}
             if frozen and len(frozen) < len(split.data):
                 split = split_rows(func, bound, own.keys() | frozen) or split
         bound = replace_at(bound | split.options, split.data)
@@ -538,8 +538,8 @@ class _BatchMode(Watch, Looking):
         ran = run_rule(self, name_of(func), rule, bound, own, others, shared, split.rows, choice)
         return NotImplemented if ran is NotImplemented else split.join(*(ran if isinstance(ran, tuple) else (ran,)))
 
-    def _is_constant(self, arguments: dict[str, Any], place: Place) -> bool:
-        tensor = arguments[place[0]] if place[1] is None else arguments[place[0]][place[1]]
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no history, and does not depend on the samples."""
         return not (tensor.requires_grad or tensor in self.sampled)
 
     def backward(self, losses: Tensor) -> None:
