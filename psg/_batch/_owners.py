@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg._errors import PsgError
@@ -132,8 +133,9 @@ def groups(samples: Tensor, n: int) -> Tensor:
         samples: The sample of each row, from `owners`.
         n: The number of samples.
     """
-    rows, order = len(samples), samples.argsort(stable=True)  # rows of no sample come last
+    rows = len(samples)
+    order = F.pad(samples.argsort(stable=True), (0, 1), value=rows)  # rows of no sample come last
     counts = torch.bincount(samples, minlength=n + 1)[:n, None]
     places = torch.arange(max(1, int(counts.max())), device=samples.device)
     found = counts.cumsum(0) - counts + places
-    return torch.where(places < counts, order[found.clamp(max=rows - 1)], rows)
+    return torch.where(places < counts, order[found.clamp(max=rows)], rows)
