@@ -257,3 +257,40 @@ def test_a_backward_pass_that_reads_what_fn_has_put_elsewhere_runs_in_the_loop(d
     with pytest.warns(psg.FallbackWarning, match="elsewhere than on its ctx"):
         found = psg.per_sample_grad(fn)(w, x)
     assert_trees_close(found, loop_grad(fn)(w, x))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (300, 400)])
+def test_a_mask_that_a_backward_pass_writes_by_is_compiled(shape, device):
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.save_for_backward(w)
+            return w.sign()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            cotangent = cotangent.clone()
+            cotangent[ctx.saved_tensors[0].abs() > 1] = 0
+            return cotangent
+
+    def fn(w, x):
+        return (Masked.apply(w) @ x).sin().sum()
+
+    w, x = torch.randn(shape, device=device), torch.randn(5, shape[1], device=device)
+    compiled = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    assert_trees_close(compiled(w, x), loop_grad(fn)(w, x))
+    assert [entry.error for entry in compiled.cache_info()] == [None]
+
+
+def test_a_backward_pass_of_a_weight_that_does_not_fit_is_not_tried_again(device):
+    calls = []
+
+    def backward(cotangent):
+        calls.append(cotangent.shape)
+        raise torch.OutOfMemoryError("it does not fit")
+
+    written = function(backward, "old")
+    w, x = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    with pytest.raises(torch.OutOfMemoryError, match="it does not fit"):
+        psg.per_sample_grad(lambda w, x: (written.apply(w) @ x).sin().sum())(w, x)
+    assert len(calls) == 1

@@ -193,8 +193,10 @@ def _one_pass(
         mode.taps.clear()
     try:
         pull_back(mode.values, lifted, n)
+    except (UnsupportedByVmap, torch.OutOfMemoryError):
+        raise
     except RuntimeError as error:
-        if isinstance(error, UnsupportedByVmap) or not any(value.is_from_autograd_function for value in mode.values):
+        if not any(value.is_from_autograd_function for value in mode.values):
             raise
         raise Retry("the backward of an autograd.Function may close over the sample", derives=False) from error
     factors = [value.factor(n) for value in lifted]

@@ -117,10 +117,13 @@ def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @decomposition(Tensor.__setitem__)
 def _fill(self: Tensor, index: Any, value: Any) -> Any:
-    """tensor[mask] = number, for a mask that depends on the sample: under vmap the selection has no shape, and torch.where needs none."""
+    """tensor[mask] = number: where the mask depends on the sample, the selection has no shape under vmap, and torch.where needs none.
+
+    Neither does it read the mask in Python, which a trace cannot, and for which an accelerator would have to wait.
+    """
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape[: index.ndim]
     is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
-    if not (is_mask and is_number and _functorch.is_vmapped(index)):
+    if not (is_mask and is_number and (_functorch.is_vmapped(index) or _functorch.is_vmapped(self))):
         return _put_at(self, index, value)
     if isinstance(value, Tensor):
         value = value.to(self.dtype)
