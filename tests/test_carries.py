@@ -17,7 +17,7 @@ from torch import nn
 
 import psg
 from psg._capture import _carries, _lifted
-from psg._torch import _ops
+from psg._torch import _autograd, _ops
 from psg.factors import Conv, Dense, Outer, Region, Rows, Scaled, Sum, Views, _base
 from psg.testing import assert_trees_close, loop_grad
 from psg.testing._loop import tree_map
@@ -327,6 +327,51 @@ def test_drawn_derivations(device, n, steps, uses, midway, plan):
     params = parameters(device, "w", "a", "b", "gain", "columns", "s")
     with psg.plans.using(norm=plan):
         assert_agrees(Problem(fn, (params, torch.randn(n, 2, IN, device=device))))
+
+
+# The weight as a function of the parameters: [o, i], of which a gradient is best materialised if there are many positions.
+MATERIALIZED = {
+    "low rank, scaled": lambda p: (1 + p["b"] @ p["a"]) * p["gain"],
+    "low rank, of each column": lambda p: torch.mm(p["b"], p["a"]).tanh() * p["columns"],
+    "products of products": lambda p: p["w"] + (p["b"] @ p["a"]) * F.linear(p["b"].tanh(), p["a"].T),
+    "of a scaled side": lambda p: F.gelu(torch.addmm(p["w"], p["b"], p["a"] * p["columns"], beta=0.5, alpha=2)),
+    "rectified": lambda p: (p["b"] @ p["a"]).relu() + p["w"].triu(),
+    "magnitude and direction": lambda p: (lambda v: p["gain"] * v / (1 + v.norm(dim=1, keepdim=True)))(p["w"] + p["b"] @ p["a"]),
+    "weight norm": lambda p: torch._weight_norm(3 + p["b"] @ p["a"], p["gain"], 0),
+    "normalised": lambda p: F.normalize(p["w"] + p["b"] @ p["a"], dim=0),
+    "less its mean": lambda p: (lambda v: (v - v.mean(1, keepdim=True)) / (1 + v.square().mean()))(p["w"] @ (p["a"].T @ p["a"])),
+    "softmax": lambda p: (p["b"] @ p["a"]).softmax(1) + (p["b"] @ p["a"]).log_softmax(0),
+    "cut and joined": lambda p: torch.cat([part.tanh() for part in (p["b"] @ p["a"]).split(2)]),
+}
+
+
+@given(
+    st.sampled_from(sorted(MATERIALIZED)),
+    st.sampled_from([0, 1, 5]),
+    st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3)),
+    st.sampled_from([1, 40]),
+    st.booleans(),
+)
+def test_gradients_that_are_materialized_midway(device, name, n, sizes, positions, twice):
+    o, i, r = sizes
+    shapes = {"w": (o, i), "a": (r, i), "b": (o, r), "gain": (o, 1), "columns": (i,)}
+
+    def fn(p, x):
+        w = MATERIALIZED[name](p)
+        return score(F.linear(x, w)) + (score(w * x[0]) if twice else 0)
+
+    params = {key: torch.randn(shape, device=device) for key, shape in shapes.items()}
+    assert_agrees(Problem(fn, (params, torch.randn(n, positions, i, device=device))))
+
+
+@pytest.mark.parametrize("name", sorted(set(MATERIALIZED) - {"cut and joined"}))
+def test_they_are_carried_on_and_not_left_to_autograd(name, device, monkeypatch):
+    """Under vmap torch's matrix products of what requires grad copy the whole gradient."""
+    pull = mock.Mock(side_effect=_autograd.pulled_for_all)
+    monkeypatch.setattr(_autograd, "pulled_for_all", pull)
+    params = parameters(device, "w", "a", "b", "gain", "columns")
+    psg.per_sample_grad(lambda p, x: score(F.linear(x, MATERIALIZED[name](p))))(params, torch.randn(5, 40, IN, device=device))
+    assert pull.call_count == {"weight norm": 1, "normalised": 1, "softmax": 2}.get(name, 0)  # one op each time, on detached arguments
 
 
 PARTS = {

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._capture._estimators import entries_of
-from psg._torch import _functorch
+from psg._torch import _autograd, _functorch
 from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Scaled, Sum, Views, merge
@@ -118,6 +118,8 @@ def carry_of(step: Step) -> Carry | None:
             factor = Dense(factor.materialize())
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
+        if isinstance(factor, Dense) and (step.run in _COMPOSITES or step.name in _FUSED):
+            return _pulled(step, factor)
         if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
             return None if factor.prefers_dense_maps else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
@@ -191,6 +193,14 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
     return [terms.get(id(leaf), []) for leaf in leaves.values()]
 
 
+def _pulled(step: Step, factor: Dense) -> list[list[Factor]]:
+    """Pull materialised gradients back over one op as autograd does: for ops whose backward reads them fewer times than maps of factors."""
+    leaves = {id(side): side.detach().requires_grad_() for side in step.sides}
+    output = step.rerun(leaves, step.run)
+    found = _autograd.pulled_for_all((output,), list(leaves.values()), (factor.values.to(output.dtype),))
+    return [[] if gradient is None else [Dense(gradient)] for gradient in found]
+
+
 _MAX_TERMS = 4
 _MAX_SIZE = 4  # of the terms together, in units of the gradient's own
 
@@ -223,7 +233,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         if numbers.ndim != 1 + side.ndim:  # else keep the same tensor: multiples are recognised by it
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
     elif step.name in _POINTWISE:
-        if side.shape != constant.shape:
+        if side.shape != constant.shape or factor.prefers_dense_maps:
             return None
     elif isinstance(factor, Dense):
         small = (1,) * side.ndim if constant.numel() == 1 else _keepdim_shape(step, side)
@@ -241,7 +251,9 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
 def _may_scale(factor: Factor, entries: Tensor, selects: bool) -> bool:
     """Whether to scale a factor gives what autograd gives, if numbers that are not finite meet zero."""
     if _functorch.can_read_now(entries):
-        return _may_be_multiplied(entries) and all(map(_may_be_multiplied, _trees.flatten(factor)[0]))
+        if not _may_be_multiplied(entries):
+            return False
+        return bool(entries.all()) or all(map(_may_be_multiplied, _trees.flatten(factor)[0]))
     return not (selects and isinstance(factor, Dense))
 
 
@@ -497,6 +509,9 @@ _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
 }
+
+_FUSED = {name for name, carry in _CARRIES.items() if carry in (_softmax, _log_softmax)}
+"""Ops whose backward is one kernel, where the maps of factors are several."""
 
 _MOVING = {name for name, carry in _CARRIES.items() if carry in (_reshape, _transpose, _part, _cat)}
 """Ops that move entries and do not change their values."""

@@ -90,17 +90,28 @@ class Lifted:
         sides = [by_attached.get(id(side)) for side in step.sides]
         if not set(map(id, parents)) <= set(map(id, sides)):
             return  # a lifted argument is no side of the step
-        if (carry := carry_of(step)) is None or (terms := terms_of(self.terms)) is None:
+        if (carry := carry_of(step)) is None:
             return
-        self.terms = []
-        for term in terms:
-            carried = carry(term)
-            if carried is None:
-                self.terms.append(term)
-                continue
-            for value, factors in zip(sides, carried, strict=True):
-                if value is not None:
-                    value.terms += factors
+
+        def handed_on(terms: Sequence[Factor]) -> list[Factor]:
+            """Carry these terms over; returns those that cannot be."""
+            left: list[Factor] = []
+            for term in terms:
+                carried = carry(term)
+                if carried is None:
+                    left.append(term)
+                    continue
+                for value, factors in zip(sides, carried, strict=True):
+                    if value is not None:
+                        value.terms += factors
+            return left
+
+        terms = terms_of(self.terms)
+        self.terms = self.terms if terms is None else handed_on(terms)
+        if self.nbytes >= _MANY_BYTES and not all(isinstance(term, Dense) for term in self.terms):
+            # They have to be materialised, but not to be left to autograd: its backward under vmap holds arguments that require grad, and
+            # with those torch's matrix products copy the whole gradient into another layout.
+            self.terms = handed_on([Dense(merge(self.terms).materialize())])
 
     def accept(self, factor: Factor, place: str, n: int) -> Factor:
         """Check a rule's factor and return it in the parameter's dtype: under autocast its two sides may have different ones.
@@ -321,6 +332,7 @@ def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:
 
 _MANY_STEPS = 16
 _FEW_BYTES = 1 << 17  # of all samples
+_MANY_BYTES = 1 << 20  # of all samples: where a copy of them takes longer than Python does for a step
 
 
 def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:
@@ -336,13 +348,7 @@ def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> Non
     roots = [value for value in params if value.attached is not None]
     outputs: Any = [value.attached for value in derived]
     inputs: Any = [value.attached for value in roots]
-    reached: list[Lifted] = []
-
-    def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
-        found = _autograd.pulled(outputs, inputs, cotangents, watch=WrittenBackward())
-        reached[:] = [value for value, gradient in zip(roots, found, strict=True) if gradient is not None]
-        return tuple(gradient for gradient in found if gradient is not None)
-
-    gradients = torch.func.vmap(pull)(*(value.factor(n).materialize() for value in derived))
-    for value, gradient in zip(reached, gradients, strict=True):
-        value.terms.append(Dense(gradient))
+    cotangents = [value.factor(n).materialize() for value in derived]
+    for value, gradient in zip(roots, _autograd.pulled_for_all(outputs, inputs, cotangents, WrittenBackward()), strict=True):
+        if gradient is not None:
+            value.terms.append(Dense(gradient))

@@ -42,6 +42,24 @@ def pulled(
         )
 
 
+def pulled_for_all(
+    outputs: Sequence[Tensor],
+    targets: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 (without a state)
+) -> list[Tensor | None]:
+    """The same under vmap, for cotangents with one more dimension, the first."""
+    reached: list[bool] = []
+
+    def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        found = pulled(outputs, targets, cotangents, watch=watch)
+        reached[:] = [gradient is not None for gradient in found]
+        return tuple(gradient for gradient in found if gradient is not None)
+
+    found = iter(torch.func.vmap(pull)(*cotangents))
+    return [next(found) if is_reached else None for is_reached in reached]
+
+
 def accumulate(loss: Tensor) -> None:
     """`loss.backward(retain_graph=True)`, unseen by function modes, which see only the ops that fn's own backward functions call."""
     torch.autograd.graph._engine_run_backward(

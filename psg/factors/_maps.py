@@ -8,6 +8,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
+from psg._hardware import _processor
 from psg.factors._arithmetic import is_one_row, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
@@ -122,7 +123,13 @@ def contracted(factor: Factor, weights: Tensor, shape: torch.Size) -> Tensor | N
 
 @contracted.register
 def _(factor: Dense, weights: Tensor, shape: torch.Size) -> Tensor:
-    total = (widen(factor.values) * weights).sum_to_size(factor.n, *_small(shape, factor))
+    values, small = widen(factor.values), _small(shape, factor)
+    by_rows = len(small) == 2 and small[1] == 1 != weights.shape[1] and not _processor.multiplies_by_tensor_cores(values)
+    if by_rows:  # as products of rows, which make no tensor of the gradients' size
+        total = torch.bmm(values.transpose(0, 1), weights.to(values.dtype)[:, :, None])[:, :, 0].T
+        total = total if small[0] != 1 else total.sum(1)
+    else:
+        total = (values * weights).sum_to_size(factor.n, *small)
     return total.reshape(factor.n, *shape)
 
 

@@ -58,14 +58,14 @@ class Sum(Additive):
         if self.dtype in HALF:  # terms may cancel, so they must not be rounded one by one
             return self.to(wide(self.dtype)).materialize().to(self.dtype)
         first, *rest = sorted(self.terms, key=lambda term: not term.is_made_anew)
-        total = first.materialize()
-        if not first.is_made_anew or self.is_differentiated:
-            return reduce(torch.add, (term.materialize() for term in rest), total)
-        for term in rest:  # in place, since nobody else holds this memory
+        total, is_anew = first.materialize(), first.is_made_anew
+        for term in rest:
+            in_place = is_anew and not self.is_differentiated  # nobody else holds this memory
             if isinstance(term, Scaled) and isinstance(term.factor, Expanded):
-                total.addcmul_(term.factor.values, term.entries)
+                total = (total.addcmul_ if in_place else total.addcmul)(term.factor.values, term.entries)
             else:
-                total += term.materialize()
+                total = (total.add_ if in_place else total.add)(term.materialize())
+            is_anew = True
         return total
 
     def squared_norm(self) -> Tensor:
