@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from cases import N
 from conftest import as_large
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import psg
 from psg import plans
 from psg._capture import _backward
 from psg._torch import _autograd
-from psg.factors import Conv, Dense, Geometry, Outer, Rows, _base, _planned
+from psg.factors import Conv, Dense, Geometry, Outer, Region, Rows, Views, _base, _planned
 from psg.testing import assert_trees_close
 
 
@@ -320,6 +322,74 @@ def test_a_convolution_used_again(size, uses, way, device):
     factor = psg.factored_grad(fn)(w, *images)
     rows = factor.materialize().flatten(1)
     assert_trees_close(factor.gram(), rows @ rows.T, per_sample=False)
+
+
+VIEWED = {  # uses of a parameter [4, a, b] through views, by x [t, b]
+    "matrix": lambda w, x: F.linear(x, w.flatten(0, 1)).sin().sum(),
+    "kernel": lambda w, x: F.conv1d(x.mT, w.flatten(0, 1)[:, :, None]).sin().sum(),
+    "layers": lambda w, x: sum(F.linear(x, own).sin().sum() for own in w),
+    "layers, used twice": lambda w, x: sum((F.linear(x, own) * F.conv1d(x.mT, own[:, :, None]).mT).sum() for own in w),
+    "chunks": lambda w, x: sum((part @ x.mT).sin().sum() for part in w.flatten(0, 1).chunk(2)),
+    "one layer": lambda w, x: F.linear(x, w[1]).sin().sum(),
+    "one layer, as a kernel": lambda w, x: F.conv1d(x.mT, w[2, :, :, None]).sin().sum(),
+}
+PENALTIES = {  # terms of the parameter alone
+    "squares": lambda w: w.square().sum(),
+    "products": lambda w: (w.flatten(1) @ w.flatten(1).T).exp().sum(),
+    "squares of a layer": lambda w: w[1].square().sum(),
+}
+
+
+@given(
+    uses=st.lists(st.sampled_from(list(VIEWED)), min_size=1, max_size=2),
+    penalty=st.sampled_from(list(PENALTIES)),
+    n=st.integers(0, 3),
+    t=st.integers(1, 50),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+)
+def test_views_and_terms_of_the_parameter_alone_over_drawn_shapes(uses, penalty, n, t, sizes, device):
+    w, x = torch.randn(4, *sizes, device=device) / 4, torch.randn(n, t, sizes[1], device=device)
+
+    def fn(w, x):
+        return sum(VIEWED[use](w, x) for use in uses) + PENALTIES[penalty](w)
+
+    psg.check(fn)(w, x)
+    norms = psg.per_sample_norm(fn, method="loop")(w, x)
+    clipped = psg.clipped_grad(fn, 1.0)(w, x)
+    assert_trees_close(clipped.norms, norms)
+    expected = psg.clipped_grad(fn, 1.0, method="loop")(w, x)
+    assert_trees_close(clipped.grads, expected.grads, per_sample=False, atol=1e-9)
+
+
+@pytest.mark.parametrize("use", ["matrix", "kernel", "layers", "layers, used twice", "chunks"])
+@pytest.mark.parametrize("penalty", ["squares", "products"])
+def test_what_a_view_holds_is_added_up_where_that_costs_less(use, penalty, device):
+    """Gradients of many positions are materialised through a view too: then what else there is of the parameter is added to them."""
+    fn = lambda w, x: VIEWED[use](w, x) + PENALTIES[penalty](w)  # noqa: E731
+    w, x = torch.randn(4, 8, 8, device=device), torch.randn(N, 300, 8, device=device)
+    factor = psg.factored_grad(fn)(w, x)
+    assert type(factor) is Dense or factor._plan() == "chunks"
+    assert psg.explain(fn)(w, x).leaves[0].plan.endswith(("added up and kept", "dense"))
+
+
+def test_views_of_few_of_many_entries_keep_their_inner_products(device):
+    fn = lambda w, x: F.linear(x, w[1]).sin().sum() + w.square().sum()  # noqa: E731
+    w, x = torch.randn(100, 64, 64, device=device), torch.randn(N, 3, 64, device=device)
+    with mock.patch.object(_base, "_TINY", 0):  # small gradients are materialised on devices whose values cannot be read
+        assert psg.explain(fn)(w, x).leaves[0].plan == "Views + Scaled, with their inner products"
+    psg.check(fn)(w, x)
+
+
+def test_gradients_of_several_views_are_kept_apart(device):
+    sides = [torch.randn(N, 90, size, device=device) for size in (3, 5, 4)]
+    halves = [Region((3, 5), (5, 1), 0), Region((4, 5), (5, 1), 15)]
+    views = Views([Outer(sides[0], sides[1]), Outer(sides[2], sides[1])], halves, torch.Size((7, 5)))
+    settled = views.settle()
+    assert views.is_kept and type(settled) is Views and all(type(own) is Dense for own in settled.factors)
+    assert type(Views(views.factors[:1], [Region((3, 5), (5, 1), 0)], torch.Size((15,))).settle()) is Dense
+    assert not Views(views.factors[:1], halves[:1], torch.Size((7, 5))).is_kept
+    with plans.using(keep_bytes=0):
+        assert not views.is_kept
 
 
 def test_tables_looked_up_again_are_one_factor(device):

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import reduce
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import optree.registry
 import torch
@@ -108,6 +108,16 @@ def _register(kind: "type[Factor]") -> None:
     register: Any = optree.register_pytree_node  # its type hints allow collections alone
     register(kind, lambda factor: (*flatten(factor), kind.fields), unflatten, namespace=everywhere)
     torch_pytree.register_pytree_node(kind, flatten, lambda children, metadata: unflatten(metadata, children))
+
+
+class Work(NamedTuple):
+    """What a factor takes as one term of several, in operations for one sample."""
+
+    norm: float
+    """Its own squared norm, in the cheapest way."""
+    gram: float
+    """Inner products of all its positions with each other; inf if its inner products with other terms take gradients."""
+    materialize: float
 
 
 class Factor(ABC):
@@ -419,6 +429,10 @@ class Factor(ABC):
         """Whether a norm *and* a weighted sum are cheapest if the gradients are materialised once and kept."""
         return False
 
+    def _work(self) -> Work | None:
+        """What it takes as a term of a sum; None if that is always cheapest by inner products: few rows of a table, say."""
+        return None
+
     def settle(self) -> "Factor":
         """The cheapest form for a norm and a weighted sum: Dense if `is_kept`, else the same kind with the factors in it settled."""
         if self.is_kept:
@@ -538,6 +552,10 @@ class Dense(Factor):
     @property
     def is_kept(self) -> bool:
         return True
+
+    def _work(self) -> Work:
+        read = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
+        return Work(read, math.inf, read)
 
     def settle(self) -> Factor:
         return self

@@ -11,7 +11,7 @@ from torch import Tensor
 from psg import plans
 from psg._hardware import _machine
 from psg._torch import _functorch
-from psg.factors._base import Additive, Dense
+from psg.factors._base import Additive, Dense, Work
 
 _OPS_PER_CARRY = 25
 """How many more ops it takes to carry a factor over a derivation and norm it, than to do the same with its materialised gradient."""
@@ -132,6 +132,10 @@ class Planned(Additive):
             dense = Dense(self.materialize())
             return dense, dense.norm(), dense.weighted_sum(weights)
         return self._norm_by(plan), self.weighted_sum(weights)
+
+    def _work(self) -> Work:
+        costs = self._norm_costs()
+        return Work(min(costs.values()), costs["gram"], self._materialize_cost())
 
     @property
     def is_made_anew(self) -> bool:

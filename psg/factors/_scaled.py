@@ -1,5 +1,6 @@
 """Expanded and Scaled: the gradients of parameters that enter through reductions and through entry-by-entry functions."""
 
+import math
 from typing import Self
 
 import torch
@@ -7,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._errors import InputError
+from psg._hardware import _machine
 from psg._torch import _functorch
 from psg.factors._arithmetic import is_one_row, root, spacious, square, wide, widen, zero_rows
-from psg.factors._base import Dense, Factor, expect_real
+from psg.factors._base import Dense, Factor, Work, expect_real
 from psg.factors._division import Division
 from psg.factors._outer import Outer
 
@@ -84,6 +86,9 @@ class Expanded(Factor):
 
     def _segment_sum(self, division: Division) -> Factor:
         return Expanded(Dense(self.values)._segment_sum(division).materialize(), self.shape)
+
+    def _work(self) -> Work:
+        return Work(0, math.inf, _machine.reused_byte(self.device, self.dtype) * self.sample_bytes)
 
     def plan(self) -> str:
         return "expanded"
@@ -259,6 +264,14 @@ class Scaled(Factor):
     @property
     def is_kept(self) -> bool:
         return self.factor.is_kept
+
+    def _work(self) -> Work | None:
+        own = self.factor._work()
+        if own is None:
+            return None
+        written = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
+        materialize = own.materialize + written
+        return Work(0 if self._is_one_term else materialize + written, math.inf, materialize)
 
     def plan(self) -> str:
         return f"scaled: {self.factor.plan()}"

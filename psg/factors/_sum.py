@@ -11,8 +11,8 @@ from torch import Tensor
 from psg import plans
 from psg._hardware import _machine, _memory
 from psg.factors._arithmetic import HALF, wide
-from psg.factors._base import Additive, Dense, Factor
-from psg.factors._planned import Planned
+from psg.factors._base import Additive, Dense, Factor, Work
+from psg.factors._planned import Costs
 from psg.factors._scaled import Expanded, Scaled
 from psg.factors._sketch import Sketch
 
@@ -130,23 +130,33 @@ class Sum(Additive):
             return "chunks"
         if len(self.terms) < 2:
             return "gram"
-        if self.prefers_exact_norm:
-            return plans.choose("norm", {"gram": math.inf, "chunks": 0.0}, self, self._norm_by)
-        planned = [term for term in self.terms if isinstance(term, Planned)]
+        costs = {"gram": math.inf, "chunks": 0.0} if self.prefers_exact_norm else self._norm_costs()
+        return plans.choose("norm", costs, self, self._norm_by)
+
+    def _norm_costs(self) -> Costs:
+        """The costs of both, in operations for one sample."""
         spread = [term for term in self.terms if _is_spread(term)]
-        if not planned or len(planned) + len(spread) < len(self.terms):  # for example rows of a table: few of many entries
-            return plans.choose("norm", {"gram": 0.0, "chunks": math.inf}, self, self._norm_by)
-        byte = _machine.reused_byte(self.device, self.dtype)
-        materialized = [term._chunks_cost(byte) for term in planned]
-        costs = [term._norm_costs() for term in planned]
+        others = [term._work() for term in self.terms if not _is_spread(term)]
+        works = [work for work in others if work is not None]
+        if not works or len(works) < len(others):
+            return {"gram": 0.0, "chunks": math.inf}
+        written = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
         # An inner product with an Expanded term takes every entry at every position, as materialising does.
-        apart = sum(min(cost.values()) for cost in costs) + len(spread) * sum(term._materialize_cost() for term in planned)
-        for i, j in itertools.combinations(range(len(planned)), 2):
+        apart = sum(work.norm + len(spread) * work.materialize for work in works)
+        for one, other in itertools.combinations(works, 2):
             # Every position of one term with every position of the other: the geometric mean of each term's own Gram cost.
-            apart += min((costs[i]["gram"] * costs[j]["gram"]) ** 0.5, materialized[i] + materialized[j])
+            apart += min((one.gram * other.gram) ** 0.5, one.materialize + other.materialize + 2 * written)
         apart += _OPS_PER_TERM * (len(self.terms) - 1) * _machine.op_call(self.device) / max(1, self.n)
-        together = sum(materialized) + len(spread) * byte * planned[0].sample_bytes
-        return plans.choose("norm", {"gram": apart, "chunks": together}, self, self._norm_by)
+        return {"gram": apart, "chunks": sum(work.materialize for work in works) + len(self.terms) * written}
+
+    def _work(self) -> Work | None:
+        works = [work for term in self.terms if (work := term._work()) is not None]
+        if len(works) < len(self.terms):
+            return None
+        written = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
+        materialize = sum(work.materialize for work in works) + len(works) * written
+        norm = sum(work.norm for work in works) if len(works) < 2 else self._norm_costs()[self._plan()]
+        return Work(norm, math.inf, materialize)
 
     def _zeros(self, *shape: int) -> Tensor:
         return self.like.new_zeros(shape, dtype=wide(self.dtype).to_real())

@@ -1,13 +1,15 @@
 """Views: gradients of disjoint views of a parameter: slices, layers of a stack, a reshape."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from psg._hardware import _memory
-from psg.factors._base import Additive, Factor
+from psg import plans
+from psg._hardware import _machine, _memory
+from psg.factors._base import Additive, Factor, Work
 
 
 def strides_of(shape: torch.Size) -> tuple[int, ...]:
@@ -109,8 +111,12 @@ class Views(Additive):
 
     def _empty_or_zeros(self, like: Tensor, *shape: int) -> Tensor:
         """A tensor for all entries of the parameter: uninitialised if the views cover all of them, else zero."""
-        covered = sum(torch.Size(region.size).numel() for region in self.regions) == self.shape.numel()
-        return like.new_empty(shape) if covered else _memory.new_zeros(like, *shape)
+        return like.new_empty(shape) if self._covered == self.shape.numel() else _memory.new_zeros(like, *shape)
+
+    @property
+    def _covered(self) -> int:
+        """How many entries of the parameter the views cover."""
+        return sum(torch.Size(region.size).numel() for region in self.regions)
 
     def squared_norm(self) -> Tensor:
         return _added_up(factor.squared_norm() for factor in self.factors)
@@ -148,6 +154,28 @@ class Views(Additive):
         """Whether there is one view, a reshape of the whole parameter."""
         region, size = self.regions[0], torch.Size(self.regions[0].size)
         return len(self.regions) == 1 and region.stride == strides_of(size) and size.numel() == self.shape.numel()
+
+    @property
+    def is_made_anew(self) -> bool:
+        return self.factors[0].is_made_anew if self.is_reshaped else True
+
+    @property
+    def is_kept(self) -> bool:
+        # What lies beside the views is zero, and need not be kept.
+        whole = self._covered == self.shape.numel() and plans.may_keep(self.dense_bytes)
+        return whole and all(factor.is_kept for factor in self.factors)
+
+    def settle(self) -> Factor:
+        # The gradients of several views are kept apart: to join them would be to copy them.
+        return super().settle() if self.is_reshaped else self._each(lambda tensor: tensor, lambda factor: factor.settle())
+
+    def _work(self) -> Work | None:
+        works = [work for factor in self.factors if (work := factor._work()) is not None]
+        if len(works) < len(self.factors):
+            return None
+        beside = _machine.reused_byte(self.device, self.dtype) * (self.shape.numel() - self._covered) * self.dtype.itemsize
+        norm, _, materialize = map(sum, zip(*works, strict=True))
+        return Work(norm, math.inf, materialize + beside)
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
