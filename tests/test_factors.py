@@ -1279,6 +1279,21 @@ def test_norms_of_outer_products_whose_squares_do_not_fit(scales, device):
         assert_trees_close(norm(left, right), exact, rtol=1e-5)
 
 
+@given(n=st.integers(0, 3), t=st.integers(0, 5), a=st.integers(0, 5), b=st.integers(1, 5), order=st.permutations(range(3)))
+def test_squared_terms_of_sides_of_any_strides(n, t, a, b, order, device):
+    """Positions innermost, as inputs of `w @ x` and of convolutions have them, or samples."""
+    back = [order.index(dim) for dim in range(3)]
+    left, right = (torch.randn([(n, t, size)[dim] for dim in order], device=device).permute(back) for size in (a, b))
+    terms = Outer(left, right).squared_terms()
+    assert_trees_close(terms, (left.square().sum(2) * right.square().sum(2)).sum(1))
+    in_half = Outer(left.half(), right.half())
+    assert in_half.squared_terms().dtype == torch.float32
+    # The derivative of a norm of zero would not be finite.
+    zeros = torch.zeros_like(left).requires_grad_()
+    (gradient,) = torch.autograd.grad(Outer(zeros, right).squared_terms().sum(), zeros)
+    assert torch.equal(gradient, torch.zeros_like(left))
+
+
 def psg_rtol(dtype):
     from psg.testing import default_rtol
 

@@ -113,9 +113,8 @@ class Outer(Planned):
         return (left * right).sum((1, 2)), squared_terms_of(left, right)
 
     def squared_terms(self) -> Tensor:
-        # vector_norm reads once and writes nothing.
-        left, right = (torch.linalg.vector_norm(side, dim=2, dtype=wide(self.dtype)) for side in (self.left, self.right))
-        return (left * right).square().sum(1)
+        left, right = map(_squares_of_rows, (self.left, self.right))
+        return (left * right).sum(1)
 
     def _chunked_norm(self) -> Tensor:
         # Materialised a few samples at a time: the memory is reused and, on a CPU, the norm reads from cache.
@@ -188,6 +187,13 @@ class Outer(Planned):
 
     def _kernels(self) -> Hashable:
         return (self.is_zeroed_in_sums, self._is_fused) if self.left.is_cuda else ()
+
+
+def _squares_of_rows(side: Tensor) -> Tensor:
+    """sum_a |side[n, t, a]|^2 -> [n, t], in at least float32."""
+    if side.is_cpu and side.shape[2] > 1 and side.stride(2) != 1:
+        return square(side).sum(2)  # vector_norm reads rows whose entries lie apart one by one, in up to ten times as long
+    return torch.linalg.vector_norm(side, dim=2, dtype=wide(side.dtype)).square()  # reads once and writes nothing
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:
