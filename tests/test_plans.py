@@ -324,6 +324,62 @@ def test_a_convolution_used_again(size, uses, way, device):
     assert_trees_close(factor.gram(), rows @ rows.T, per_sample=False)
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize(
+    "t, size, uses, kinds",
+    [(300, 8, 3, "Outer + Outer + Outer, added up and kept"), (2, 8, 3, ""), (40, 90, 2, "")],
+    ids=["many positions", "few positions", "a large matrix"],
+)
+def test_a_matrix_used_again_at_many_positions_is_added_up(t, size, uses, kinds, layout, device):
+    """To join the sides would take longer than to add up gradients that are smaller than these."""
+
+    def fn(w, x):
+        for _ in range(uses):
+            x = F.linear(x, w).sin() if layout == "rows" else (w @ x).sin()
+        return x.sum()
+
+    w, x = torch.randn(size, size, device=device), torch.randn(N, t, size, device=device)
+    x = x if layout == "rows" else x.mT.contiguous()
+    factor = psg.factored_grad(fn)(w, x)
+    if kinds and x.is_cpu:
+        assert factor.plan() == kinds and type(factor.settle()) is Dense
+    elif x.is_cpu:
+        assert type(factor) is Outer and factor.positions == uses * t
+    psg.check(fn)(w, x)
+    with plans.using(keep_bytes=0):
+        assert type(psg.factored_grad(fn)(w, x)) is Outer
+
+
+@given(
+    uses=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    n=st.integers(0, 3),
+    others=st.booleans(),
+)
+def test_matrices_used_again_over_drawn_numbers_of_positions(uses, sizes, n, others, device):
+    w = torch.randn(sizes, device=device)
+    data = [torch.randn(n, t, sizes[1], device=device) for t in uses]
+
+    def fn(w, *data):
+        total = sum(F.linear(x, w).sin().sum() for x in data)
+        return total + (w * data[0].sum()).sin().sum() + w.square().sum() if others else total
+
+    psg.check(fn)(w, *data)
+    assert_trees_close(psg.clipped_grad(fn, 1.0)(w, *data).norms, psg.per_sample_norm(fn, method="loop")(w, *data))
+    # Through the norms too, whose derivatives take no sums in place.
+    norm = lambda w: psg.per_sample_norm(fn)(w, *data).sum()  # noqa: E731
+    loop = lambda w: psg.per_sample_norm(fn, method="loop")(w, *data).sum()  # noqa: E731
+    if n and any(uses):
+        assert_trees_close(torch.func.grad(norm)(w), torch.func.grad(loop)(w), per_sample=False, rtol=1e-7, atol=1e-9)
+
+
+def test_a_matrix_used_again_in_a_compiled_call(device):
+    fn = lambda w, x: F.linear(F.linear(x, w).sin(), w).sin().sum()  # noqa: E731
+    w, x = torch.randn(8, 8, device=device), torch.randn(N, 90, 8, device=device)
+    for transform in (psg.per_sample_grad, psg.per_sample_norm, lambda fn: psg.clipped_grad(fn, 1.0)):
+        assert_trees_close(psg.jit(transform(fn), backend="eager")(w, x), transform(fn)(w, x), per_sample=False)
+
+
 VIEWED = {  # uses of a parameter [4, a, b] through views, by x [t, b]
     "matrix": lambda w, x: F.linear(x, w.flatten(0, 1)).sin().sum(),
     "kernel": lambda w, x: F.conv1d(x.mT, w.flatten(0, 1)[:, :, None]).sin().sum(),

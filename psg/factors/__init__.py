@@ -77,7 +77,8 @@ def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
     Dense terms are added. Outer terms become one Outer over all their positions, Rows terms one Rows, Routed terms one Routed, Scaled terms
-    of the same values one Scaled, and Views of disjoint regions one Views. If several factors remain, a Sum holds them.
+    of the same values one Scaled, and Views of disjoint regions one Views. If several factors remain, a Sum holds them. Outer terms
+    whose gradients are smaller than their sides, and kept, remain too.
 
     Args:
         terms: At least one, of the same samples and shape.
@@ -92,7 +93,8 @@ def merge(terms: list[Factor]) -> Factor:
     """
     if len(terms) == 1:
         return terms[0]
-    merged: list[Factor] = []
+    merged: list[Factor] = [term for term in terms if isinstance(term, Outer) and term.is_added_apart]
+    terms = [term for term in terms if term not in merged]
     dense = [term.values for term in terms if isinstance(term, Dense)]
     if dense:
         merged.append(Dense(sum(dense[1:], start=dense[0])))

@@ -229,6 +229,10 @@ class Factor(ABC):
         """Write the gradients into a tensor [n, *shape] of their dtype, whose rows may be apart in memory."""
         out.copy_(self.materialize())
 
+    def add_to(self, out: Tensor) -> None:
+        """Add the gradients to a tensor [n, *shape] of their dtype, which nobody differentiates."""
+        out += self.materialize()
+
     @abstractmethod
     def squared_norm(self) -> Tensor:
         """sum over all entries of |gradient|^2 -> [n], real, at least float32, never negative."""

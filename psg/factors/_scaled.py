@@ -146,6 +146,12 @@ class Scaled(Factor):
         alike = self.factor.is_made_anew and values.dtype == self.entries.dtype and not self.is_differentiated
         return values.mul_(self.entries) if alike else values * self.entries
 
+    def add_to(self, out: Tensor) -> None:
+        if isinstance(self.factor, Expanded):
+            out.addcmul_(self.factor.values, self.entries)
+        else:
+            super().add_to(out)
+
     def norm(self) -> Tensor:
         squared, unit = self._squared_in_units()
         return ((root(squared) if self.is_differentiated else squared.sqrt()) * unit).to(wide(self.dtype))

@@ -60,12 +60,10 @@ class Sum(Additive):
         first, *rest = sorted(self.terms, key=lambda term: not term.is_made_anew)
         total, is_anew = first.materialize(), first.is_made_anew
         for term in rest:
-            in_place = is_anew and not self.is_differentiated  # nobody else holds this memory
-            if isinstance(term, Scaled) and isinstance(term.factor, Expanded):
-                total = (total.addcmul_ if in_place else total.addcmul)(term.factor.values, term.entries)
+            if is_anew and not self.is_differentiated:
+                term.add_to(total)  # in place, since nobody else holds this memory
             else:
-                total = (total.add_ if in_place else total.add)(term.materialize())
-            is_anew = True
+                total, is_anew = total + term.materialize(), True
         return total
 
     def squared_norm(self) -> Tensor:
