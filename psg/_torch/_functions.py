@@ -6,7 +6,6 @@ transforms before any function mode can see the call; `shown` makes it an op tha
 """
 
 import contextlib
-import inspect
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -123,13 +122,14 @@ def _read_by(function: Any, seen: set[Any]) -> Iterator[Any]:
     if not isinstance(function, types.FunctionType) or function in seen:
         return
     seen.add(function)
+    names = function.__code__.co_names
     try:
-        read = inspect.getclosurevars(function)
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable that it closes over has no value yet
         return
-    values = [*read.nonlocals.values(), *read.globals.values()]
+    values += [function.__globals__[name] for name in names if name in function.__globals__]
     for module in [value for value in values if isinstance(value, types.ModuleType) and _package_of(value.__name__) != "torch"]:
-        values += [vars(module)[name] for name in function.__code__.co_names if name in vars(module)]
+        values += [vars(module)[name] for name in names if name in vars(module)]
     for value in values:
         if isinstance(value, types.FunctionType) and _package_of(value.__module__) == _package_of(function.__module__):
             yield from _read_by(value, seen)
