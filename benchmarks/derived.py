@@ -3,8 +3,8 @@
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
 Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties,
-layers of a stack, fused gates, indexed tables: layers use values computed from parameters, or only parts of them. Results are checked and
-timed as in inside.py.
+layers of a stack, fused gates, repeated layers, indexed tables: layers use values computed from parameters, or only parts of
+them, or use them again. Results are checked and timed as in inside.py.
 """
 
 from __future__ import annotations
@@ -195,6 +195,40 @@ class Table(nn.Module):
         return self.head(self.table[ids].mean(1))
 
 
+class Pooled(nn.Module):
+    """A classifier of the mean over positions."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean(1))
+
+
+def scaled_by_a_product() -> Problem:
+    """Low-rank factors of frozen weights, as LoHa's. Hyeon-Woo et al., "FedPara", 2022."""
+
+    def make(layer: nn.Module) -> Tensor:
+        return layer.weight.detach() * (1 + layer.b @ layer.a)
+
+    body = nn.Sequential(Linear(128, 256, make), nn.Tanh(), Linear(256, 128, make))
+    return classifier(Pooled(body, 128), torch.randn(64, 64, 128))
+
+
+class Repeated(nn.Module):
+    """One layer that is called again and again, as an equilibrium is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = self.layer(x).tanh()
+        return x
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "scaled": network(lambda layer: 0.7 * layer.weight),
     "merged_low_rank": network(merged),
@@ -209,6 +243,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "squared_norm_in_the_loss": penalised,
     "layers_of_a_stack": lambda: classifier(Stack(), torch.randn(SAMPLES, INPUTS)),
     "fused_gates": lambda: classifier(Fused(), torch.randn(SAMPLES, INPUTS)),
+    "scaled_by_a_product": scaled_by_a_product,
+    "repeated_layer": lambda: classifier(Pooled(Repeated(), 64), torch.randn(SAMPLES, 128, 64)),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
 }
 
