@@ -23,6 +23,7 @@ from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensor
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Scaled, Sum, Views, merge
 from psg.factors._arithmetic import is_one_row
 from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
+from psg.rules._registry import find_decomposition
 
 
 class Step:
@@ -196,7 +197,9 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
 def _pulled(step: Step, factor: Dense) -> list[list[Factor]]:
     """Pull materialised gradients back over one op as autograd does: for ops whose backward reads them fewer times than maps of factors."""
     leaves = {id(side): side.detach().requires_grad_() for side in step.sides}
-    output = step.rerun(leaves, step.run)
+    decompose = find_decomposition(step.run, differentiated=False)  # it runs under vmap
+    output = NotImplemented if decompose is None else step.rerun(leaves, decompose)
+    output = step.rerun(leaves, step.run) if output is NotImplemented else output
     found = _autograd.pulled_for_all((output,), list(leaves.values()), (factor.values.to(output.dtype),))
     return [[] if gradient is None else [Dense(gradient)] for gradient in found]
 
