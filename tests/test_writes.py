@@ -815,3 +815,31 @@ def test_values_that_do_not_fit_places(device):
     args = torch.ones(2, 2, device=device), torch.ones(3, 2, 2, device=device), torch.ones(3, 1, device=device).long()
     with pytest.raises(RuntimeError, match="shape|size"):
         psg.per_sample_grad(lambda w, x, i: put(w * x, (slice(None), i), w[0]).sum())(*args)
+
+
+@given(
+    n=st.integers(0, 4),
+    t=st.integers(1, 4),
+    i=st.integers(1, 3),
+    o=st.integers(1, 3),
+    rows=st.booleans(),
+    own=st.booleans(),
+    as_tensor=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_numbers_written_by_masks(n, t, i, o, rows, own, as_tensor, seed, device):
+    """By masks of each sample's own, and by one that all samples share; of entries, and of rows."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (t,) if rows else (t, o)
+    mask = (torch.rand((n, *shape) if own else shape, generator=generator) < 0.5).to(device)
+    w, x = torch.randn(i, o, device=device), torch.randn(n, t, i, device=device)
+
+    def fn(w, x, mask):
+        hidden = x @ w
+        value = torch.tensor(0.5, device=device) if as_tensor else 0.5
+        hidden[mask] = value
+        return (hidden @ w.T).sin().sum()
+
+    axes = (None, 0, 0 if own else None)
+    expected = psg.per_sample_grad(fn, in_dims=axes, method="loop")(w, x, mask)
+    assert_trees_close(psg.per_sample_grad(fn, in_dims=axes, method="capture")(w, x, mask), expected)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
 from psg._errors import UnsupportedByVmap, unwrapped
-from psg._torch import _functorch, _scripts
+from psg._torch import _functions, _functorch, _scripts
 from psg._torch._autocast import cast_of
 from psg._torch._ops import REQUIRES_GRAD, draws, handlers_among, is_torchs, run_handlers, tensors_of
 from psg._watch._habits import Retry
@@ -230,8 +230,7 @@ class _Vectorised(Function):
 
 def key_of(function: type[Function]) -> Any:
     """What stands for a function in `Habits.apart`: the code of its backward, for fn may make the class anew in every call."""
-    backward = unwrapped(function.vjp if function.backward is Function.backward else function.backward)
-    return getattr(backward, "__code__", function.__qualname__)
+    return getattr(unwrapped(_functions.backward_of(function)), "__code__", function.__qualname__)
 
 
 def apply(function: type[Function], args: Sequence[Any], batched: Sequence[int], n: int, randomness: str, apart: frozenset[Any]) -> Any:

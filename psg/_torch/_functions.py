@@ -76,8 +76,12 @@ def state_of(function: type[Function], arguments: Sequence[Any]) -> list[Any]:
 
     The objects themselves, which stay alive so that no other takes the place and the id() of one, and how often tensors were written into.
     """
-    backward = function.vjp if function.backward is Function.backward else function.backward
-    return [part for holder in (function, *arguments, *_read_by(backward, set())) for part in _held(holder, 2)]
+    return [part for holder in (function, *arguments, *_read_by(backward_of(function), set())) for part in _held(holder, 2)]
+
+
+def backward_of(function: type[Function]) -> Any:
+    """The backward pass of a function, which may have the other of the two names that torch knows."""
+    return function.vjp if function.backward is Function.backward else function.backward
 
 
 def forward_state_of(function: type[Function], arguments: Sequence[Any]) -> list[Any]:
@@ -94,9 +98,9 @@ def same_state(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 
 def contents_of(state: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The lists, queues, dicts and attributes of objects in a state, each with a copy of what it holds."""
-    kinds = (list, deque, dict)
-    own = [part if isinstance(part, kinds) else getattr(part, "__dict__", None) for part in state if not isinstance(part, Tensor)]
+    """The lists, queues, dicts and attributes of objects in a state, each with a copy of what it holds. Modules of Python are left out."""
+    kinds, left_out = (list, deque, dict), (Tensor, types.ModuleType)
+    own = [part if isinstance(part, kinds) else getattr(part, "__dict__", None) for part in state if not isinstance(part, left_out)]
     return [(part, part.copy()) for part in own if isinstance(part, kinds)]
 
 
