@@ -20,9 +20,9 @@ from psg._capture._estimators import entries_of
 from psg._torch import _autograd, _functorch
 from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
-from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Scaled, Sum, Views, merge
+from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Sum, Views, merge
 from psg.factors._arithmetic import is_one_row
-from psg.factors._maps import Scale, contracted, narrowed, premultiplied, reshaped, scaled, transposed
+from psg.factors._maps import Scale, added_up, contracted, narrowed, postmultiplied, premultiplied, reshaped, scaled, transposed, uncrossed
 from psg.rules._registry import find_decomposition
 
 
@@ -67,14 +67,17 @@ class Step:
             args, kwargs = substitute((self.args, self.kwargs), given)
             return run(*args, **kwargs)
 
-    def vjp(self, side: Tensor, cotangent: Tensor) -> Tensor:
-        """The vector-Jacobian product of this op alone with one cotangent, for one argument; the arguments' history is ignored."""
-        leaf = side.detach().requires_grad_()
+    def vjp(self, side: Tensor, cotangent: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The vector-Jacobian product of this op alone with one cotangent, for one argument, or for these rows of it.
+
+        The arguments' history is ignored.
+        """
+        leaf = (side if rows is None else side[rows]).detach().requires_grad_()
         output = self.rerun({id(side): leaf}, self.run)
         if not output.requires_grad:
-            return torch.zeros_like(side)  # this one of several outputs does not depend on this side
-        (found,) = torch.autograd.grad(output, leaf, cotangent.to(output.dtype), allow_unused=True)
-        return torch.zeros_like(side) if found is None else found  # a norm of order 0 has a graph that leads nowhere
+            return torch.zeros_like(leaf)  # this one of several outputs does not depend on this side
+        (found,) = torch.autograd.grad(output, leaf, cotangent.to(output.dtype).reshape(output.shape), allow_unused=True)
+        return torch.zeros_like(leaf) if found is None else found  # a norm of order 0 has a graph that leads nowhere
 
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
@@ -119,6 +122,9 @@ def carry_of(step: Step) -> Carry | None:
             factor = Dense(factor.materialize())
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
+        rows = _looked_up(factor)
+        if rows is not None and _is_row_by_row(step):
+            return [[_over_rows(step, rows)]]
         if isinstance(factor, Dense) and (step.run in _COMPOSITES or step.name in _FUSED):
             return _pulled(step, factor)
         if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
@@ -297,6 +303,38 @@ def _keepdim_shape(step: Step, side: Tensor) -> tuple[int, ...] | None:
     return small if all(size in (1, own) for size, own in zip(small, shape, strict=True)) else None
 
 
+# Lookups of a table that is computed row by row: of the op only the rows that were looked up have to be differentiated
+
+
+def _looked_up(factor: Factor) -> Rows | None:
+    """The factor as rows of a table; of numbers, as rows of one column."""
+    if isinstance(factor, Views) and factor.is_reshaped and len(factor.shape) == 1:
+        factor = factor.factors[0]
+    return factor if isinstance(factor, Rows) and len(factor.shape) == 2 else None
+
+
+def _is_row_by_row(step: Step) -> bool:
+    """Whether the op computes each row of its output, or each number, from the row of its only side, a matrix, at the same place."""
+    if len(step.sides) != 1 or step.sides[0].ndim != 2 or not step.is_first(step.sides[0]):
+        return False
+    (side,) = step.sides
+    if step.name in _REDUCING:
+        return _keepdim_shape(step, side) == (len(side), 1)
+    if step.name not in _ROW_BY_ROW:
+        return False
+    keyword, position, default = _ROW_BY_ROW[step.name]
+    given = step.kwargs.get(keyword, step.args[position] if len(step.args) > position else default)
+    if keyword == "normalized_shape":
+        return tuple(given) == (side.shape[1],)
+    return isinstance(given, int) and given % 2 == 1
+
+
+def _over_rows(step: Step, factor: Rows) -> Factor:
+    (side,) = step.sides
+    found = step.vjp(side, factor.cotangent.flatten(0, 1), factor.index.flatten())
+    return Rows(factor.index, found.unflatten(0, factor.index.shape), len(side))
+
+
 # Elementwise ops: the scale for the gradient of each argument, which may have been broadcast
 
 
@@ -308,12 +346,7 @@ def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> _CarryToSide:
     if shape == output.shape:
         return (lambda factor: factor) if isinstance(scale, (int, float)) and scale == 1 else lambda factor: scaled(factor, scale)
     weights = scale if isinstance(scale, Tensor) else output.new_full((), scale)
-    return lambda factor: _added_up(factor, weights.expand(output.shape), shape)
-
-
-def _added_up(factor: Factor, weights: Tensor, shape: torch.Size) -> Factor | None:
-    total = contracted(factor, weights, shape)
-    return None if total is None else Dense(total)
+    return lambda factor: added_up(factor, weights.expand(output.shape), shape)
 
 
 def _value(argument: Any) -> Scale:
@@ -388,7 +421,7 @@ def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _CarryToSide:
 def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
     x, y = input.detach(), other.detach()
     if (x.ndim, y.ndim) == (2, 2):
-        return [(input, lambda factor: _postmultiplied(factor, y.t())), (other, lambda factor: premultiplied(factor, x.t()))]
+        return [(input, lambda factor: postmultiplied(factor, y.t())), (other, lambda factor: premultiplied(factor, x.t()))]
     if (x.ndim, y.ndim) == (2, 1):
         return [
             (input, lambda factor: _if_dense(factor, lambda c: Outer(c[:, None], y.expand(len(c), 1, -1).to(c.dtype)))),
@@ -403,10 +436,13 @@ def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
 
 
 def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _SideCarries:
-    if (input.ndim, weight.ndim) != (2, 2):
+    if (input.ndim, weight.ndim) == (1, 2):
+        products = _matmul(output, weight, input)
+    elif (input.ndim, weight.ndim) == (2, 2):
+        x, w = input.detach(), weight.detach()
+        products = [(input, lambda factor: postmultiplied(factor, w)), (weight, lambda factor: _turned(premultiplied(factor, x.T)))]
+    else:
         return []
-    x, w = input.detach(), weight.detach()
-    products = [(input, lambda factor: _postmultiplied(factor, w)), (weight, lambda factor: _turned(premultiplied(factor, x.T)))]
     return products + _entrywise(output, [(bias, 1)])
 
 
@@ -426,17 +462,19 @@ def _outer(output: Tensor, input: Any, vec2: Any) -> _SideCarries:
     return [(input, lambda factor: carry(factor, right, rows)), (vec2, lambda factor: carry(factor, left, columns))]
 
 
-def _postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
-    turned = transposed(factor)
-    return None if turned is None else _turned(premultiplied(turned, matrix.t()))
-
-
 def _turned(factor: Factor | None) -> Factor | None:
     return None if factor is None else transposed(factor)
 
 
 def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | None:
     return build(factor.values) if isinstance(factor, Dense) else None
+
+
+def _kron(output: Tensor, input: Any, other: Any) -> _SideCarries:
+    if (input.ndim, other.ndim) != (2, 2) or output.numel() == 0:
+        return []
+    a, b = input.detach(), other.detach()
+    return [(input, lambda factor: uncrossed(factor, b, True)), (other, lambda factor: uncrossed(factor, a, False))]
 
 
 # Layouts and dtypes
@@ -502,6 +540,7 @@ _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("outer", "ger"), _outer),
+    "kron": _kron,
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),
@@ -547,6 +586,15 @@ _REDUCING: dict[str, int] = {
 }
 """Reductions, with the position of the argument that names the dimensions: no two entries of the result share an entry of the input."""
 
+_ROW_BY_ROW: dict[str, tuple[str, int, Any]] = {
+    **dict.fromkeys(
+        "softmax log_softmax special_softmax special_log_softmax softmin cumsum cumprod logcumsumexp".split(), ("dim", 1, None)
+    ),
+    "normalize": ("dim", 2, 1),
+    **dict.fromkeys(("layer_norm", "rms_norm"), ("normalized_shape", 1, ())),
+}
+"""Ops along dimensions, with the keyword, the position and the default of the argument that names them."""
+
 
 # Ops that are composites of other ops, over which factors are carried
 
@@ -578,10 +626,25 @@ def _batch_norm(
     return output if bias is None else output + bias.reshape(shape)
 
 
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    if weight is None:
+        return NotImplemented
+    output = F.layer_norm(input, normalized_shape, None, None, eps) * weight
+    return output if bias is None else output + bias
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return NotImplemented if weight is None else F.rms_norm(input, normalized_shape, None, eps) * weight
+
+
 _COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
     F.normalize: _normalize,
     F.batch_norm: _batch_norm,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
 }
 """Composites written out; they return NotImplemented for forms of the call that are something else."""
 

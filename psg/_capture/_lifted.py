@@ -108,7 +108,7 @@ class Lifted:
 
         terms = terms_of(self.terms)
         self.terms = self.terms if terms is None else handed_on(terms)
-        if self.nbytes >= _MANY_BYTES and not all(isinstance(term, Dense) for term in self.terms):
+        if max(value.nbytes for value in (self, *parents)) >= _MANY_BYTES and not all(isinstance(term, Dense) for term in self.terms):
             # They have to be materialised, but not to be left to autograd: its backward under vmap holds arguments that require grad, and
             # with those torch's matrix products copy the whole gradient into another layout.
             self.terms = handed_on([Dense(merge(self.terms).materialize())])

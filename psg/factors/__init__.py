@@ -31,7 +31,7 @@ from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
-from psg.factors._rows import Rows
+from psg.factors._rows import Rows, merge_rows
 from psg.factors._scaled import Expanded, Scaled, merge_scaled
 from psg.factors._segments import Segments
 from psg.factors._sum import Sum
@@ -76,7 +76,7 @@ def is_factor(node: Any) -> bool:
 def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
-    Dense terms are added. Outer terms become one Outer over all their positions, Rows terms one Rows, Routed terms one Routed, Scaled terms
+    Dense terms are added. Outer terms become one Outer over all their positions, Rows terms one Rows (those of one index tensor are added), Routed terms one Routed, Scaled terms
     of the same values one Scaled, and Views of disjoint regions one Views. If several factors remain, a Sum holds them. Outer terms
     whose gradients are smaller than their sides, and kept, remain too.
 
@@ -100,6 +100,7 @@ def merge(terms: list[Factor]) -> Factor:
         merged.append(Dense(sum(dense[1:], start=dense[0])))
     for kind in _OVER_POSITIONS:
         alike = [term for term in terms if isinstance(term, kind)]
+        alike = merge_rows(alike) if kind is Rows else alike
         if alike:
             fields = (_along([getattr(term, name) for term in alike]) for name in kind.fields)
             merged.append(kind(*fields, *(getattr(alike[0], name) for name in kind.constants)))

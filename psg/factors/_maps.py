@@ -184,6 +184,26 @@ def _(factor: Views, weights: Tensor, shape: torch.Size) -> Tensor | None:
     return None if total is None else total.reshape(factor.n, *shape)
 
 
+@contracted.register
+def _(factor: Rows, weights: Tensor, shape: torch.Size) -> Tensor | None:
+    if shape.numel() == 1:
+        return factor.dot(weights).reshape(factor.n, *shape)
+    return _weighted_rows(factor, weights).sum(1).reshape(factor.n, *shape) if _small(shape, factor)[0] == 1 else None
+
+
+def _weighted_rows(factor: Rows, weights: Tensor) -> Tensor:
+    cotangent = widen(factor.cotangent)
+    return cotangent * weights.to(cotangent.dtype)[factor.index]
+
+
+def added_up(factor: Factor, weights: Tensor, shape: torch.Size) -> Factor | None:
+    """`contracted` as a factor: of a table's rows, one number for each row that was looked up."""
+    if isinstance(factor, Rows) and shape == (factor.num_rows, 1):
+        return Rows(factor.index, _weighted_rows(factor, weights).sum(2, keepdim=True), factor.num_rows)
+    total = contracted(factor, weights, shape)
+    return None if total is None else Dense(total)
+
+
 @singledispatch
 def transposed(factor: Factor) -> Factor | None:
     """The gradient of the transposed matrix, or of the transposed matrices in a stack."""
@@ -225,13 +245,63 @@ def premultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
 
 @premultiplied.register
 def _(factor: Dense, matrix: Tensor) -> Factor | None:
-    return Dense(matrix.to(factor.dtype) @ factor.values) if matrix.layout is torch.strided else None
+    if matrix.layout is not torch.strided:
+        return None
+    values, matrix = factor.values, matrix.to(factor.dtype)
+    (n, rows, columns), made = values.shape, len(matrix)
+    if rows * (made + columns) < made * columns:  # a product with few terms, whose factor is smaller than its gradient
+        return Outer(matrix.t().expand(n, rows, made), values)
+    return Dense(matrix @ values)
 
 
 @premultiplied.register
 def _(factor: Outer, matrix: Tensor) -> Factor:
     left = factor.left.flatten(0, 1) @ matrix.to(factor.dtype).t()  # of three dimensions, torch would repeat a sparse matrix
     return Outer(left.unflatten(0, factor.left.shape[:2]), factor.right)
+
+
+@premultiplied.register
+def _(factor: Rows, matrix: Tensor) -> Factor | None:
+    if factor.num_rows <= factor.index.shape[1]:
+        return premultiplied(Dense(factor.materialize()), matrix)
+    columns = matrix.t().index_select(0, factor.index.flatten())
+    left = columns if columns.layout is torch.strided else columns.to_dense()
+    return Outer(left.to(factor.dtype).unflatten(0, factor.index.shape), factor.cotangent)
+
+
+def postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
+    """gradient[n] @ matrix."""
+    if isinstance(factor, Rows):
+        return Rows(factor.index, factor.cotangent @ matrix.to(factor.dtype), factor.num_rows)
+    turned = transposed(factor)
+    turned = None if turned is None else premultiplied(turned, matrix.t())
+    return None if turned is None else transposed(turned)
+
+
+@singledispatch
+def uncrossed(factor: Factor, other: Tensor, is_first: bool) -> Factor | None:
+    """The gradient of one side of `kron(a, b)`, of a if that is the first, given the other side; no side is empty."""
+    return None
+
+
+@uncrossed.register
+def _(factor: Dense, other: Tensor, is_first: bool) -> Factor:
+    (rows, columns), other = other.shape, other.to(factor.dtype)
+    left, right = (-1, rows) if is_first else (rows, -1), (-1, columns) if is_first else (columns, -1)
+    blocks = factor.values.unflatten(2, right).unflatten(1, left)
+    return Dense(torch.einsum("napbq,pq->nab" if is_first else "npaqb,pq->nab", blocks, other))
+
+
+@uncrossed.register
+def _(factor: Outer, other: Tensor, is_first: bool) -> Factor:
+    # sum_t L_t B R_t^T, with L_t [a, p] and R_t [b, q] the sides in blocks: the positions are t and p, or t and q
+    (rows, columns), other = other.shape, other.to(factor.dtype)
+    left, right = (
+        side.unflatten(2, (-1, size)) if is_first else side.unflatten(2, (size, -1)).mT
+        for side, size in ((factor.left, rows), (factor.right, columns))
+    )
+    left, right = (left @ other, right) if columns <= rows else (left, right @ other.t())
+    return Outer(left.mT.flatten(1, 2), right.mT.flatten(1, 2))
 
 
 @singledispatch

@@ -7,7 +7,7 @@ from psg._errors import InputError
 from psg._hardware import _machine, _memory
 from psg._torch import _functorch
 from psg._torch._library import opaque
-from psg.factors._arithmetic import square, wide, widen
+from psg.factors._arithmetic import HALF, square, wide, widen
 from psg.factors._base import Additive, Dense, Factor, expect_real, indices_below
 from psg.factors._division import Division
 from psg.factors._sketch import Sketch
@@ -152,6 +152,18 @@ class Rows(Additive):
 
 _OPS_OF_SORTING = 8
 """How many more ops a norm of sorted rows takes than one of scattered rows."""
+
+
+def merge_rows(terms: list[Rows]) -> list[Rows]:
+    """Add the cotangents of terms that have the same index tensor; not in half precision, where sums would be rounded term by term."""
+    by_index: dict[int, Rows] = {}
+    for term in terms:
+        own = by_index.get(id(term.index))
+        if own is not None and own.dtype not in HALF:
+            by_index[id(term.index)] = Rows(own.index, own.cotangent + term.cotangent, own.num_rows)
+        else:
+            by_index[id(term.index) if own is None else id(term)] = term
+    return list(by_index.values())
 
 
 def scatter_rows(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
