@@ -207,10 +207,31 @@ LOOKUPS = {
     "its own row scales": (lambda p: p["w"] * p["gain"].detach(), {"w": Rows}),
     "its own column scales": (lambda p: p["w"] * p["columns"].detach(), {"w": Rows}),
     "divided by a parameter": (lambda p: p["w"] / p["s"], {"w": Rows, "s": Dense}),
-    "its own gains": (lambda p: p["w"] * p["gain"], {"w": Dense, "gain": Dense}),
-    "low rank": (lambda p: p["b"] @ p["a"], {"a": Dense, "b": Dense}),
+    "its own gains": (lambda p: p["w"] * p["gain"] + p["columns"], {"w": Rows, "gain": Rows, "columns": Dense}),
+    "low rank": (lambda p: p["b"] @ p["a"], {"a": Outer, "b": Rows}),
+    "from the left": (lambda p: torch.ones(OUT, OUT, device=p["w"].device).tril() @ p["w"], {"w": Outer}),
+    "a linear layer": (lambda p: F.linear(p["b"], p["a"].T, p["columns"]), {"a": Outer, "b": Rows, "columns": Dense}),
+    "two layers": (lambda p: torch.addmm(p["columns"], F.linear(p["w"], p["a"]).relu(), p["a"]), {"w": Rows, "a": Outer, "columns": Dense}),
     "more rows": (lambda p: torch.cat([p["columns"][None].detach(), p["w"]]), {"w": Rows}),
     "side by side": (lambda p: torch.cat([p["b"], p["gain"]], 1), {"b": Rows, "gain": Rows}),
+    "normalised": (lambda p: F.normalize(p["w"], dim=-1), {"w": Rows}),
+    "normalised, by default": (lambda p: F.normalize(p["w"]), {"w": Rows}),
+    "on the unit sphere": (lambda p: p["w"] / p["w"].norm(dim=1, keepdim=True), {"w": Rows}),
+    "on the unit sphere, without the dimension": (lambda p: p["w"] / p["w"].square().sum(1).sqrt()[:, None], {"w": Rows}),
+    "no longer than one": (lambda p: p["w"] * (1 / p["w"].norm(dim=-1)).clamp(max=1).unsqueeze(1), {"w": Rows}),
+    "less their means": (lambda p: p["w"] - p["w"].mean(1, keepdim=True), {"w": Rows}),
+    "probabilities": (lambda p: p["w"].softmax(-1), {"w": Rows}),
+    "their logarithms": (lambda p: F.log_softmax(p["w"], 1), {"w": Rows}),
+    "layer norm": (lambda p: F.layer_norm(p["w"], (IN,), p["columns"]), {"w": Rows, "columns": Dense}),
+    "layer norm, with a bias": (
+        lambda p: F.layer_norm(p["w"], normalized_shape=(IN,), weight=p["columns"].detach(), bias=p["columns"]),
+        {"w": Rows, "columns": Dense},
+    ),
+    "layer norm, without": (lambda p: F.layer_norm(p["w"], (IN,)), {"w": Rows}),
+    "root mean squares": (lambda p: F.rms_norm(p["w"], (IN,), p["columns"]), {"w": Rows, "columns": Dense}),
+    "running sums": (lambda p: p["w"].cumsum(1), {"w": Rows}),
+    "rows of others": (lambda p: p["a"][torch.tensor([0, -1, 1, 0], device=p["a"].device)], {"a": Rows}),
+    "selected rows": (lambda p: p["a"].index_select(0, torch.tensor([0, 1, 1, 0], device=p["a"].device)), {"a": Rows}),
 }
 
 
@@ -260,6 +281,14 @@ def test_the_factor_of_a_convolution_is_carried_over(name, device):
         assert found_kinds(problem)["w"] is kind
 
 
+def numbers(w, *values):
+    return torch.tensor(values, device=w.device)
+
+
+def sparse(w, layout=torch.sparse_coo):
+    return torch.tensor([[0, 2, 0, -1], [1, 0, 0, 0], [0, 0, 0, 0], [3, 1, 0, 2]], dtype=w.dtype, device=w.device).to_sparse(layout=layout)
+
+
 # Every value is a matrix of one shape, so that any step may follow any other.
 STEPS = {
     "number": lambda w, p: w * 0.7,
@@ -289,6 +318,17 @@ STEPS = {
     "squared": lambda w, p: w * w,
     "flat": lambda w, p: w.reshape(-1).unflatten(0, (OUT, IN)).view_as(w),
     "masked": lambda w, p: w * (p["w"].detach() > 0),
+    "rows normalised": lambda w, p: F.normalize(3 + w) / (1 + w.norm(dim=1))[:, None],
+    "layer norm": lambda w, p: F.layer_norm(w, (IN,), p["columns"]) + F.layer_norm(w, w.shape, p["w"], p["gain"].expand(w.shape)),
+    "root mean squares": lambda w, p: F.rms_norm(w, (IN,), p["columns"]) + F.rms_norm(w, (IN,)),
+    "running sums": lambda w, p: w.cumsum(1) + w.cumsum(0),
+    "a Kronecker product": lambda w, p: torch.kron(w[:2], p["gain"][2:]) + torch.kron(p["gain"][:2], w[1:3]),
+    "by a sparse matrix": lambda w, p: torch.sparse.mm(sparse(w), w) + sparse(w, torch.sparse_csr) @ w,
+    "rows of itself": lambda w, p: w[numbers(w, 3, 0, -1, 0)] + w.index_select(0, numbers(w, 1, 1, 2, 1)),
+    "added to rows": lambda w, p: p["w"].index_add(0, numbers(w, 1, 3, 1, 0), w, alpha=0.3),
+    "scattered to rows": lambda w, p: p["w"].scatter_add(0, numbers(w, 2, 3, 2, 2)[:, None].expand(-1, IN), w),
+    "made of a vector": lambda w, p: F.linear(p["columns"], torch.cat([w, w.sin(), w])).view(OUT, IN),
+    "made of vectors": lambda w, p: F.linear(p["w"][:2], torch.cat([w, w[:2]])).view(OUT, IN),
     "positive": lambda w, p: F.softplus(w),
     "triangular": lambda w, p: w.triu() - (w.T @ w).trace().tanh(),
     "weight norm": lambda w, p: torch._weight_norm(3 + w, p["gain"], 0),
@@ -304,11 +344,13 @@ USES = {
     "linear": lambda w, x: F.linear(x, w),
     "matmul": lambda w, x: x @ w.T,
     "lookup": lambda w, x: F.embedding(torch.tensor([1, 3, 1], device=w.device), w) * x[0],
+    "lookups of each sample": lambda w, x: F.embedding((x[0] > 0).long() + numbers(x, 0, 2, 2), w).sin(),
     "convolution": lambda w, x: F.conv1d(x[..., None], w[..., None]),
     "entries": lambda w, x: w * x[0],
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @given(
     st.sampled_from([0, 1, 4]),
     st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
@@ -668,6 +710,7 @@ def test_ops_are_known_by_names_that_torch_has():
         torch.linalg,
         torch.fft,
         torch.special,
+        torch.sparse,
         torch._C._linalg,
         torch._C._fft,
         torch._C._special,

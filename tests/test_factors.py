@@ -307,11 +307,17 @@ def test_linear_maps(kind, size, recipe, n, make):
     """Each map gives the right factor, or None where the gradient has to be materialised."""
     factor, tensor = make(recipe, n, size)
     a, b = factor.shape
-    weights, matrix = torch.randn(a, b).to(tensor), torch.randn(3, a).to(tensor)
+    weights, matrix, other = (torch.randn(shape).to(tensor) for shape in ((a, b), (a, 3), (b, 2)))
+    index, target = torch.randint(5, (a,), device=tensor.device), torch.randint(a, (6,), device=tensor.device)
     maps = {
         "scaled by a number": (_maps.scaled(factor, 2.0), 2 * tensor),
         "transposed": (_maps.transposed(factor), tensor.mT),
-        "premultiplied": (_maps.premultiplied(factor, matrix), matrix @ tensor),
+        "premultiplied": (_maps.premultiplied(factor, matrix), matrix.T @ tensor),
+        "premultiplied by one column": (_maps.premultiplied(factor, matrix[:, :1]), matrix[:, :1].T @ tensor),
+        "premultiplied by many": (_maps.premultiplied(factor, matrix.repeat(1, 40)), matrix.repeat(1, 40).T @ tensor),
+        "postmultiplied": (_maps.postmultiplied(factor, other), tensor @ other),
+        "scattered": (_maps.scattered(factor, index, 5), tensor.new_zeros(n, 5, b).index_add(1, index, tensor)),
+        "gathered": (_maps.gathered(factor, target), tensor[:, target]),
         "in a row": (_maps.reshaped(factor, torch.Size((a * b,))), tensor.reshape(n, a * b)),
         "its first rows": (_maps.narrowed(factor, 0, 0, a - 1), tensor[:, :-1]),
         "its last rows": (_maps.narrowed(factor, 0, 1, a - 1), tensor[:, 1:]),
@@ -323,6 +329,7 @@ def test_linear_maps(kind, size, recipe, n, make):
         total = _maps.contracted(factor, weights, torch.Size(shape))
         found = None if total is None else Dense(total)
         maps[f"contracted to {shape}"] = found, (weights * tensor).sum_to_size(n, *(1,) * (2 - len(shape)), *shape).reshape(n, *shape)
+        maps[f"added up to {shape}"] = _maps.added_up(factor, weights, torch.Size(shape)), maps[f"contracted to {shape}"][1]
     for name, (found, expected) in maps.items():
         if found is not None:
             assert_trees_close(found.materialize(), expected, atol=1e-9, name=name)
@@ -349,6 +356,88 @@ def test_linear_maps_of_a_matrix_viewed_with_three_dimensions(shape, kept, dims,
         assert_trees_close(total, (weights * factor.materialize()).sum_to_size(n, *small), atol=1e-9)
     if scaled is not None:
         assert_trees_close(scaled.materialize(), own * factor.materialize(), atol=1e-9)
+
+
+@given(
+    kind=st.sampled_from([Dense, Outer, Rows]),
+    n=st.integers(0, 3),
+    positions=st.integers(0, 3),
+    first=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    second=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    seed=st.integers(0, 99),
+)
+def test_sides_of_a_kronecker_product(kind, n, positions, first, second, seed, device):
+    torch.manual_seed(seed)
+    (a, b), (p, q) = first, second
+    factor = drawn_factor(kind, n, positions, a * p, b * q, device)
+    blocks = factor.materialize().reshape(n, a, p, b, q)
+    one, other = torch.randn(first, device=device), torch.randn(second, device=device)
+    for found, expected in (
+        (_maps.uncrossed(factor, other, True), torch.einsum("napbq,pq->nab", blocks, other)),
+        (_maps.uncrossed(factor, one, False), torch.einsum("napbq,ab->npq", blocks, one)),
+    ):
+        assert (found is None) == (kind is Rows)
+        if found is not None:
+            assert_trees_close(found.materialize(), expected, atol=1e-9)
+
+
+def drawn_factor(kind, n, positions, a, b, device):
+    if kind is Dense:
+        return Dense(torch.randn(n, a, b, device=device))
+    right = torch.randn(n, positions, b, device=device)
+    if kind is Rows:
+        return Rows(torch.randint(a, (n, positions), device=device), right, a)
+    return Outer(torch.randn(n, positions, a, device=device), right)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@given(
+    kind=st.sampled_from([Dense, Outer, Rows]),
+    layout=st.sampled_from([torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]),
+    density=st.sampled_from([0.0, 0.2, 1.0]),
+    n=st.integers(0, 3),
+    sizes=st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
+    seed=st.integers(0, 99),
+)
+def test_products_with_constant_matrices(kind, layout, density, n, sizes, seed, device):
+    torch.manual_seed(seed)
+    positions, a, b, m = sizes
+    factor = drawn_factor(kind, n, positions, a, b, device)
+    matrix = torch.randn(a, m, device=device) * (torch.rand(a, m, device=device) < density)
+    found = _maps.premultiplied(factor, matrix if layout is torch.strided else matrix.to_sparse(layout=layout))
+    assert (found is None) == (kind is Dense and layout is not torch.strided)
+    if found is not None:
+        assert_trees_close(found.materialize(), matrix.T @ factor.materialize(), atol=1e-9)
+
+
+@given(
+    kind=st.sampled_from([Dense, Outer, Rows]),
+    n=st.integers(0, 3),
+    sizes=st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 3)),
+    index=st.lists(st.integers(0, 3), max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_rows_that_are_copied_and_added_up(kind, n, sizes, index, seed, device):
+    torch.manual_seed(seed)
+    positions, a, b = sizes
+    index = torch.tensor(index, dtype=torch.int64, device=device)
+    added = drawn_factor(kind, n, positions, a, b, device)
+    found = _maps.gathered(added, index % a)
+    if found is not None:  # of Rows, where the index can be read
+        assert_trees_close(found.materialize(), added.materialize()[:, index % a], atol=1e-9)
+    if len(index):
+        copied = drawn_factor(kind, n, positions, len(index), b, device)
+        expected = torch.zeros(n, a, b, device=device).index_add(1, index % a, copied.materialize())
+        assert_trees_close(_maps.scattered(copied, index % a, a).materialize(), expected, atol=1e-9)
+
+
+def test_terms_with_one_index_are_added():
+    index, rows = torch.tensor([[0, 2]]), torch.randn(1, 2, 3)
+    assert merge([Rows(index, rows, 4), Rows(index, 2 * rows, 4)]).positions == 2
+    apart = merge([Rows(index, rows, 4), Rows(index.clone(), 2 * rows, 4)])
+    assert apart.positions == 4
+    narrow = merge([Rows(index, rows.bfloat16(), 4), Rows(index, rows.bfloat16(), 4)])
+    assert narrow.positions == 4  # a sum would be rounded
 
 
 def test_regions_that_share_no_entry():

@@ -22,7 +22,20 @@ from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
 from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Sum, Views, merge
 from psg.factors._arithmetic import is_one_row
-from psg.factors._maps import Scale, added_up, contracted, narrowed, postmultiplied, premultiplied, reshaped, scaled, transposed, uncrossed
+from psg.factors._maps import (
+    Scale,
+    added_up,
+    contracted,
+    gathered,
+    narrowed,
+    postmultiplied,
+    premultiplied,
+    reshaped,
+    scaled,
+    scattered,
+    transposed,
+    uncrossed,
+)
 from psg.rules._registry import find_decomposition
 
 
@@ -421,7 +434,7 @@ def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _CarryToSide:
 def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
     x, y = input.detach(), other.detach()
     if (x.ndim, y.ndim) == (2, 2):
-        return [(input, lambda factor: postmultiplied(factor, y.t())), (other, lambda factor: premultiplied(factor, x.t()))]
+        return [(input, lambda factor: postmultiplied(factor, y.t())), (other, lambda factor: premultiplied(factor, x))]
     if (x.ndim, y.ndim) == (2, 1):
         return [
             (input, lambda factor: _if_dense(factor, lambda c: Outer(c[:, None], y.expand(len(c), 1, -1).to(c.dtype)))),
@@ -440,7 +453,7 @@ def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _SideC
         products = _matmul(output, weight, input)
     elif (input.ndim, weight.ndim) == (2, 2):
         x, w = input.detach(), weight.detach()
-        products = [(input, lambda factor: postmultiplied(factor, w)), (weight, lambda factor: _turned(premultiplied(factor, x.T)))]
+        products = [(input, lambda factor: postmultiplied(factor, w)), (weight, lambda factor: _turned(premultiplied(factor, x)))]
     else:
         return []
     return products + _entrywise(output, [(bias, 1)])
@@ -506,6 +519,38 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     return [(input, lambda factor: None if isinstance(factor, Dense) else Views([factor], [region], input.shape))]
 
 
+def _indexed(output: Tensor, input: Any, *index: Any) -> _SideCarries:
+    return _part(output, input) or (_index_select(output, input, 0, *index) if len(index) == 1 else [])
+
+
+def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> _SideCarries:
+    if input.ndim != 2 or dim % 2 != 0 or not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in _INDICES:
+        return []
+    rows = index.long() % max(1, len(input))
+    return [(input, lambda factor: scattered(factor, rows, len(input)))]
+
+
+def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> _SideCarries:
+    if input.ndim != 2 or dim % 2 != 0 or index.ndim != 1 or source.ndim != 2:
+        return []
+
+    def carry(factor: Factor) -> Factor | None:
+        found = gathered(factor, index.long())
+        return None if found is None else scaled(found, alpha)
+
+    return [(input, lambda factor: factor), (source, carry)]
+
+
+def _scatter_add(output: Tensor, input: Any, dim: int, index: Tensor, src: Any) -> _SideCarries:
+    """Only with one index for each row."""
+    if index.ndim != 2 or index.shape != src.shape or index.shape[1] != output.shape[1] or index.stride(1) != 0:
+        return []
+    return _index_add(output, input, dim, index[:, 0], src)
+
+
+_INDICES = (torch.int64, torch.int32)
+
+
 def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     if input.ndim not in (2, 3):
         return _part(output, input)
@@ -536,7 +581,7 @@ _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _div),
     "__rdiv__": _swapped(_div),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
-    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
+    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "_sparse_mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("outer", "ger"), _outer),
@@ -545,9 +590,11 @@ _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     "log_softmax": _log_softmax,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),
     **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
-    **dict.fromkeys(
-        ("__getitem__", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part
-    ),
+    **dict.fromkeys(("select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part),
+    "__getitem__": _indexed,
+    "index_select": _index_select,
+    "index_add": _index_add,
+    "scatter_add": _scatter_add,
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
 }

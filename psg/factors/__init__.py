@@ -76,9 +76,9 @@ def is_factor(node: Any) -> bool:
 def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
-    Dense terms are added. Outer terms become one Outer over all their positions, Rows terms one Rows (those of one index tensor are added), Routed terms one Routed, Scaled terms
-    of the same values one Scaled, and Views of disjoint regions one Views. If several factors remain, a Sum holds them. Outer terms
-    whose gradients are smaller than their sides, and kept, remain too.
+    Dense terms are added, and so are Rows terms of one index tensor. Outer terms become one Outer over all their positions, Rows terms one
+    Rows, Routed terms one Routed, Scaled terms of the same values one Scaled, and Views of disjoint regions one Views. If several factors
+    remain, a Sum holds them. Outer terms whose gradients are smaller than their sides, and kept, remain too.
 
     Args:
         terms: At least one, of the same samples and shape.

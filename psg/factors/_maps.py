@@ -6,9 +6,11 @@ Each function returns None where psg has no factor for the result: the gradient 
 from functools import singledispatch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg._hardware import _processor
+from psg._torch import _functorch
 from psg.factors._arithmetic import is_one_row, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
@@ -239,7 +241,7 @@ def _(factor: Scaled) -> Factor | None:
 
 @singledispatch
 def premultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
-    """matrix @ gradient[n], for a matrix, perhaps a sparse one."""
+    """matrix^T @ gradient[n], the gradient of x if that of matrix @ x is given, for a matrix, perhaps a sparse one."""
     return None
 
 
@@ -248,25 +250,49 @@ def _(factor: Dense, matrix: Tensor) -> Factor | None:
     if matrix.layout is not torch.strided:
         return None
     values, matrix = factor.values, matrix.to(factor.dtype)
-    (n, rows, columns), made = values.shape, len(matrix)
+    (n, rows, columns), made = values.shape, matrix.shape[1]
     if rows * (made + columns) < made * columns:  # a product with few terms, whose factor is smaller than its gradient
-        return Outer(matrix.t().expand(n, rows, made), values)
-    return Dense(matrix @ values)
+        return Outer(matrix.expand(n, rows, made), values)
+    return Dense(matrix.t() @ values)
 
 
 @premultiplied.register
 def _(factor: Outer, matrix: Tensor) -> Factor:
-    left = factor.left.flatten(0, 1) @ matrix.to(factor.dtype).t()  # of three dimensions, torch would repeat a sparse matrix
+    left = factor.left.flatten(0, 1) @ matrix.to(factor.dtype)  # of three dimensions, torch would repeat a sparse matrix
     return Outer(left.unflatten(0, factor.left.shape[:2]), factor.right)
 
 
 @premultiplied.register
 def _(factor: Rows, matrix: Tensor) -> Factor | None:
-    if factor.num_rows <= factor.index.shape[1]:
+    index, cotangent = factor.index, factor.cotangent
+    if matrix.layout is not torch.strided and _functorch.can_read_now(index):
+        return _looked_up_in_sparse(factor, matrix.to_sparse_coo().coalesce())  # torch warns that CSR is new
+    if matrix.layout is not torch.strided:
+        return premultiplied(Outer(F.one_hot(index, factor.num_rows).to(factor.dtype), cotangent), matrix)
+    if factor.num_rows <= index.shape[1]:
         return premultiplied(Dense(factor.materialize()), matrix)
-    columns = matrix.t().index_select(0, factor.index.flatten())
-    left = columns if columns.layout is torch.strided else columns.to_dense()
-    return Outer(left.to(factor.dtype).unflatten(0, factor.index.shape), factor.cotangent)
+    return Outer(matrix.to(factor.dtype)[index], cotangent)
+
+
+def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor:
+    """The rows of x that the rows of (matrix @ x) that were looked up are sums of; if these are many, an Outer."""
+    (rows, columns), entries = matrix.indices(), matrix.values().to(factor.dtype)
+    places, held = _members_of(factor, rows)
+    weights = torch.where(held, entries[places], 0)
+    if places.shape[2] * factor.cotangent.shape[2] < matrix.shape[1] + factor.cotangent.shape[2]:
+        cotangent = torch.where(held.unsqueeze(3), weights.unsqueeze(3) * factor.cotangent.unsqueeze(2), 0)
+        return Rows(columns[places].flatten(1), cotangent.flatten(1, 2), matrix.shape[1])
+    left = weights.new_zeros(*factor.index.shape, matrix.shape[1])
+    return Outer(left.scatter_add_(2, columns[places], weights), factor.cotangent)
+
+
+def _members_of(factor: Rows, ascending: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each row that was looked up stands among ascending integers -> [n, t, most], filled up with zeros; which are held."""
+    starts = torch.searchsorted(ascending, torch.arange(factor.num_rows + 1, device=ascending.device))
+    first, end = starts[factor.index].unsqueeze(2), starts[factor.index + 1].unsqueeze(2)
+    steps = torch.arange(int((end - first).max()) if end.numel() else 0, device=ascending.device)
+    held = first + steps < end
+    return torch.where(held, first + steps, 0), held
 
 
 def postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
@@ -274,8 +300,59 @@ def postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
     if isinstance(factor, Rows):
         return Rows(factor.index, factor.cotangent @ matrix.to(factor.dtype), factor.num_rows)
     turned = transposed(factor)
-    turned = None if turned is None else premultiplied(turned, matrix.t())
+    turned = None if turned is None else premultiplied(turned, matrix)
     return None if turned is None else transposed(turned)
+
+
+@singledispatch
+def scattered(factor: Factor, index: Tensor, num_rows: int) -> Factor | None:
+    """The gradient of x [num_rows, d] if that of x[index] is given."""
+    return None
+
+
+@scattered.register
+def _(factor: Dense, index: Tensor, num_rows: int) -> Factor:
+    values = factor.values
+    return Dense(values.new_zeros(factor.n, num_rows, values.shape[2]).index_add(1, index, values))
+
+
+@scattered.register
+def _(factor: Outer, index: Tensor, num_rows: int) -> Factor:
+    left = factor.left
+    return Outer(left.new_zeros(*left.shape[:2], num_rows).index_add(2, index, left), factor.right)
+
+
+@scattered.register
+def _(factor: Rows, index: Tensor, num_rows: int) -> Factor:
+    return Rows(index[factor.index], factor.cotangent, num_rows)
+
+
+@singledispatch
+def gathered(factor: Factor, index: Tensor) -> Factor | None:
+    """The gradient of the rows x[k], if that of the sums of those with the same index[k] is given."""
+    return None
+
+
+@gathered.register
+def _(factor: Dense, index: Tensor) -> Factor:
+    return Dense(factor.values.index_select(1, index))
+
+
+@gathered.register
+def _(factor: Outer, index: Tensor) -> Factor:
+    return Outer(factor.left.index_select(2, index), factor.right)
+
+
+@gathered.register
+def _(factor: Rows, index: Tensor) -> Factor | None:
+    if not _functorch.can_read_now(factor.index):
+        return None
+    order = index.sort(stable=True)
+    places, held = _members_of(factor, order.values)
+    if places.shape[1:].numel() > len(index):
+        return gathered(Dense(factor.materialize()), index)
+    rows = torch.where(held.unsqueeze(3), factor.cotangent.unsqueeze(2), 0)
+    return Rows(order.indices[places].flatten(1), rows.flatten(1, 2), len(index))
 
 
 @singledispatch
