@@ -230,6 +230,10 @@ LOOKUPS = {
     "layer norm, without": (lambda p: F.layer_norm(p["w"], (IN,)), {"w": Rows}),
     "root mean squares": (lambda p: F.rms_norm(p["w"], (IN,), p["columns"]), {"w": Rows, "columns": Dense}),
     "running sums": (lambda p: p["w"].cumsum(1), {"w": Rows}),
+    "the mean of layers": (lambda p: torch.stack([p["w"], p["w"].tanh(), p["b"] @ p["a"]], 1).mean(1), {"w": Rows, "a": Outer, "b": Rows}),
+    "a stack, added up": (lambda p: torch.stack([p["w"], p["w"].tanh()]).sum(0), {"w": Rows}),
+    "split tables": (lambda p: torch.cat(torch.cat([p["a"], p["w"]]).split([3, 3])[::-1])[1:5], {"w": Rows, "a": Rows}),
+    "every other row": (lambda p: torch.cat([p["w"], p["a"]])[::2].repeat(2, 1), {"w": Dense, "a": Dense}),
     "rows of others": (lambda p: p["a"][torch.tensor([0, -1, 1, 0], device=p["a"].device)], {"a": Rows}),
     "selected rows": (lambda p: p["a"].index_select(0, torch.tensor([0, 1, 1, 0], device=p["a"].device)), {"a": Rows}),
 }
@@ -327,6 +331,10 @@ STEPS = {
     "rows of itself": lambda w, p: w[numbers(w, 3, 0, -1, 0)] + w.index_select(0, numbers(w, 1, 1, 2, 1)),
     "added to rows": lambda w, p: p["w"].index_add(0, numbers(w, 1, 3, 1, 0), w, alpha=0.3),
     "scattered to rows": lambda w, p: p["w"].scatter_add(0, numbers(w, 2, 3, 2, 2)[:, None].expand(-1, IN), w),
+    "mean of two": lambda w, p: torch.stack([w, p["w"] * w], 1).mean(1) + torch.stack([w, w.sin()]).sum(0),
+    "sum of the parts": lambda w, p: (
+        w.reshape(2, 2, IN).sum(1, keepdim=True).expand(2, 2, IN).reshape(OUT, IN) + torch.stack([w, p["w"]])[1]
+    ),
     "made of a vector": lambda w, p: F.linear(p["columns"], torch.cat([w, w.sin(), w])).view(OUT, IN),
     "made of vectors": lambda w, p: F.linear(p["w"][:2], torch.cat([w, w[:2]])).view(OUT, IN),
     "positive": lambda w, p: F.softplus(w),

@@ -20,7 +20,7 @@ from psg._capture._estimators import entries_of
 from psg._torch import _autograd, _functorch
 from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
-from psg.factors import Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Sum, Views, merge
+from psg.factors import Conv, Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Sum, Views, merge
 from psg.factors._arithmetic import is_one_row
 from psg.factors._maps import (
     Scale,
@@ -28,11 +28,14 @@ from psg.factors._maps import (
     contracted,
     gathered,
     narrowed,
+    placed,
     postmultiplied,
     premultiplied,
     reshaped,
     scaled,
     scattered,
+    sliced,
+    slices_of,
     transposed,
     uncrossed,
 )
@@ -510,13 +513,47 @@ def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _SideCarries:
     return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
 
 
+def _stack(output: Tensor, tensors: Any, dim: int = 0) -> _SideCarries:
+    dim %= output.ndim
+
+    def piece(k: int) -> _CarryToSide:
+        return lambda factor: sliced(factor, dim, k)
+
+    return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
+
+
+def _sum(output: Tensor, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> _SideCarries:
+    return _added_slices(input, dim, 1)
+
+
+def _mean(output: Tensor, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> _SideCarries:
+    return _added_slices(input, dim, 1 / input.shape[dim]) if isinstance(dim, int) and input.shape[dim] else []
+
+
+def _added_slices(input: Tensor, dim: Any, scale: float) -> _SideCarries:
+    """Sums of a few slices: the gradient of each is that of the sum."""
+    if not isinstance(dim, int) or not 0 < input.shape[dim] <= _MOST_SLICES:
+        return []
+    slices = slices_of(input.shape, dim % input.ndim)
+
+    def carry(factor: Factor) -> Factor | None:
+        own = scaled(factor, scale) if isinstance(factor, _SPREAD) else None
+        return None if own is None else Views([reshaped(own, torch.Size(slices[0].size))] * len(slices), slices, input.shape)
+
+    return [(input, carry)]
+
+
+_MOST_SLICES = 16
+_SPREAD = (Outer, Rows, Routed, Conv, Views)
+
+
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
     """Views of some of the entries, or of all of them in another order."""
     of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
     region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
-    return [(input, lambda factor: None if isinstance(factor, Dense) else Views([factor], [region], input.shape))]
+    return [(input, lambda factor: None if isinstance(factor, Dense) else placed(factor, region, input.shape))]
 
 
 def _indexed(output: Tensor, input: Any, *index: Any) -> _SideCarries:
@@ -596,6 +633,9 @@ _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     "index_add": _index_add,
     "scatter_add": _scatter_add,
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    "stack": _stack,
+    "sum": _sum,
+    "mean": _mean,
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
 }
 

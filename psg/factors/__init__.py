@@ -99,8 +99,7 @@ def merge(terms: list[Factor]) -> Factor:
     if dense:
         merged.append(Dense(sum(dense[1:], start=dense[0])))
     for kind in _OVER_POSITIONS:
-        alike = [term for term in terms if isinstance(term, kind)]
-        alike = merge_rows(alike) if kind is Rows else alike
+        alike: Sequence[Any] = merge_rows(terms) if kind is Rows else [term for term in terms if isinstance(term, kind)]
         if alike:
             fields = (_along([getattr(term, name) for term in alike]) for name in kind.fields)
             merged.append(kind(*fields, *(getattr(alike[0], name) for name in kind.constants)))

@@ -427,6 +427,34 @@ def _(factor: Conv, dim: int, start: int, length: int) -> Factor | None:
     return Conv(factor.cotangent, factor.input.narrow(2, start, length), factor.geometry) if dim == 1 and whole else None
 
 
+def placed(factor: Factor, region: Region, shape: torch.Size) -> Factor:
+    """The gradient of a parameter of this shape, which is that of one of its views there, and zero elsewhere."""
+    if isinstance(factor, Rows) and len(shape) == 2 and region.size[1] == shape[1] and (region.stride[1] == 1 or shape[1] == 1):
+        (step, aside), (first, beside) = divmod(region.stride[0], max(1, shape[1])), divmod(region.offset, max(1, shape[1]))
+        if aside == beside == 0:  # whole rows
+            return Rows(first + step * factor.index, factor.cotangent, shape[0])
+    return Views([factor], [region], shape)
+
+
+def slices_of(shape: torch.Size, dim: int) -> list[Region]:
+    """The views of a parameter with one index in a dimension each."""
+    strides = strides_of(shape)
+    size, stride = ((*own[:dim], *own[dim + 1 :]) for own in (tuple(shape), strides))
+    return [Region(size, stride, k * strides[dim]) for k in range(shape[dim])]
+
+
+def sliced(factor: Factor, dim: int, k: int) -> Factor | None:
+    """The gradient of the slice with index k in a dimension."""
+    if isinstance(factor, Dense):
+        return Dense(factor.values.select(1 + dim, k))
+    own = slices_of(factor.shape, dim)[k]
+    if not isinstance(factor, Views) or not all(region == own or region.is_apart(own, factor.shape) for region in factor.regions):
+        return None
+    if own not in factor.regions:
+        return Sum([], factor._lead.new_empty(factor.n, 0), torch.Size(own.size))
+    return factor.factors[factor.regions.index(own)]
+
+
 @singledispatch
 def reshaped(factor: Factor, shape: torch.Size) -> Factor:
     """The same entries, in the same order, in another shape."""

@@ -1,5 +1,7 @@
 """Rows: cotangent rows scattered by index, the gradient of a table lookup."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -154,16 +156,19 @@ _OPS_OF_SORTING = 8
 """How many more ops a norm of sorted rows takes than one of scattered rows."""
 
 
-def merge_rows(terms: list[Rows]) -> list[Rows]:
-    """Add the cotangents of terms that have the same index tensor; not in half precision, where sums would be rounded term by term."""
-    by_index: dict[int, Rows] = {}
+def merge_rows(terms: Iterable[Factor]) -> list[Factor]:
+    """The Rows among these terms; those that have the same index tensor are added."""
+    by_index: dict[int, list[Rows]] = {}
     for term in terms:
-        own = by_index.get(id(term.index))
-        if own is not None and own.dtype not in HALF:
-            by_index[id(term.index)] = Rows(own.index, own.cotangent + term.cotangent, own.num_rows)
+        if isinstance(term, Rows):
+            by_index.setdefault(id(term.index), []).append(term)
+    merged: list[Factor] = []
+    for first, *rest in by_index.values():
+        if first.dtype in HALF or not rest:  # in half precision sums would be rounded term by term
+            merged += [first, *rest]
         else:
-            by_index[id(term.index) if own is None else id(term)] = term
-    return list(by_index.values())
+            merged.append(Rows(first.index, sum((term.cotangent for term in rest), start=first.cotangent), first.num_rows))
+    return merged
 
 
 def scatter_rows(index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
