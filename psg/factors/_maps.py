@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._hardware import _processor
+from psg._hardware import _machine, _processor
 from psg._torch import _functorch
 from psg.factors._arithmetic import is_one_row, widen
 from psg.factors._base import Dense, Factor
@@ -247,10 +247,10 @@ def premultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
 
 @premultiplied.register
 def _(factor: Dense, matrix: Tensor) -> Factor | None:
-    if matrix.layout is not torch.strided:
-        return None
     values, matrix = factor.values, matrix.to(factor.dtype)
     (n, rows, columns), made = values.shape, matrix.shape[1]
+    if matrix.layout is not torch.strided:
+        return Dense(_sparse_product(matrix.t(), values))
     if rows * (made + columns) < made * columns:  # a product with few terms, whose factor is smaller than its gradient
         return Outer(matrix.expand(n, rows, made), values)
     return Dense(matrix.t() @ values)
@@ -258,7 +258,7 @@ def _(factor: Dense, matrix: Tensor) -> Factor | None:
 
 @premultiplied.register
 def _(factor: Outer, matrix: Tensor) -> Factor:
-    left = factor.left.flatten(0, 1) @ matrix.to(factor.dtype)  # of three dimensions, torch would repeat a sparse matrix
+    left = factor.left.flatten(0, 1) @ matrix.to(factor.dtype)
     return Outer(left.unflatten(0, factor.left.shape[:2]), factor.right)
 
 
@@ -274,16 +274,32 @@ def _(factor: Rows, matrix: Tensor) -> Factor | None:
     return Outer(matrix.to(factor.dtype)[index], cotangent)
 
 
+def _sparse_product(matrix: Tensor, values: Tensor) -> Tensor:
+    """matrix @ values[n], for a sparse matrix: some samples at a time, which it reads from cache; of three dimensions, torch repeats it."""
+    products = []
+    for part in values.split(_machine.items_at_a_time(values.device, values[:1].nbytes)):
+        product = matrix @ part.transpose(0, 1).flatten(1)
+        products.append(product.unflatten(1, (len(part), values.shape[2])).transpose(0, 1))
+    return torch.cat(products)
+
+
 def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor:
-    """The rows of x that the rows of (matrix @ x) that were looked up are sums of; if these are many, an Outer."""
+    """The rows of x that the rows of (matrix @ x) that were looked up are sums of; if these are many, an Outer.
+
+    Its positions are those of the lookup, whatever number of products follows, where those of Rows would go on to grow.
+    """
     (rows, columns), entries = matrix.indices(), matrix.values().to(factor.dtype)
     places, held = _members_of(factor, rows)
     weights = torch.where(held, entries[places], 0)
-    if places.shape[2] * factor.cotangent.shape[2] < matrix.shape[1] + factor.cotangent.shape[2]:
+    if _SMALLER * places.shape[2] * factor.cotangent.shape[2] < matrix.shape[1] + factor.cotangent.shape[2]:
         cotangent = torch.where(held.unsqueeze(3), weights.unsqueeze(3) * factor.cotangent.unsqueeze(2), 0)
         return Rows(columns[places].flatten(1), cotangent.flatten(1, 2), matrix.shape[1])
     left = weights.new_zeros(*factor.index.shape, matrix.shape[1])
     return Outer(left.scatter_add_(2, columns[places], weights), factor.cotangent)
+
+
+_SMALLER = 8
+"""How many times smaller than an Outer the rows of a product have to be."""
 
 
 def _members_of(factor: Rows, ascending: Tensor) -> tuple[Tensor, Tensor]:
