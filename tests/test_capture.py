@@ -1793,8 +1793,8 @@ def test_ops_on_what_the_samples_share(name, n, device):
     psg.check(lambda w, s: fn(w, s) + op(w, x * s).square().sum())(w, scale)
 
 
-@pytest.mark.parametrize("rows, way", [(2, "rule"), (40, "derived")])
-def test_shared_data_run_once_where_a_gradient_is_smaller_than_its_factor(rows, way, device):
+@pytest.mark.parametrize("rows", [2, 40])
+def test_products_of_shared_data_run_once(rows, device):
     x = torch.randn(rows, 6, device=device)
     adjacency = torch.rand(rows, rows, device=device)
 
@@ -1804,8 +1804,19 @@ def test_shared_data_run_once_where_a_gradient_is_smaller_than_its_factor(rows, 
 
     p = {"first": torch.randn(8, 6, device=device), "last": torch.randn(3, 8, device=device)}
     batch = torch.randint(rows, (N,), device=device), torch.randint(3, (N,), device=device)
-    assert f"linear: {way}" in str(psg.explain(fn)(p, *batch))
+    assert "linear: derived" in str(psg.explain(fn)(p, *batch))
     psg.check(fn)(p, *batch)
+
+
+@pytest.mark.parametrize("length, way", [(4, "rule"), (40, "derived")])
+def test_shared_data_run_once_where_a_gradient_is_smaller_than_its_factor(length, way, device):
+    x, w, scales = torch.randn(2, length, device=device), torch.randn(3, 2, 3, device=device), torch.randn(N, device=device)
+
+    def fn(w, s):
+        return (F.conv1d(x, w) * s).sin().sum()
+
+    assert f"conv1d: {way}" in str(psg.explain(fn)(w, scales))
+    psg.check(fn)(w, scales)
 
 
 SHAPES = [(), (1,), (2,), (3, 1)]

@@ -436,8 +436,9 @@ def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> _CarryToSide:
 
 def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
     x, y = input.detach(), other.detach()
-    if (x.ndim, y.ndim) == (2, 2):
-        return [(input, lambda factor: postmultiplied(factor, y.t())), (other, lambda factor: premultiplied(factor, x))]
+    if x.ndim > 1 and y.ndim == 2:
+        to_input, to_other = _of_rows(x, y)
+        return [(input, to_input), (other, to_other)]
     if (x.ndim, y.ndim) == (2, 1):
         return [
             (input, lambda factor: _if_dense(factor, lambda c: Outer(c[:, None], y.expand(len(c), 1, -1).to(c.dtype)))),
@@ -452,14 +453,26 @@ def _matmul(output: Tensor, input: Any, other: Any) -> _SideCarries:
 
 
 def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> _SideCarries:
-    if (input.ndim, weight.ndim) == (1, 2):
-        products = _matmul(output, weight, input)
-    elif (input.ndim, weight.ndim) == (2, 2):
-        x, w = input.detach(), weight.detach()
-        products = [(input, lambda factor: postmultiplied(factor, w)), (weight, lambda factor: _turned(premultiplied(factor, x)))]
-    else:
+    if weight.ndim != 2:
         return []
+    if input.ndim == 1:
+        products = _matmul(output, weight, input)
+    else:
+        to_input, to_matrix = _of_rows(input.detach(), weight.detach().t())
+        products = [(input, to_input), (weight, lambda factor: _turned(to_matrix(factor)))]
     return products + _entrywise(output, [(bias, 1)])
+
+
+def _of_rows(x: Tensor, matrix: Tensor) -> tuple[_CarryToSide, _CarryToSide]:
+    """The carries of x @ matrix to both, for x of rows in any number of dimensions."""
+    rows = x if x.ndim == 2 else x.flatten(0, -2)
+    flat = torch.Size((len(rows), matrix.shape[1]))
+
+    def to_x(factor: Factor) -> Factor | None:
+        found = postmultiplied(reshaped(factor, flat), matrix.t())
+        return None if found is None else reshaped(found, x.shape)
+
+    return to_x, lambda factor: premultiplied(reshaped(factor, flat), rows)
 
 
 def _addmm(output: Tensor, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> _SideCarries:
@@ -776,6 +789,10 @@ _DERIVING = _SIMPLE | frozenset(
     custom_function_call
     """.split()
 )
+
+
+PRODUCTS = frozenset(name for name, carry in _CARRIES.items() if carry in (_matmul, _linear))
+"""Products: also of constants of many rows, their factors are no larger than those of a rule."""
 
 
 @cached

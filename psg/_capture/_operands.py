@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from psg._capture._agreed import python_value
+from psg._capture._carries import PRODUCTS
 from psg._capture._lifted import Lifted, Watch
 from psg._errors import InputError, a_kind
 from psg._torch import _functorch
@@ -68,13 +69,15 @@ class Operands(NamedTuple):
                 return None
         return cls(own, data, shared, numbers, sampled, varied, batched)
 
-    def are_worth(self, rule: Rule, derives: Callable[[], bool]) -> bool:
-        """Whether the rule costs less than lifting; `derives` tells whether the op could be computed once as a derived value instead."""
+    def are_worth(self, name: str, rule: Rule, derives: Callable[[], bool]) -> bool:
+        """Whether the op's rule costs less than lifting; `derives` tells whether it could be computed once as a derived value instead."""
         if not (self.varied if self.own else self.batched and rule.takes_data_alone):
             return False
         if self.sampled or not derives():
             return True
         # The samples share the data: deriving once saves time; the rule saves memory, if its factor is smaller than the gradient.
+        if name in PRODUCTS:
+            return False
         held = 2 * sum(tensor.numel() for tensor in self.data.values())  # of data and of the cotangent, about
         return any(held < value.leaf[0].numel() for value in self.own.values())
 

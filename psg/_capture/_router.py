@@ -706,7 +706,7 @@ class Router(Watch, Looking):
         if arguments is None:
             return NotImplemented
         operands = Operands.of(self, rule, arguments)
-        if operands is None or not operands.are_worth(rule, lambda: self._may_derive(func, args, kwargs)):
+        if operands is None or not operands.are_worth(op, rule, lambda: self._may_derive(func, args, kwargs)):
             return NotImplemented
         own, data, shared = operands.own, operands.data, operands.shared
         if operands.numbers:

@@ -94,12 +94,12 @@ def merge(terms: list[Factor]) -> Factor:
     if len(terms) == 1:
         return terms[0]
     merged: list[Factor] = [term for term in terms if isinstance(term, Outer) and term.is_added_apart]
-    terms = [term for term in terms if term not in merged]
+    terms = [*merge_rows(terms), *(term for term in terms if term not in merged and not isinstance(term, Rows))]
     dense = [term.values for term in terms if isinstance(term, Dense)]
     if dense:
         merged.append(Dense(sum(dense[1:], start=dense[0])))
     for kind in _OVER_POSITIONS:
-        alike: Sequence[Any] = merge_rows(terms) if kind is Rows else [term for term in terms if isinstance(term, kind)]
+        alike = [term for term in terms if isinstance(term, kind)]
         if alike:
             fields = (_along([getattr(term, name) for term in alike]) for name in kind.fields)
             merged.append(kind(*fields, *(getattr(alike[0], name) for name in kind.constants)))

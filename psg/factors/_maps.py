@@ -130,8 +130,10 @@ def _(factor: Dense, weights: Tensor, shape: torch.Size) -> Tensor:
     if by_rows:  # as products of rows, which make no tensor of the gradients' size
         total = torch.bmm(values.transpose(0, 1), weights.to(values.dtype)[:, :, None])[:, :, 0].T
         total = total if small[0] != 1 else total.sum(1)
-    else:
+    elif any(weights.stride()) or weights.numel() == 0:
         total = (values * weights).sum_to_size(factor.n, *small)
+    else:  # one number, expanded
+        total = values.sum_to_size(factor.n, *small) * weights[(slice(1),) * weights.ndim]
     return total.reshape(factor.n, *shape)
 
 
@@ -471,31 +473,33 @@ def sliced(factor: Factor, dim: int, k: int) -> Factor | None:
     return factor.factors[factor.regions.index(own)]
 
 
-@singledispatch
 def reshaped(factor: Factor, shape: torch.Size) -> Factor:
     """The same entries, in the same order, in another shape."""
+    return factor if factor.shape == shape else _reshaped(factor, shape)
+
+
+@singledispatch
+def _reshaped(factor: Factor, shape: torch.Size) -> Factor:
     return _viewed(factor, shape)
 
 
 def _viewed(factor: Factor, shape: torch.Size) -> Factor:
-    if factor.shape == shape:
-        return factor
     return Views([factor], [Region(tuple(factor.shape), strides_of(factor.shape), 0)], shape)
 
 
-@reshaped.register
+@_reshaped.register
 def _(factor: Dense, shape: torch.Size) -> Factor:
     return Dense(factor.values.reshape(factor.n, *shape))
 
 
-@reshaped.register
+@_reshaped.register
 def _(factor: Expanded, shape: torch.Size) -> Factor:
     small = _regrouped(factor.values.new_empty(factor.small), factor.shape, shape).shape
     known = small.numel() == factor.small.numel()
     return Expanded(factor.values.reshape(factor.n, *small), shape) if known else Dense(factor.materialize().reshape(factor.n, *shape))
 
 
-@reshaped.register
+@_reshaped.register
 def _(factor: Scaled, shape: torch.Size) -> Factor:
     if factor.shared is None:
         return Dense(factor.materialize().reshape(factor.n, *shape))
@@ -503,12 +507,12 @@ def _(factor: Scaled, shape: torch.Size) -> Factor:
     return Scaled(reshaped(factor.factor, shape), entries.expand(factor.n, *entries.shape))
 
 
-@reshaped.register
+@_reshaped.register
 def _(factor: Views, shape: torch.Size) -> Factor:
     return reshaped(factor.factors[0], shape) if factor.is_reshaped else _viewed(factor, shape)
 
 
-@reshaped.register
+@_reshaped.register
 def _(factor: Sum, shape: torch.Size) -> Factor:
     return Sum([reshaped(term, shape) for term in factor.terms], factor.like, shape)
 
