@@ -1794,7 +1794,8 @@ def test_ops_on_what_the_samples_share(name, n, device):
 
 
 @pytest.mark.parametrize("rows", [2, 40])
-def test_products_of_shared_data_run_once(rows, device):
+def test_products_of_shared_data_run_once(rows, device, monkeypatch):
+    as_large(monkeypatch)
     x = torch.randn(rows, 6, device=device)
     adjacency = torch.rand(rows, rows, device=device)
 
@@ -1809,7 +1810,8 @@ def test_products_of_shared_data_run_once(rows, device):
 
 
 @pytest.mark.parametrize("length, way", [(4, "rule"), (40, "derived")])
-def test_shared_data_run_once_where_a_gradient_is_smaller_than_its_factor(length, way, device):
+def test_shared_data_run_once_where_a_gradient_is_smaller_than_its_factor(length, way, device, monkeypatch):
+    as_large(monkeypatch)
     x, w, scales = torch.randn(2, length, device=device), torch.randn(3, 2, 3, device=device), torch.randn(N, device=device)
 
     def fn(w, s):
