@@ -3,8 +3,9 @@
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
 Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties,
-layers of a stack, fused gates, repeated layers, indexed tables: layers use values computed from parameters, or only parts of
-them, or use them again. Results are checked and timed as in inside.py.
+layers of a stack, fused gates, repeated layers, Kronecker products, networks that make weights, tables that are indexed, normalised, or
+mixed along a graph: layers use values computed from parameters, or only parts of them, or use them again. Results are checked and timed as
+in inside.py.
 """
 
 from __future__ import annotations
@@ -229,6 +230,72 @@ class Repeated(nn.Module):
         return x
 
 
+class Kronecker(nn.Module):
+    """A frozen weight and a Kronecker product with a low-rank side. Yeh et al., "Navigating Text-To-Image Customization" (LoKr), 2024."""
+
+    def __init__(self, size: int = 8, rank: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(size, size) / size)
+        self.a = nn.Parameter(torch.randn(rank, INPUTS // size) / math.sqrt(INPUTS))
+        self.b = nn.Parameter(torch.randn(INPUTS // size, rank))
+        self.frozen = torch.randn(INPUTS, INPUTS) / math.sqrt(INPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.frozen.to(x) + torch.kron(self.first, self.b @ self.a))
+
+
+class Made(nn.Module):
+    """A layer whose weight a small network makes from a vector. Ha et al., "HyperNetworks", 2017."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.width, self.code = width, nn.Parameter(torch.randn(16))
+        self.network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, width * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.network(self.code).view(self.width, self.width))
+
+
+class Recommender(nn.Module):
+    """Scores of pairs of items, from a table of embeddings that is computed anew for each batch."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], items: int = 2000, width: int = 64) -> None:
+        super().__init__()
+        self.table, self.compute = nn.Parameter(0.1 * torch.randn(items, width)), compute
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        table = self.compute(self.table)
+        return (F.embedding(one, table) * F.embedding(other, table)).sum(-1)
+
+
+def recommender(compute: Callable[[Tensor], Tensor]) -> Callable[[], Problem]:
+    def problem() -> Problem:
+        def loss(params: dict[str, Tensor], one: Tensor, other: Tensor) -> Tensor:
+            return F.softplus(-functional_call(model, params, (one, other)))
+
+        model = Recommender(compute)
+        return Problem(model, tuple(torch.randint(len(model.table), (256,)) for _ in range(2)), loss, loss)
+
+    return problem
+
+
+def along_a_graph() -> Problem:
+    """Means of the tables of three layers. He et al., "LightGCN", 2020."""
+    degree, items = 10, 2000
+    links = torch.zeros(items, items).index_put_(
+        (torch.arange(items).repeat_interleave(degree), torch.randint(items, (degree * items,))), torch.tensor(1.0)
+    )
+    links = links / links.sum(1, keepdim=True)
+
+    def compute(table: Tensor) -> Tensor:
+        layers = [table]
+        for _ in range(2):
+            layers.append(links.to(table.dtype) @ layers[-1])
+        return torch.stack(layers, 1).mean(1)
+
+    return recommender(compute)()
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "scaled": network(lambda layer: 0.7 * layer.weight),
     "merged_low_rank": network(merged),
@@ -245,7 +312,11 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "fused_gates": lambda: classifier(Fused(), torch.randn(SAMPLES, INPUTS)),
     "scaled_by_a_product": scaled_by_a_product,
     "repeated_layer": lambda: classifier(Pooled(Repeated(), 64), torch.randn(SAMPLES, 128, 64)),
+    "kronecker": lambda: classifier(nn.Sequential(Kronecker(), nn.Tanh(), nn.Linear(INPUTS, CLASSES)), torch.randn(SAMPLES, INPUTS)),
+    "made_weights": lambda: classifier(nn.Sequential(Made(), nn.Tanh(), nn.Linear(64, CLASSES)), torch.randn(SAMPLES, 64)),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
+    "normalised_table": recommender(F.normalize),
+    "table_along_a_graph": along_a_graph,
 }
 
 
