@@ -526,6 +526,20 @@ def _cat(output: Tensor, tensors: Any, dim: int = 0) -> _SideCarries:
     return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
 
 
+def _pad(output: Tensor, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> _SideCarries:
+    if mode != "constant" or min(pad, default=0) < 0 or 0 in input.shape:
+        return []
+
+    def carry(factor: Factor) -> Factor | None:
+        own: Factor | None = factor
+        for k, before in enumerate(pad[::2]):
+            dim = input.ndim - 1 - k
+            own = None if own is None else narrowed(own, dim, before, input.shape[dim])
+        return own
+
+    return [(input, carry)]
+
+
 def _stack(output: Tensor, tensors: Any, dim: int = 0) -> _SideCarries:
     dim %= output.ndim
 
@@ -574,10 +588,20 @@ def _indexed(output: Tensor, input: Any, *index: Any) -> _SideCarries:
 
 
 def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> _SideCarries:
-    if input.ndim != 2 or dim % 2 != 0 or not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in _INDICES:
+    if input.ndim != 2 or dim % 2 != 0 or not isinstance(index, Tensor) or index.dtype not in _INDICES:
         return []
     rows = index.long() % max(1, len(input))
-    return [(input, lambda factor: scattered(factor, rows, len(input)))]
+    if index.ndim == 1:
+        return [(input, lambda factor: scattered(factor, rows, len(input)))]
+
+    def of_column(k: int) -> _CarryToSide:
+        def carry(factor: Factor) -> Factor | None:
+            own = sliced(factor, 1, k)
+            return None if own is None else scattered(own, rows[:, k], len(input))
+
+        return carry
+
+    return [(input, of_column(k)) for k in range(index.shape[1])] if index.ndim == 2 and index.shape[1] <= _MOST_SLICES else []
 
 
 def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> _SideCarries:
@@ -646,6 +670,7 @@ _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     "index_add": _index_add,
     "scatter_add": _scatter_add,
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
     "stack": _stack,
     "sum": _sum,
     "mean": _mean,
@@ -791,8 +816,8 @@ _DERIVING = _SIMPLE | frozenset(
 )
 
 
-PRODUCTS = frozenset(name for name, carry in _CARRIES.items() if carry in (_matmul, _linear))
-"""Products: also of constants of many rows, their factors are no larger than those of a rule."""
+AS_SMALL = frozenset(name for name, carry in _CARRIES.items() if carry in (_matmul, _linear, _indexed))
+"""Products and lookups: if all samples share the data, of however many rows, their factors are no larger than those of a rule."""
 
 
 @cached

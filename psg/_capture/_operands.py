@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from psg._capture._agreed import python_value
-from psg._capture._carries import PRODUCTS
+from psg._capture._carries import AS_SMALL
 from psg._capture._lifted import Lifted, Watch
 from psg._errors import InputError, a_kind
 from psg._torch import _functorch
@@ -75,9 +75,9 @@ class Operands(NamedTuple):
             return False
         if self.sampled or not derives():
             return True
-        # The samples share the data: deriving once saves time; the rule saves memory, if its factor is smaller than the gradient.
-        if name in PRODUCTS:
+        if name in AS_SMALL:
             return False
+        # The samples share the data: deriving once saves time; the rule saves memory, if its factor is smaller than the gradient.
         held = 2 * sum(tensor.numel() for tensor in self.data.values())  # of data and of the cotangent, about
         return any(held < value.leaf[0].numel() for value in self.own.values())
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 
@@ -59,7 +60,7 @@ from psg._watch._marks import Marks
 from psg._watch._outside import Looking
 from psg._watch._writes import Aliases, changes_nothing, may_copy, written
 from psg.rules import _registry
-from psg.rules.embedding import LOOKUPS
+from psg.rules.embedding import LOOKUPS, is_indexing
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 from psg.rules.libraries import run_rows
 
@@ -706,7 +707,8 @@ class Router(Watch, Looking):
         if arguments is None:
             return NotImplemented
         operands = Operands.of(self, rule, arguments)
-        if operands is None or not operands.are_worth(op, rule, lambda: self._may_derive(func, args, kwargs)):
+        once = Tensor.__getitem__ if func is F.embedding and is_indexing(**arguments) else func
+        if operands is None or not operands.are_worth(name_of(once), rule, lambda: self._may_derive(once, args, kwargs)):
             return NotImplemented
         own, data, shared = operands.own, operands.data, operands.shared
         if operands.numbers:

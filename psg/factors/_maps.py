@@ -331,6 +331,8 @@ def scattered(factor: Factor, index: Tensor, num_rows: int) -> Factor | None:
 @scattered.register
 def _(factor: Dense, index: Tensor, num_rows: int) -> Factor:
     values = factor.values
+    if len(index) < num_rows:
+        return Rows(index.expand(factor.n, -1), values, num_rows)
     return Dense(values.new_zeros(factor.n, num_rows, values.shape[2]).index_add(1, index, values))
 
 

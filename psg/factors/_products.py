@@ -16,7 +16,7 @@ from psg._torch import _functorch
 from psg.factors._arithmetic import real_rows, wide, wide_bmm, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
-from psg.factors._maps import contracted, narrowed
+from psg.factors._maps import added_up, narrowed
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows
@@ -207,13 +207,13 @@ def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Factor, F
     expanded, entries = (x, x.values.new_ones(())) if isinstance(x, Expanded) else (x.factor, x.shared)
     if not isinstance(expanded, Expanded) or entries is None:
         return None
-    total = contracted(y, entries.expand(x.shape), expanded.small)
-    return None if total is None else product(Dense(expanded.values), Dense(total))
+    total = added_up(y, entries.expand(x.shape), expanded.small)
+    return None if total is None else product(Dense(expanded.values), total)
 
 
 for _product in (inner, gram):
     for _kind in (Expanded, Scaled):
-        _product.of(_kind, Factor)(partial(_with_expanded, product=_product.materialized))
+        _product.of(_kind, Factor)(partial(_with_expanded, product=_product))
 
 
 # Segments x anything: segments of similar size at a time, as one factor
