@@ -250,6 +250,9 @@ def test_the_factor_of_a_lookup_is_carried_over(name, device):
 
 
 KERNELS = {
+    "mirrored": (lambda w, s: (w + w.flip(2)) / 2, Sum),
+    "a basis": (lambda w, s: torch.einsum("oib,bk->oik", w, w[:3, 0].cos()), Dense),
+    "a mixture": (lambda w, s: (s[:, None, None, None] * torch.stack([w, w.sin(), 2 * w, w * w])).sum(0), Sum),
     "scaled": (lambda w, s: w * 0.3, Conv),
     "divided by a parameter": (lambda w, s: w / s[0], Conv),
     "filters scaled": (lambda w, s: w * s.detach()[:, None, None], Conv),
@@ -267,6 +270,7 @@ KERNELS = {
         lambda w, s: F.batch_norm(w.reshape(1, 4, -1), None, None, None, s * 0.3, training=True).reshape_as(w),
         Sum,
     ),
+    "the mean of two": (lambda w, s: torch.stack([w, w * s[:, None, None]]).mean(0), Sum),
     "by the statistics of batch norm": (
         lambda w, s: F.batch_norm(w.reshape(1, 4, -1), torch.ones_like(s), torch.full_like(s, 2.0)).reshape_as(w),
         Dense,
@@ -335,6 +339,19 @@ STEPS = {
     "sum of the parts": lambda w, p: (
         w.reshape(2, 2, IN).sum(1, keepdim=True).expand(2, 2, IN).reshape(OUT, IN) + torch.stack([w, p["w"]])[1]
     ),
+    "a mixture": lambda w, p: (p["columns"].softmax(0)[:, None, None] * torch.stack([w, p["w"], w.sin()])).sum(0),
+    "a mixture, by einsum": lambda w, p: torch.einsum("e,eoi->oi", p["columns"], torch.stack([w, w * w, w.cos()])),
+    "a mixture, by tensordot": lambda w, p: torch.tensordot(p["columns"], torch.stack([w, w * w, w.cos()]), dims=1),
+    "contracted": lambda w, p: torch.tensordot(w, p["a"], dims=([1], [1])) @ p["a"] + torch.tensordot(w.T, p["b"], ([1], [0])).mean(),
+    "a tensor train": lambda w, p: torch.einsum("ib, bkl->ikl", w, p["w"][:IN].view(IN, 1, IN)).reshape(OUT, IN).tanh(),
+    "in three sides": lambda w, p: torch.einsum("or,r,ri", p["b"], p["s"].expand(RANK), p["a"]) + torch.einsum("oi,oi->oi", w, p["w"]),
+    "repeated": lambda w, p: w[:2, :1].repeat(2, IN) + w[:1].tile(OUT, 1) + w[:, :1].repeat(1, 1, IN)[0],
+    "repeated rows": lambda w, p: w[1:3].repeat_interleave(2, 0) + w[:, 1:2].repeat_interleave(IN, dim=-1),
+    "copies": lambda w, p: w[None, :2].expand(2, 2, IN).reshape(OUT, IN) * w[:2, None].expand(2, 2, IN).flatten(0, 1),
+    "blocks": lambda w, p: torch.block_diag(w[:2, :1], w[:1], w[:1, :1] * 2)[:, 1:4] + torch.diag(w[0] + w[1])[:, :IN].sum(0),
+    "diagonals": lambda w, p: w @ torch.diag(p["columns"] * w[2]) + (w @ torch.diag_embed(w[0])).sin(),
+    "padded": lambda w, p: F.pad(w[1:, :2], (1, 0, 0, 1)) + F.pad(w, (0, 1, 2, 0), value=2.0)[2:, :IN],
+    "flipped": lambda w, p: (w + w.flip(0)) / 2 + torch.cat([torch.rot90(w[:3], k) for k in range(2)])[1:5],
     "made of a vector": lambda w, p: F.linear(p["columns"], torch.cat([w, w.sin(), w])).view(OUT, IN),
     "made of vectors": lambda w, p: F.linear(p["w"][:2], torch.cat([w, w[:2]])).view(OUT, IN),
     "positive": lambda w, p: F.softplus(w),

@@ -34,6 +34,7 @@ from psg.factors import (
     Views,
     _base,
     _division,
+    _einsum,
     _maps,
     _products,
     _segments,
@@ -359,26 +360,59 @@ def test_linear_maps_of_a_matrix_viewed_with_three_dimensions(shape, kept, dims,
 
 
 @given(
-    kind=st.sampled_from([Dense, Outer, Rows]),
+    equation=st.sampled_from(
+        [
+            *("xy,pq->xpyq", "pq,xy->xpyq", "aib,bkl->aikl", "bij,bkl->ikjl", "r,ar,br->ab", "ij,ai,bj->ab", "kij,jkl->ikjl", "e,eoi->oi"),
+            *(
+                "ab,bc,cd->ad",
+                "ab,c->ac",
+                "ab->ba",
+                "abc->ac",
+                "ab,ab->ab",
+                "a,b->ab",
+                "a,ab->ab",
+                "ab,cb->c",
+                "a,bc->abc",
+                "ib,bjc,ck->ijk",
+            ),
+            *("ab,a->b", "kai,kbi->kab", "ac,bd,e->abcd"),
+        ]
+    ),
+    sizes=st.lists(st.integers(1, 3), min_size=17, max_size=17),
     n=st.integers(0, 3),
-    positions=st.integers(0, 3),
-    first=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    second=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    positions=st.sampled_from([0, 1, 2, 9]),
+    first=st.integers(0, 4),
+    kind=st.sampled_from(["Dense", "Outer", "Rows"]),
     seed=st.integers(0, 99),
 )
-def test_sides_of_a_kronecker_product(kind, n, positions, first, second, seed, device):
+def test_operands_of_an_einsum(equation, sizes, n, positions, first, kind, seed, device):
     torch.manual_seed(seed)
-    (a, b), (p, q) = first, second
-    factor = drawn_factor(kind, n, positions, a * p, b * q, device)
-    blocks = factor.materialize().reshape(n, a, p, b, q)
-    one, other = torch.randn(first, device=device), torch.randn(second, device=device)
-    for found, expected in (
-        (_maps.uncrossed(factor, other, True), torch.einsum("napbq,pq->nab", blocks, other)),
-        (_maps.uncrossed(factor, one, False), torch.einsum("napbq,ab->npq", blocks, one)),
-    ):
-        assert (found is None) == (kind is Rows)
-        if found is not None:
-            assert_trees_close(found.materialize(), expected, atol=1e-9)
+    inputs, output = equation.split("->")
+    size = {label: sizes["abcdeijklopqrxy".index(label)] for label in equation if label.isalpha()}
+    shape = torch.Size([size[label] for label in output])
+    tensors = [torch.randn([size[label] for label in labels], device=device) for labels in inputs.split(",")]
+    if kind == "Dense":
+        factor = Dense(torch.randn(n, *shape, device=device))
+    elif kind == "Outer":
+        k = min(first, len(shape))
+        left, right = (torch.randn(n, positions, own.numel(), device=device) for own in (shape[:k], shape[k:]))
+        factor = _maps.reshaped(Outer(left, right), shape)
+    else:
+        index, rows = torch.randint(shape[0], (n, positions), device=device), torch.randn(n, positions, shape[1:].numel(), device=device)
+        factor = _maps.reshaped(Rows(index, rows, shape[0]), shape)
+    labels = inputs.split(",")
+    for k, own in enumerate(labels):
+        others = [(other, tensor) for i, (other, tensor) in enumerate(zip(labels, tensors, strict=True)) if i != k]
+        found = _einsum.of_operand(factor, output, others, own, tensors[k].shape)
+        assert found is not None or kind != "Dense"
+        if found is None:
+            continue
+
+        def product(tensor, k=k):
+            return torch.einsum(equation, *tensors[:k], tensor, *tensors[k + 1 :])
+
+        expected = [torch.func.vjp(product, tensors[k])[1](cotangent)[0] for cotangent in factor.materialize()]
+        assert_trees_close(found.materialize(), torch.stack([*expected, tensors[k]])[:-1], atol=1e-9, name=own)
 
 
 def drawn_factor(kind, n, positions, a, b, device):

@@ -6,6 +6,7 @@ is sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. An elementwise op
 all entries, to one number gives multiples c_n E of one tensor E. So G is never materialised.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ from psg._torch._cached import cached
 from psg._torch._ops import LIKE_ANOTHER, is_torchs, name_of, substitute, tensors_of
 from psg.factors import Conv, Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Sum, Views, merge
 from psg.factors._arithmetic import is_one_row
+from psg.factors._einsum import Labels, of_operand
 from psg.factors._maps import (
     Scale,
     added_up,
     contracted,
+    diagonal,
     gathered,
     narrowed,
     placed,
@@ -37,7 +40,6 @@ from psg.factors._maps import (
     sliced,
     slices_of,
     transposed,
-    uncrossed,
 )
 from psg.rules._registry import find_decomposition
 
@@ -396,7 +398,47 @@ def _div(output: Tensor, input: Any, other: Any) -> _SideCarries:
 
 
 def _expand(output: Tensor, input: Any, *_: Any) -> _SideCarries:
-    return _entrywise(output, [(input, 1)])
+    ((_, added),) = _entrywise(output, [(input, 1)])
+    new = output.ndim - input.ndim
+    sizes = [(1, size) if own == size else (size, 1) for own, size in zip(input.shape, output.shape[new:], strict=True)]
+    ((_, copied),) = _copies(input, [*((size, 1) for size in output.shape[:new]), *sizes])
+
+    def carry(factor: Factor) -> Factor | None:
+        found = added(factor)
+        return copied(factor) if found is None else found
+
+    return [(input, carry)]
+
+
+def _repeat(output: Tensor, input: Any, *sizes: Any) -> _SideCarries:
+    counts = sizes if isinstance(sizes[0], int) else sizes[0]
+    shape = [1] * (len(counts) - input.ndim) + list(input.shape)
+    return _copies(input, list(zip(counts, shape, strict=True)))
+
+
+def _tile(output: Tensor, input: Any, *dims: Any) -> _SideCarries:
+    counts = dims if isinstance(dims[0], int) else dims[0]
+    return _repeat(output, input, [1] * (input.ndim - len(counts)) + list(counts))
+
+
+def _repeat_interleave(output: Tensor, input: Any, repeats: Any, dim: Any = None) -> _SideCarries:
+    if not isinstance(repeats, int) or dim is None:
+        return []
+    dim %= input.ndim
+    return _copies(input, [*((1, size) for size in input.shape[: dim + 1]), (repeats, 1), *((1, size) for size in input.shape[dim + 1 :])])
+
+
+def _copies(input: Tensor, sizes: Sequence[tuple[int, int]]) -> _SideCarries:
+    """Copies of a tensor: of its dimension of size d, the output has r copies one after another, for each (r, d)."""
+    labels = [f"{kind}{k}" for k in range(len(sizes)) for kind in ("copy ", "entry ")]
+    shape = torch.Size([size for pair in sizes for size in pair])
+    kept = torch.Size([size for _, size in sizes])
+
+    def carry(factor: Factor) -> Factor | None:
+        found = of_operand(reshaped(factor, shape), labels, [], labels[1::2], kept)
+        return None if found is None else reshaped(found, input.shape)
+
+    return [(input, carry)]
 
 
 # Softmax, from the output of torch's own kernel: computed from exponentials here, it would be rounded as those of large logits are
@@ -499,11 +541,59 @@ def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | Non
     return build(factor.values) if isinstance(factor, Dense) else None
 
 
-def _kron(output: Tensor, input: Any, other: Any) -> _SideCarries:
-    if (input.ndim, other.ndim) != (2, 2) or output.numel() == 0:
+def _operands(output: Tensor, labels: Labels, operands: Sequence[tuple[Labels, Any]]) -> _SideCarries:
+    """The carries of an einsum, or of what is a reshape of its result, with the labels of its output."""
+    if output.numel() == 0:
         return []
-    a, b = input.detach(), other.detach()
-    return [(input, lambda factor: uncrossed(factor, b, True)), (other, lambda factor: uncrossed(factor, a, False))]
+    sizes = {label: size for own, tensor in operands for label, size in zip(own, tensor.shape, strict=True)}
+    shape = torch.Size([sizes[label] for label in labels])
+
+    def to(k: int) -> _CarryToSide:
+        own, tensor = operands[k]
+        others = [(labels, tensor.detach()) for labels, tensor in (*operands[:k], *operands[k + 1 :])]
+        return lambda factor: of_operand(reshaped(factor, shape), labels, others, own, tensor.shape)
+
+    return [(tensor, to(k)) for k, (_, tensor) in enumerate(operands)]
+
+
+def _einsum(output: Tensor, equation: Any, *operands: Any) -> _SideCarries:
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or "." in equation:
+        return []
+    inputs, arrow, labels = equation.replace(" ", "").partition("->")
+    if not arrow:
+        labels = "".join(sorted(label for label in set(inputs) - {","} if inputs.count(label) == 1))
+    parts = inputs.split(",")
+    if any(len(set(part)) < len(part) for part in (*parts, labels)) or any(
+        len(part) != tensor.ndim for part, tensor in zip(parts, given, strict=True)
+    ):
+        return []  # diagonals
+    sizes = [dict(zip(part, tensor.shape, strict=True)) for part, tensor in zip(parts, given, strict=True)]
+    if any(one[label] != other[label] for one, other in itertools.combinations(sizes, 2) for label in one.keys() & other.keys()):
+        return []  # broadcast
+    return _operands(output, labels, list(zip(parts, given, strict=True)))
+
+
+def _kron(output: Tensor, input: Any, other: Any) -> _SideCarries:
+    if input.ndim != other.ndim:
+        return []
+    first, second = ([f"{name}{k}" for k in range(input.ndim)] for name in ("outer", "inner"))
+    return _operands(output, [label for pair in zip(first, second, strict=True) for label in pair], [(first, input), (second, other)])
+
+
+def _tensordot(output: Tensor, a: Any, b: Any, dims: Any = 2, out: None = None) -> _SideCarries:
+    if isinstance(dims, int):
+        dims = range(a.ndim - dims, a.ndim), range(dims)
+    if isinstance(dims, Tensor) or len(dims) != 2:
+        return []
+    first, second = ([f"{name}{k}" for k in range(tensor.ndim)] for name, tensor in (("a", a), ("b", b)))
+    pairs = {dim % a.ndim: other % b.ndim for dim, other in zip(*dims, strict=True)}
+    for dim, other in pairs.items():
+        second[other] = first[dim]
+    if any(a.shape[dim] != b.shape[other] for dim, other in pairs.items()):
+        return []
+    labels = [label for k, label in enumerate(first) if k not in pairs] + [label for label in second if label not in first]
+    return _operands(output, labels, [(first, a), (second, b)])
 
 
 # Layouts and dtypes
@@ -565,13 +655,37 @@ def _added_slices(input: Tensor, dim: Any, scale: float) -> _SideCarries:
 
     def carry(factor: Factor) -> Factor | None:
         own = scaled(factor, scale) if isinstance(factor, _SPREAD) else None
-        return None if own is None else Views([reshaped(own, torch.Size(slices[0].size))] * len(slices), slices, input.shape)
+        own = None if own is None else reshaped(own, torch.Size(slices[0].size))
+        if own is None or not own.is_kept or isinstance(own, Rows):
+            return None if own is None else Views([own] * len(slices), slices, input.shape)
+        return Expanded(own.materialize().unsqueeze(1 + dim % input.ndim), input.shape)
 
     return [(input, carry)]
 
 
 _MOST_SLICES = 16
 _SPREAD = (Outer, Rows, Routed, Conv, Views)
+
+
+def _block_diag(output: Tensor, *tensors: Any) -> _SideCarries:
+    if any(tensor.ndim != 2 or tensor.numel() == 0 for tensor in tensors):
+        return []
+
+    def block(k: int) -> _CarryToSide:
+        row, column = (sum(tensor.shape[dim] for tensor in tensors[:k]) for dim in (0, 1))
+        rows, columns = tensors[k].shape
+
+        def carry(factor: Factor) -> Factor | None:
+            own = narrowed(factor, 0, row, rows)
+            return None if own is None else narrowed(own, 1, column, columns)
+
+        return carry
+
+    return [(tensor, block(k)) for k, tensor in enumerate(tensors)]
+
+
+def _diag(output: Tensor, input: Any) -> _SideCarries:
+    return [(input, diagonal)] if input.ndim == 1 else []
 
 
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> _SideCarries:
@@ -659,7 +773,14 @@ _CARRIES: dict[str, Callable[..., _SideCarries]] = {
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("outer", "ger"), _outer),
+    "einsum": _einsum,
     "kron": _kron,
+    "tensordot": _tensordot,
+    "repeat": _repeat,
+    "tile": _tile,
+    "repeat_interleave": _repeat_interleave,
+    "block_diag": _block_diag,
+    **dict.fromkeys(("diag", "diag_embed"), _diag),
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),

@@ -15,7 +15,7 @@ from psg._capture._written import WrittenBackward
 from psg._errors import InputError, a_kind
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import name_of, tensors_of
-from psg.factors import Dense, Factor, Sum, merge
+from psg.factors import Conv, Dense, Factor, Sum, merge
 
 
 class Lifted:
@@ -97,6 +97,8 @@ class Lifted:
             """Carry these terms over; returns those that cannot be."""
             left: list[Factor] = []
             for term in terms:
+                if isinstance(term, Conv) and len(parents) > 1 and term.is_kept:  # once, not for each of them
+                    term = Dense(term.materialize())
                 carried = carry(term)
                 if carried is None:
                     left.append(term)

@@ -100,6 +100,8 @@ def _(factor: Views, scale: Scale) -> Factor | None:
         found = [scaled(own, scale) for own in factor.factors]
     elif factor.is_reshaped:
         found = [scaled(factor.factors[0], _regrouped(entries, factor.shape, factor.factors[0].shape))]
+    elif _are_slices(factor):
+        found = [scaled(own, entries[min(k, len(entries) - 1)]) for k, own in enumerate(factor.factors)]
     else:
         whole = entries.expand(factor.shape).contiguous()
         found = [scaled(own, region.of(whole)) for own, region in zip(factor.factors, factor.regions, strict=True)]
@@ -164,10 +166,13 @@ def _(factor: Conv, weights: Tensor, shape: torch.Size) -> Tensor | None:
 
 @contracted.register
 def _(factor: Expanded, weights: Tensor, shape: torch.Size) -> Tensor | None:
-    small = _small(shape, factor)
+    small, values, weights = _small(shape, factor), widen(factor.values), widen(weights)
     if any(size != 1 and own == 1 for size, own in zip(small, factor.small, strict=True)):
-        return None
-    total = (widen(factor.values) * widen(weights).sum_to_size(factor.small)).sum_to_size(factor.n, *small)
+        own, kept = ([1 + dim for dim, size in enumerate(sizes) if size != 1] for sizes in (factor.small, small))
+        values = values.reshape(factor.n, *(size for size in factor.small if size != 1))
+        total = torch.einsum(values, [0, *own], weights.to(values.dtype), range(1, 1 + weights.ndim), [0, *kept])
+    else:
+        total = (values * weights.sum_to_size(factor.small)).sum_to_size(factor.n, *small)
     return total.reshape(factor.n, *shape)
 
 
@@ -181,11 +186,26 @@ def _(factor: Views, weights: Tensor, shape: torch.Size) -> Tensor | None:
     if shape.numel() == 1:
         return factor.dot(weights).reshape(factor.n, *shape)
     if not factor.is_reshaped:
-        return None
+        return _contracted_slices(factor, weights, shape) if _are_slices(factor) else None
     own = factor.factors[0]
     small = _regrouped(weights.new_empty(_small(shape, factor)), factor.shape, own.shape).shape
     total = contracted(own, weights.reshape(own.shape), small) if small.numel() == shape.numel() else None
     return None if total is None else total.reshape(factor.n, *shape)
+
+
+def _are_slices(factor: Views) -> bool:
+    """Whether the views are the slices in the first dimension, in their order."""
+    return len(factor.regions) == factor.shape[0] > 1 and list(factor.regions) == slices_of(factor.shape, 0)
+
+
+def _contracted_slices(factor: Views, weights: Tensor, shape: torch.Size) -> Tensor | None:
+    first, *small = _small(shape, factor)
+    found = [contracted(own, part, torch.Size(small)) for own, part in zip(factor.factors, weights, strict=True)]
+    totals = [total for total in found if total is not None]
+    if len(totals) < len(found):
+        return None
+    total = torch.stack(totals, 1)
+    return (total if first != 1 else total.sum(1)).reshape(factor.n, *shape)
 
 
 @contracted.register
@@ -239,6 +259,22 @@ def _(factor: Expanded) -> Factor:
 def _(factor: Scaled) -> Factor | None:
     turned = transposed(factor.factor)
     return None if turned is None else Scaled(turned, factor.entries.mT)
+
+
+@singledispatch
+def diagonal(factor: Factor) -> Factor | None:
+    """The gradient of x, if that of diag(x) is given."""
+    return None
+
+
+@diagonal.register
+def _(factor: Dense) -> Factor:
+    return Dense(factor.values.diagonal(dim1=1, dim2=2))
+
+
+@diagonal.register
+def _(factor: Outer) -> Factor:
+    return Dense((widen(factor.left) * widen(factor.right)).sum(1).to(factor.dtype))
 
 
 @singledispatch
@@ -376,32 +412,6 @@ def _(factor: Rows, index: Tensor) -> Factor | None:
 
 
 @singledispatch
-def uncrossed(factor: Factor, other: Tensor, is_first: bool) -> Factor | None:
-    """The gradient of one side of `kron(a, b)`, of a if that is the first, given the other side; no side is empty."""
-    return None
-
-
-@uncrossed.register
-def _(factor: Dense, other: Tensor, is_first: bool) -> Factor:
-    (rows, columns), other = other.shape, other.to(factor.dtype)
-    left, right = (-1, rows) if is_first else (rows, -1), (-1, columns) if is_first else (columns, -1)
-    blocks = factor.values.unflatten(2, right).unflatten(1, left)
-    return Dense(torch.einsum("napbq,pq->nab" if is_first else "npaqb,pq->nab", blocks, other))
-
-
-@uncrossed.register
-def _(factor: Outer, other: Tensor, is_first: bool) -> Factor:
-    # sum_t L_t B R_t^T, with L_t [a, p] and R_t [b, q] the sides in blocks: the positions are t and p, or t and q
-    (rows, columns), other = other.shape, other.to(factor.dtype)
-    left, right = (
-        side.unflatten(2, (-1, size)) if is_first else side.unflatten(2, (size, -1)).mT
-        for side, size in ((factor.left, rows), (factor.right, columns))
-    )
-    left, right = (left @ other, right) if columns <= rows else (left, right @ other.t())
-    return Outer(left.mT.flatten(1, 2), right.mT.flatten(1, 2))
-
-
-@singledispatch
 def narrowed(factor: Factor, dim: int, start: int, length: int) -> Factor | None:
     """The entries from `start` to `start + length` along a dimension; `length` is at least 1."""
     return None
@@ -467,6 +477,9 @@ def sliced(factor: Factor, dim: int, k: int) -> Factor | None:
     """The gradient of the slice with index k in a dimension."""
     if isinstance(factor, Dense):
         return Dense(factor.values.select(1 + dim, k))
+    if isinstance(factor, Expanded):
+        own, shape = factor.values.select(1 + dim, min(k, factor.small[dim] - 1)), slices_of(factor.shape, dim)[k].size
+        return Dense(own) if own.shape[1:] == shape else Expanded(own, torch.Size(shape))
     own = slices_of(factor.shape, dim)[k]
     if not isinstance(factor, Views) or not all(region == own or region.is_apart(own, factor.shape) for region in factor.regions):
         return None
