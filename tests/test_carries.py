@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import psg
-from psg._capture import _carries, _lifted
+from psg._capture import _carries, _derived, _lifted
 from psg._torch import _autograd, _ops
 from psg.factors import Conv, Dense, Outer, Region, Rows, Scaled, Sum, Views, _base
 from psg.testing import assert_trees_close, loop_grad
@@ -102,7 +102,7 @@ MATRICES = {
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
-@pytest.mark.parametrize("name", [name for name in COMPUTED_ONCE if name in _carries._POINTWISE])
+@pytest.mark.parametrize("name", [name for name in COMPUTED_ONCE if name in _carries.POINTWISE])
 def test_a_factor_is_carried_over_an_elementwise_op(name, n, device):
     def fn(w, x):
         return score(F.linear(x, COMPUTED_ONCE[name](w)))
@@ -744,7 +744,7 @@ def test_ops_are_known_by_names_that_torch_has():
     names = {_ops.name_of(value) for holder in holders for value in (getattr(holder, name) for name in dir(holder)) if callable(value)}
     names |= {name for name, value in vars(torch._C.TensorBase).items() if hasattr(value, "__get__")}
     names |= {"custom_function_call"}  # torch's too, though in none of these modules
-    known = {*_carries._DERIVING, *_ops.LIKE_ANOTHER}
+    known = {*_derived._DERIVING, *_ops.LIKE_ANOTHER}
     assert known <= names, known - names
 
 

@@ -35,7 +35,7 @@ from psg._batch._owners import NotFinite, groups, measure
 from psg._batch._sampled import Sampled
 from psg._call import Call
 from psg._capture._capture import Captured, Function
-from psg._capture._carries import derives
+from psg._capture._derived import derives
 from psg._capture._lifted import Lifted, Tap, Watch, pull_back
 from psg._capture._operands import run_rule
 from psg._errors import InputError, PsgError, StateError, first_line, user_line

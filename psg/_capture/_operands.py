@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from psg._capture._adjoints import AS_SMALL
 from psg._capture._agreed import python_value
-from psg._capture._carries import AS_SMALL
 from psg._capture._lifted import Lifted, Watch
 from psg._errors import InputError, a_kind
 from psg._torch import _functorch

@@ -12,7 +12,7 @@ from torch._functorch.autograd_function import custom_function_call
 from psg._call import Call
 from psg._capture import _ruleless
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
-from psg._capture._carries import derives, is_simple
+from psg._capture._derived import derives, is_simple
 from psg._capture._inside import LinearOp
 from psg._capture._lifted import Lifted, Watch, with_history
 from psg._capture._operands import Operands, run_rule

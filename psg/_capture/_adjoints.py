@@ -1,0 +1,505 @@
+"""The adjoint of each op on parameters: how a factor of its output's gradient becomes factors of its arguments' gradients.
+
+A function for each op takes the output and the call's arguments. It names arguments, each with a map of factors; the gradient of one that
+is named twice is the sum of both. A map gives None where psg has no factor for the result: the gradient then has to be materialised. So it
+has for arguments that are not named.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg._torch import _functorch
+from psg.factors import Conv, Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Views
+from psg.factors._einsum import Labels, of_operand
+from psg.factors._maps import (
+    Scale,
+    added_up,
+    contracted,
+    diagonal,
+    gathered,
+    narrowed,
+    placed,
+    postmultiplied,
+    premultiplied,
+    reshaped,
+    scaled,
+    scattered,
+    sliced,
+    slices_of,
+    transposed,
+)
+
+CarryToSide = Callable[[Factor], Factor | None]
+"""Maps a factor of the output's gradient to one of an argument's."""
+
+SideCarries = list[tuple[Any, CarryToSide]]
+"""Arguments of a call, each with the map to it."""
+
+
+# Elementwise ops: the scale for the gradient of each argument, which may have been broadcast
+
+
+def _entrywise(output: Tensor, sides: Iterable[tuple[Any, Scale]]) -> SideCarries:
+    return [(side, _entry(output, side.shape, scale)) for side, scale in sides if isinstance(side, Tensor)]
+
+
+def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> CarryToSide:
+    if shape == output.shape:
+        return (lambda factor: factor) if isinstance(scale, (int, float)) and scale == 1 else lambda factor: scaled(factor, scale)
+    weights = scale if isinstance(scale, Tensor) else output.new_full((), scale)
+    return lambda factor: added_up(factor, weights.expand(output.shape), shape)
+
+
+def _value(argument: Any) -> Scale:
+    return argument.detach() if isinstance(argument, Tensor) else argument
+
+
+def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> SideCarries:
+    return _entrywise(output, [(input, 1), (other, alpha)])
+
+
+def _sub(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> SideCarries:
+    return _entrywise(output, [(input, 1), (other, -alpha)])
+
+
+def _swapped(carry: Callable[..., SideCarries]) -> Callable[..., SideCarries]:
+    """The same with the op's two arguments swapped."""
+    return lambda output, input, other: carry(output, other, input)
+
+
+def _neg(output: Tensor, input: Any) -> SideCarries:
+    return _entrywise(output, [(input, -1)])
+
+
+def _mul(output: Tensor, input: Any, other: Any) -> SideCarries:
+    return _entrywise(output, [(input, _value(other)), (other, _value(input))])
+
+
+def _div(output: Tensor, input: Any, other: Any) -> SideCarries:
+    divisor = _value(other)
+    return _entrywise(output, [(input, output.new_ones(()) / divisor), (other, -output / divisor)])
+
+
+def _expand(output: Tensor, input: Any, *_: Any) -> SideCarries:
+    ((_, added),) = _entrywise(output, [(input, 1)])
+    new = output.ndim - input.ndim
+    sizes = [(1, size) if own == size else (size, 1) for own, size in zip(input.shape, output.shape[new:], strict=True)]
+    ((_, copied),) = _copies(input, [*((size, 1) for size in output.shape[:new]), *sizes])
+
+    def carry(factor: Factor) -> Factor | None:
+        found = added(factor)
+        return copied(factor) if found is None else found
+
+    return [(input, carry)]
+
+
+def _repeat(output: Tensor, input: Any, *sizes: Any) -> SideCarries:
+    counts = sizes if isinstance(sizes[0], int) else sizes[0]
+    shape = [1] * (len(counts) - input.ndim) + list(input.shape)
+    return _copies(input, list(zip(counts, shape, strict=True)))
+
+
+def _tile(output: Tensor, input: Any, *dims: Any) -> SideCarries:
+    counts = dims if isinstance(dims[0], int) else dims[0]
+    return _repeat(output, input, [1] * (input.ndim - len(counts)) + list(counts))
+
+
+def _repeat_interleave(output: Tensor, input: Any, repeats: Any, dim: Any = None) -> SideCarries:
+    if not isinstance(repeats, int) or dim is None:
+        return []
+    dim %= input.ndim
+    return _copies(input, [*((1, size) for size in input.shape[: dim + 1]), (repeats, 1), *((1, size) for size in input.shape[dim + 1 :])])
+
+
+def _copies(input: Tensor, sizes: Sequence[tuple[int, int]]) -> SideCarries:
+    """Copies of a tensor: of its dimension of size d, the output has r copies one after another, for each (r, d)."""
+    labels = [f"{kind}{k}" for k in range(len(sizes)) for kind in ("copy ", "entry ")]
+    shape = torch.Size([size for pair in sizes for size in pair])
+    kept = torch.Size([size for _, size in sizes])
+
+    def carry(factor: Factor) -> Factor | None:
+        found = of_operand(reshaped(factor, shape), labels, [], labels[1::2], kept)
+        return None if found is None else reshaped(found, input.shape)
+
+    return [(input, carry)]
+
+
+# Softmax, from the output of torch's own kernel: computed from exponentials here, it would be rounded as those of large logits are
+
+
+def _softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> SideCarries:
+    # y (G - sum_k y_k G_k), with y the output
+    small = _small_along(output, input, dim)
+    return [] if small is None else [(input, lambda factor: scaled(factor, output)), (input, _less(output, output, small))]
+
+
+def _log_softmax(output: Tensor, input: Any, dim: int | None = None, *_: Any, **__: Any) -> SideCarries:
+    # G - softmax(x) sum_k G_k
+    small = _small_along(output, input, dim)
+    return [] if small is None else [(input, lambda factor: factor), (input, _less(output.new_ones(()), output.exp(), small))]
+
+
+def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | None:
+    """The shape of a sum along `dim`; None where the gradient is better materialised: narrow dtypes would round terms that cancel."""
+    if dim is None or input.dtype != output.dtype or output.dtype.itemsize < 4:
+        return None
+    return torch.Size(1 if d == dim % output.ndim else size for d, size in enumerate(output.shape))
+
+
+def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> CarryToSide:
+    """For a gradient G: -constant * sum(weights * G), summed to the shape `small`."""
+
+    def carry(factor: Factor) -> Factor | None:
+        total = contracted(factor, weights.expand(factor.shape), small)
+        return None if total is None else multiple(-total.to(constant.dtype), constant)
+
+    return carry
+
+
+def multiple(numbers: Tensor, constant: Tensor) -> Factor:
+    """The factor of numbers[n, *small] * constant[*shape]."""
+    if numbers.shape[1:] == constant.shape:
+        return Dense(numbers * constant)
+    return Scaled(Expanded(numbers, constant.shape), constant.to(numbers.dtype).expand(len(numbers), *constant.shape))
+
+
+# Products
+
+
+def _matmul(output: Tensor, input: Any, other: Any) -> SideCarries:
+    x, y = input.detach(), other.detach()
+    if x.ndim > 1 and y.ndim == 2:
+        to_input, to_other = _of_rows(x, y)
+        return [(input, to_input), (other, to_other)]
+    if (x.ndim, y.ndim) == (2, 1):
+        return [
+            (input, lambda factor: _if_dense(factor, lambda c: Outer(c[:, None], y.expand(len(c), 1, -1).to(c.dtype)))),
+            (other, lambda factor: _if_dense(factor, lambda c: Dense(c @ x.to(c.dtype)))),
+        ]
+    if (x.ndim, y.ndim) == (1, 1):
+        return [
+            (input, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * y))),
+            (other, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * x))),
+        ]
+    return []
+
+
+def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> SideCarries:
+    if weight.ndim != 2:
+        return []
+    if input.ndim == 1:
+        products = _matmul(output, weight, input)
+    else:
+        to_input, to_matrix = _of_rows(input.detach(), weight.detach().t())
+        products = [(input, to_input), (weight, lambda factor: _turned(to_matrix(factor)))]
+    return products + _entrywise(output, [(bias, 1)])
+
+
+def _of_rows(x: Tensor, matrix: Tensor) -> tuple[CarryToSide, CarryToSide]:
+    """The carries of x @ matrix to both, for x of rows in any number of dimensions."""
+    rows = x if x.ndim == 2 else x.flatten(0, -2)
+    flat = torch.Size((len(rows), matrix.shape[1]))
+
+    def to_x(factor: Factor) -> Factor | None:
+        found = postmultiplied(reshaped(factor, flat), matrix.t())
+        return None if found is None else reshaped(found, x.shape)
+
+    return to_x, lambda factor: premultiplied(reshaped(factor, flat), rows)
+
+
+def _addmm(output: Tensor, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> SideCarries:
+    product = [(side, lambda factor, carry=carry: carry(scaled(factor, alpha))) for side, carry in _matmul(output, mat1, mat2)]
+    return _entrywise(output, [(input, beta)]) + product
+
+
+def _outer(output: Tensor, input: Any, vec2: Any) -> SideCarries:
+    rows, columns = (input.shape[0], 1), (1, vec2.shape[0])
+    left, right = (vector.detach().reshape(shape).expand(output.shape) for vector, shape in ((input, rows), (vec2, columns)))
+
+    def carry(factor: Factor, weights: Tensor, shape: tuple[int, int]) -> Factor | None:
+        total = contracted(factor, weights, torch.Size(shape))
+        return None if total is None else Dense(total.flatten(1))
+
+    return [(input, lambda factor: carry(factor, right, rows)), (vec2, lambda factor: carry(factor, left, columns))]
+
+
+def _turned(factor: Factor | None) -> Factor | None:
+    return None if factor is None else transposed(factor)
+
+
+def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | None:
+    return build(factor.values) if isinstance(factor, Dense) else None
+
+
+def _operands(output: Tensor, labels: Labels, operands: Sequence[tuple[Labels, Any]]) -> SideCarries:
+    """The carries of an einsum, or of what is a reshape of its result, with the labels of its output."""
+    if output.numel() == 0:
+        return []
+    sizes = {label: size for own, tensor in operands for label, size in zip(own, tensor.shape, strict=True)}
+    shape = torch.Size([sizes[label] for label in labels])
+
+    def to(k: int) -> CarryToSide:
+        own, tensor = operands[k]
+        others = [(labels, tensor.detach()) for labels, tensor in (*operands[:k], *operands[k + 1 :])]
+        return lambda factor: of_operand(reshaped(factor, shape), labels, others, own, tensor.shape)
+
+    return [(tensor, to(k)) for k, (_, tensor) in enumerate(operands)]
+
+
+def _einsum(output: Tensor, equation: Any, *operands: Any) -> SideCarries:
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or "." in equation:
+        return []
+    inputs, arrow, labels = equation.replace(" ", "").partition("->")
+    if not arrow:
+        labels = "".join(sorted(label for label in set(inputs) - {","} if inputs.count(label) == 1))
+    parts = inputs.split(",")
+    if any(len(set(part)) < len(part) for part in (*parts, labels)) or any(
+        len(part) != tensor.ndim for part, tensor in zip(parts, given, strict=True)
+    ):
+        return []  # diagonals
+    sizes = [dict(zip(part, tensor.shape, strict=True)) for part, tensor in zip(parts, given, strict=True)]
+    if any(one[label] != other[label] for one, other in itertools.combinations(sizes, 2) for label in one.keys() & other.keys()):
+        return []  # broadcast
+    return _operands(output, labels, list(zip(parts, given, strict=True)))
+
+
+def _kron(output: Tensor, input: Any, other: Any) -> SideCarries:
+    if input.ndim != other.ndim:
+        return []
+    first, second = ([f"{name}{k}" for k in range(input.ndim)] for name in ("outer", "inner"))
+    return _operands(output, [label for pair in zip(first, second, strict=True) for label in pair], [(first, input), (second, other)])
+
+
+def _tensordot(output: Tensor, a: Any, b: Any, dims: Any = 2, out: None = None) -> SideCarries:
+    if isinstance(dims, int):
+        dims = range(a.ndim - dims, a.ndim), range(dims)
+    if isinstance(dims, Tensor) or len(dims) != 2:
+        return []
+    first, second = ([f"{name}{k}" for k in range(tensor.ndim)] for name, tensor in (("a", a), ("b", b)))
+    pairs = {dim % a.ndim: other % b.ndim for dim, other in zip(*dims, strict=True)}
+    for dim, other in pairs.items():
+        second[other] = first[dim]
+    if any(a.shape[dim] != b.shape[other] for dim, other in pairs.items()):
+        return []
+    labels = [label for k, label in enumerate(first) if k not in pairs] + [label for label in second if label not in first]
+    return _operands(output, labels, [(first, a), (second, b)])
+
+
+# Layouts and dtypes
+
+
+def _reshape(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
+    shape = input.shape
+    return [(input, lambda factor: reshaped(factor, shape))]
+
+
+def _cat(output: Tensor, tensors: Any, dim: int = 0) -> SideCarries:
+    dim %= output.ndim
+    sizes = [tensor.shape[dim] if tensor.ndim == output.ndim else 0 for tensor in tensors]  # cat ignores tensors of shape [0]
+    if 0 in sizes:
+        return []
+
+    def piece(k: int) -> CarryToSide:
+        return lambda factor: narrowed(factor, dim, sum(sizes[:k]), sizes[k])
+
+    return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
+
+
+def _pad(output: Tensor, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> SideCarries:
+    if mode != "constant" or min(pad, default=0) < 0 or 0 in input.shape:
+        return []
+
+    def carry(factor: Factor) -> Factor | None:
+        own: Factor | None = factor
+        for k, before in enumerate(pad[::2]):
+            dim = input.ndim - 1 - k
+            own = None if own is None else narrowed(own, dim, before, input.shape[dim])
+        return own
+
+    return [(input, carry)]
+
+
+def _stack(output: Tensor, tensors: Any, dim: int = 0) -> SideCarries:
+    dim %= output.ndim
+
+    def piece(k: int) -> CarryToSide:
+        return lambda factor: sliced(factor, dim, k)
+
+    return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
+
+
+def _sum(output: Tensor, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> SideCarries:
+    return _added_slices(input, dim, 1)
+
+
+def _mean(output: Tensor, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> SideCarries:
+    return _added_slices(input, dim, 1 / input.shape[dim]) if isinstance(dim, int) and input.shape[dim] else []
+
+
+def _added_slices(input: Tensor, dim: Any, scale: float) -> SideCarries:
+    """Sums of a few slices: the gradient of each is that of the sum."""
+    if not isinstance(dim, int) or not 0 < input.shape[dim] <= _MOST_SLICES:
+        return []
+    slices = slices_of(input.shape, dim % input.ndim)
+
+    def carry(factor: Factor) -> Factor | None:
+        own = scaled(factor, scale) if isinstance(factor, _SPREAD) else None
+        own = None if own is None else reshaped(own, torch.Size(slices[0].size))
+        if own is None or not own.is_kept or isinstance(own, Rows):
+            return None if own is None else Views([own] * len(slices), slices, input.shape)
+        return Expanded(own.materialize().unsqueeze(1 + dim % input.ndim), input.shape)
+
+    return [(input, carry)]
+
+
+_MOST_SLICES = 16
+_SPREAD = (Outer, Rows, Routed, Conv, Views)
+
+
+def _block_diag(output: Tensor, *tensors: Any) -> SideCarries:
+    if any(tensor.ndim != 2 or tensor.numel() == 0 for tensor in tensors):
+        return []
+
+    def block(k: int) -> CarryToSide:
+        row, column = (sum(tensor.shape[dim] for tensor in tensors[:k]) for dim in (0, 1))
+        rows, columns = tensors[k].shape
+
+        def carry(factor: Factor) -> Factor | None:
+            own = narrowed(factor, 0, row, rows)
+            return None if own is None else narrowed(own, 1, column, columns)
+
+        return carry
+
+    return [(tensor, block(k)) for k, tensor in enumerate(tensors)]
+
+
+def _diag(output: Tensor, input: Any) -> SideCarries:
+    return [(input, diagonal)] if input.ndim == 1 else []
+
+
+def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
+    """Views of some of the entries, or of all of them in another order."""
+    of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
+    if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
+        return []
+    region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
+    return [(input, lambda factor: None if isinstance(factor, Dense) else placed(factor, region, input.shape))]
+
+
+def _indexed(output: Tensor, input: Any, *index: Any) -> SideCarries:
+    views = _part(output, input)
+    if views or len(index) != 1 or output.dtype == torch.float16:  # in which sums of a side's rows may leave the range
+        return views
+    return _index_select(output, input, 0, *index)
+
+
+def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> SideCarries:
+    if input.ndim != 2 or dim % 2 != 0 or not isinstance(index, Tensor) or index.dtype not in _INDICES:
+        return []
+    rows = index.long() % max(1, len(input))
+    if index.ndim == 1:
+        return [(input, lambda factor: scattered(factor, rows, len(input)))]
+
+    def of_column(k: int) -> CarryToSide:
+        def carry(factor: Factor) -> Factor | None:
+            own = sliced(factor, 1, k)
+            return None if own is None else scattered(own, rows[:, k], len(input))
+
+        return carry
+
+    return [(input, of_column(k)) for k in range(index.shape[1])] if index.ndim == 2 and index.shape[1] <= _MOST_SLICES else []
+
+
+def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> SideCarries:
+    if input.ndim != 2 or dim % 2 != 0 or index.ndim != 1 or source.ndim != 2:
+        return []
+
+    def carry(factor: Factor) -> Factor | None:
+        found = gathered(factor, index.long())
+        return None if found is None else scaled(found, alpha)
+
+    return [(input, lambda factor: factor), (source, carry)]
+
+
+def _scatter_add(output: Tensor, input: Any, dim: int, index: Tensor, src: Any) -> SideCarries:
+    """Only with one index for each row."""
+    if index.ndim != 2 or index.shape != src.shape or index.shape[1] != output.shape[1] or index.stride(1) != 0:
+        return []
+    return _index_add(output, input, dim, index[:, 0], src)
+
+
+_INDICES = (torch.int64, torch.int32)
+
+
+def _transpose(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
+    if input.ndim not in (2, 3):
+        return _part(output, input)
+    turned, views = input.detach().mT, [] if input.ndim == 2 else _part(output, input)
+    if (output.shape, output.stride()) != (turned.shape, turned.stride()):
+        return views
+    if (output.shape, output.stride()) == (input.shape, input.stride()):
+        return views  # the strides do not tell whether it is transposed
+    if input.ndim == 2:
+        return [(input, transposed)]
+
+    def carry(factor: Factor) -> Factor | None:
+        return transposed(factor) if isinstance(factor, Routed) else views[0][1](factor)
+
+    return [(input, carry)] if views else []
+
+
+def _cast(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
+    return [(input, lambda factor: factor)] if (output.shape, output.device) == (input.shape, input.device) else []
+
+
+ADJOINTS: dict[str, Callable[..., SideCarries]] = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), _sub),
+    **dict.fromkeys(("rsub", "__rsub__"), _swapped(_sub)),
+    **dict.fromkeys(("neg", "negative"), _neg),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _div),
+    "__rdiv__": _swapped(_div),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "_sparse_mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
+    "linear": _linear,
+    "addmm": _addmm,
+    **dict.fromkeys(("outer", "ger"), _outer),
+    "einsum": _einsum,
+    "kron": _kron,
+    "tensordot": _tensordot,
+    "repeat": _repeat,
+    "tile": _tile,
+    "repeat_interleave": _repeat_interleave,
+    "block_diag": _block_diag,
+    **dict.fromkeys(("diag", "diag_embed"), _diag),
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),
+    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
+    **dict.fromkeys(("select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part),
+    "__getitem__": _indexed,
+    "index_select": _index_select,
+    "index_add": _index_add,
+    "scatter_add": _scatter_add,
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
+    "stack": _stack,
+    "sum": _sum,
+    "mean": _mean,
+    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
+}
+
+FUSED = frozenset(name for name, carries in ADJOINTS.items() if carries in (_softmax, _log_softmax))
+"""Ops whose backward is one kernel, where the maps of factors are several."""
+
+MOVING = frozenset(name for name, carries in ADJOINTS.items() if carries in (_reshape, _transpose, _part, _indexed, _cat, _stack, _pad))
+"""Ops that move entries and do not change their values."""
+
+AS_SMALL = frozenset(name for name, carries in ADJOINTS.items() if carries in (_matmul, _linear, _indexed))
+"""Products and lookups: if all samples share the data, of however many rows, their factors are no larger than those of a rule."""
