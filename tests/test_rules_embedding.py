@@ -314,3 +314,14 @@ def test_small_tables(cost, n, rows, t, features, padding, seed, device):
         factor = psg.factored_grad(problem.fn)(*(tensor.to(device) for tensor in problem.args))
         if n:  # else fn is not called, and nothing says that it looks rows up
             assert psg.tree.sparse_weighted_sum(factor, torch.ones(n, device=device)).is_sparse
+
+
+@pytest.mark.parametrize("index", [[-1], [0, 5], [[1, 2], [-3, 0]]])
+def test_a_constant_index_that_embedding_refuses(index):
+    """Indexing, as which psg computes a lookup that all samples share, would count negative ones from the end."""
+
+    def fn(w, x):
+        return (F.embedding(torch.tensor(index), w) * x).sum()
+
+    with pytest.raises(IndexError, match="out of range"):
+        psg.per_sample_grad(fn)(torch.randn(5, 3), torch.randn(2, 3))

@@ -98,13 +98,13 @@ def _expand(output: Tensor, input: Any, *_: Any) -> SideCarries:
 
 
 def _repeat(output: Tensor, input: Any, *sizes: Any) -> SideCarries:
-    counts = sizes if isinstance(sizes[0], int) else sizes[0]
+    counts = sizes[0] if sizes and isinstance(sizes[0], (list, tuple)) else sizes
     shape = [1] * (len(counts) - input.ndim) + list(input.shape)
     return _copies(input, list(zip(counts, shape, strict=True)))
 
 
 def _tile(output: Tensor, input: Any, *dims: Any) -> SideCarries:
-    counts = dims if isinstance(dims[0], int) else dims[0]
+    counts = dims[0] if dims and isinstance(dims[0], (list, tuple)) else dims
     return _repeat(output, input, [1] * (input.ndim - len(counts)) + list(counts))
 
 
@@ -237,10 +237,10 @@ def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | Non
 
 def _operands(output: Tensor, labels: Labels, operands: Sequence[tuple[Labels, Any]]) -> SideCarries:
     """The carries of an einsum, or of what is a reshape of its result, with the labels of its output."""
-    if output.numel() == 0:
-        return []
     sizes = {label: size for own, tensor in operands for label, size in zip(own, tensor.shape, strict=True)}
     shape = torch.Size([sizes[label] for label in labels])
+    if output.numel() == 0 or shape.numel() != output.numel():
+        return []
 
     def to(k: int) -> CarryToSide:
         own, tensor = operands[k]
@@ -278,7 +278,7 @@ def _kron(output: Tensor, input: Any, other: Any) -> SideCarries:
 def _tensordot(output: Tensor, a: Any, b: Any, dims: Any = 2, out: None = None) -> SideCarries:
     if isinstance(dims, int):
         dims = range(a.ndim - dims, a.ndim), range(dims)
-    if isinstance(dims, Tensor) or len(dims) != 2:
+    if len(dims) != 2 or not all(isinstance(own, (list, tuple, range)) for own in dims):
         return []
     first, second = ([f"{name}{k}" for k in range(tensor.ndim)] for name, tensor in (("a", a), ("b", b)))
     pairs = {dim % a.ndim: other % b.ndim for dim, other in zip(*dims, strict=True)}

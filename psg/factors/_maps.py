@@ -301,6 +301,18 @@ def _(factor: Outer, matrix: Tensor) -> Factor:
 
 
 @premultiplied.register
+def _(factor: Scaled, matrix: Tensor) -> Factor | None:
+    outer, entries = factor.factor, factor.shared
+    if not isinstance(outer, Outer) or not outer.is_product or entries is None or matrix.layout is not torch.strided:
+        return None
+    if matrix.shape[1] > len(matrix):
+        return None  # the product is larger than the gradient
+    # M^T (E * l r^T) = ((l * M)^T E) * r: one product for all samples, and no gradient of this factor's size
+    rows = outer.left.mT * matrix.to(factor.dtype)
+    return Dense(rows.mT @ entries.expand(factor.shape) * outer.right)
+
+
+@premultiplied.register
 def _(factor: Rows, matrix: Tensor) -> Factor | None:
     index, cotangent = factor.index, factor.cotangent
     if matrix.layout is not torch.strided and _functorch.can_read_now(index):

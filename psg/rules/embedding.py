@@ -88,7 +88,7 @@ def embedding_of_each(
     """An embedding whose weight depends on the sample: vmap has no sparse gradients, and ignores padding_idx, whose row must get none."""
     if max_norm is not None or not _functorch.is_vmapped(weight):
         return NotImplemented
-    if is_indexing(padding_idx, max_norm, scale_grad_by_freq) and not _functorch.is_wrapped(input):
+    if is_indexing(padding_idx, max_norm, scale_grad_by_freq) and not _functorch.is_wrapped(input) and not _has_negative(input):
         return weight[input]  # once for all samples
     if padding_idx is None or not -len(weight) <= padding_idx < len(weight):
         return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq) if sparse else NotImplemented
@@ -99,6 +99,11 @@ def embedding_of_each(
 def is_indexing(padding_idx: int | None = None, max_norm: float | None = None, scale_grad_by_freq: bool = False, **_: Any) -> bool:
     """Whether F.embedding with these options is weight[input]."""
     return padding_idx is None and max_norm is None and not scale_grad_by_freq
+
+
+def _has_negative(index: Tensor) -> bool:
+    """Whether there are negative integers, which F.embedding refuses and indexing counts from the end; checked where reading is free."""
+    return index.numel() > 0 and _functorch.can_read_now(index) and int(index.min()) < 0
 
 
 class _WithoutGradient(torch.autograd.Function):
