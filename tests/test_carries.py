@@ -11,7 +11,7 @@ from agreement import assert_agrees
 from cases import Problem, score
 from cases.derived import COMPUTED_ONCE
 from conftest import as_large
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -344,7 +344,7 @@ STEPS = {
     "a mixture, by tensordot": lambda w, p: torch.tensordot(p["columns"], torch.stack([w, w * w, w.cos()]), dims=1),
     "contracted": lambda w, p: torch.tensordot(w, p["a"], dims=([1], [1])) @ p["a"] + torch.tensordot(w.T, p["b"], ([1], [0])).mean(),
     "a tensor train": lambda w, p: torch.einsum("ib, bkl->ikl", w, p["w"][:IN].view(IN, 1, IN)).reshape(OUT, IN).tanh(),
-    "in three sides": lambda w, p: torch.einsum("or,r,ri", p["b"], p["s"].expand(RANK), p["a"]) + torch.einsum("oi,oi->oi", w, p["w"]),
+    "in three sides": lambda w, p: torch.einsum("or,r,ri", p["b"], p["s"].expand(RANK), p["a"]).T + torch.einsum("oi,oi->oi", w, p["w"]),
     "repeated": lambda w, p: w[:2, :1].repeat(2, IN) + w[:1].tile(OUT, 1) + w[:, :1].repeat(1, 1, IN)[0],
     "repeated rows": lambda w, p: w[1:3].repeat_interleave(2, 0) + w[:, 1:2].repeat_interleave(IN, dim=-1),
     "copies": lambda w, p: w[None, :2].expand(2, 2, IN).reshape(OUT, IN) * w[:2, None].expand(2, 2, IN).flatten(0, 1),
@@ -373,6 +373,16 @@ USES = {
     "convolution": lambda w, x: F.conv1d(x[..., None], w[..., None]),
     "entries": lambda w, x: w * x[0],
 }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", STEPS)
+@given(st.sampled_from([0, 1, 4]), st.sampled_from(sorted(USES)), st.sampled_from([None, "gram"]))
+@settings(max_examples=10)
+def test_each_derivation(device, name, n, use, plan):
+    params = parameters(device, "w", "a", "b", "gain", "columns", "s")
+    with psg.plans.using(norm=plan):
+        assert_agrees(Problem(lambda p, x: score(USES[use](STEPS[name](p["w"], p), x)), (params, torch.randn(n, 2, IN, device=device))))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
