@@ -295,11 +295,21 @@ class _SparseProduct(torch.autograd.Function):
 
 @decomposition(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, need=SPARSE)
 def _sparse_times_dense(input: Tensor, *others: Tensor, **options: Any) -> Any:
-    if input.layout not in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc) or input.ndim != 2 or options or others[0].ndim != 2:
+    if not _is_sparse_product(input, *others, **options):
         return NotImplemented
-    if _functorch.is_wrapped(others[0]):
-        return torch.sparse.mm(input, *others)
-    return _SparseProduct.apply(input, *others)
+    return torch.sparse.mm(input, *others) if _functorch.is_wrapped(others[0]) else _SparseProduct.apply(input, *others)
+
+
+@decomposition(torch.sparse.mm)
+def _sparse_mm(mat1: Tensor, mat2: Tensor, *reduce: Any, **options: Any) -> Any:
+    fits = _is_sparse_product(mat1, mat2, *reduce, **options) and not _functorch.is_wrapped(mat2)
+    return _SparseProduct.apply(mat1, mat2) if fits else NotImplemented
+
+
+def _is_sparse_product(input: Tensor, *others: Any, **options: Any) -> bool:
+    if len(others) != 1 or options or (input.ndim, others[0].ndim) != (2, 2) or others[0].layout != torch.strided:
+        return False
+    return input.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
 
 @decomposition(F.rrelu)
