@@ -330,7 +330,7 @@ STEPS = {
     "layer norm": lambda w, p: F.layer_norm(w, (IN,), p["columns"]) + F.layer_norm(w, w.shape, p["w"], p["gain"].expand(w.shape)),
     "root mean squares": lambda w, p: F.rms_norm(w, (IN,), p["columns"]) + F.rms_norm(w, (IN,)),
     "running sums": lambda w, p: w.cumsum(1) + w.cumsum(0),
-    "a Kronecker product": lambda w, p: torch.kron(w[:2], p["gain"][2:]) + torch.kron(p["gain"][:2], w[1:3]),
+    "a Kronecker product": lambda w, p: torch.kron(w[:2].contiguous(), p["gain"][2:]) + torch.kron(p["gain"][:2], w[1:3].contiguous()),
     "by a sparse matrix": lambda w, p: torch.sparse.mm(sparse(w), w) + sparse(w, torch.sparse_csr) @ w,
     "rows of itself": lambda w, p: w[numbers(w, 3, 0, -1, 0)] + w.index_select(0, numbers(w, 1, 1, 2, 1)),
     "added to rows": lambda w, p: p["w"].index_add(0, numbers(w, 1, 3, 1, 0), w, alpha=0.3),

@@ -325,6 +325,8 @@ def _pad(output: Tensor, input: Any, pad: Any, mode: str = "constant", value: An
 
 
 def _stack(output: Tensor, tensors: Any, dim: int = 0) -> SideCarries:
+    if len(tensors) > _MOST_SLICES:
+        return []
     dim %= output.ndim
 
     def piece(k: int) -> CarryToSide:
@@ -357,7 +359,7 @@ def _added_slices(input: Tensor, dim: Any, scale: float) -> SideCarries:
     return [(input, carry)]
 
 
-_MOST_SLICES = 16
+_MOST_SLICES = 16  # which are carried one by one, in less time than autograd takes for all
 _SPREAD = (Outer, Rows, Routed, Conv, Views)
 
 
