@@ -40,11 +40,15 @@ def of_operand(factor: Factor, output: Labels, others: Sequence[Operand], own: L
     sizes = dict(zip(output, factor.shape, strict=True)) | {
         label: size for labels, tensor in others for label, size in zip(labels, tensor.shape, strict=True)
     }
-    others = [(labels, tensor.to(factor.dtype)) for labels, tensor in others]
+    # First those over which a product is summed, so that it is small when it meets the others.
+    ordered = sorted(others, key=lambda operand: set(operand[0]).isdisjoint(output))
+    others = [(labels, tensor.to(factor.dtype)) for labels, tensor in ordered]
     made = _made(factor, output, others, found, sizes)
+    if made is None:
+        return None
     small = torch.Size(size if label in known else 1 for label, size in zip(own, shape, strict=True))
-    if made is None or small == shape:
-        return made if made is None else reshaped(made, shape)
+    if small == shape:
+        return reshaped(made, shape)
     return Expanded(made.materialize().reshape(made.n, *small), shape)
 
 
@@ -54,35 +58,50 @@ def _made(factor: Factor, output: Labels, others: Sequence[Operand], found: Labe
     sides = _sides_of(factor, output)
     if sides is None:
         return None
-    left, right = _multiplied(*sides, others, found, sizes)
+    left, right, work = _divided(*sides, others, found, sizes)
+    count = sides[0].operand[1].shape[1]
     shared = [label for label in left.labels if label in right.labels]
     first, last = ([label for label in found if label in side.labels] for side in (left, right))
-    positions = left.operand[1].shape[1] * _volume(shared, sizes)
-    rows, columns = _volume(first, sizes), _volume(last, sizes)
-    is_factored = positions * (rows + columns) < rows * columns and not set(first).intersection(last)
-    if is_factored and found in ([*first, *last], [*last, *first]):
-        sides = [
-            _einsum([side.operand], [_SAMPLE, _POSITION, *shared, *own]).reshape(factor.n, positions, size)
-            for side, own, size in ((left, first, rows), (right, last, columns))
-        ]
-        made = Outer(*sides) if [*first, *last] == found else Outer(*reversed(sides))
+    positions, rows, columns = count * _volume(shared, sizes), _volume(first, sizes), _volume(last, sizes)
+    is_smaller = positions * (rows + columns) < rows * columns and not set(first).intersection(last)
+    if is_smaller and found in ([*first, *last], [*last, *first]):
+        made = Outer(
+            left.product([*shared, *first]).reshape(factor.n, positions, rows),
+            right.product([*shared, *last]).reshape(factor.n, positions, columns),
+        )
+        made = made if [*first, *last] == found else Outer(made.right, made.left)
         return reshaped(made, torch.Size([sizes[label] for label in found]))
-    materialized = left.operand[1].shape[1] * _volume(output, sizes) + _volume({*output}.union(*(labels for labels, _ in others)), sizes)
-    written = _machine.reused_byte(factor.device, factor.dtype) * factor.sample_bytes
-    if positions * rows * columns + left.work + right.work > materialized + written:
+    if _is_cheaper_dense(factor, left, right, 2 * (positions * rows * columns + count * work), output, others, sizes):
         return None  # to be materialised, then the case above
-    return Dense(_einsum([left.operand, right.operand], [_SAMPLE, *found]))
+    products = [([_SAMPLE, _POSITION, *side.labels], side.product(side.labels)) for side in (left, right)]
+    return Dense(_einsum(products, [_SAMPLE, *found]))
+
+
+def _is_cheaper_dense(
+    factor: Factor, left: "_Side", right: "_Side", work: float, output: Labels, others: Sequence[Operand], sizes: dict[str, int]
+) -> bool:
+    """Whether to materialise takes less than products of sides, of so much work; both are also written, and laid out anew."""
+
+    def written(numbers: int) -> float:
+        nbytes = numbers * factor.dtype.itemsize
+        return 2 * nbytes * _machine.fresh_byte(factor.device, factor.dtype, factor.n * nbytes)
+
+    count = left.operand[1].shape[1]
+    of_sides = sum(written(count * _volume(side.labels, sizes)) for side in (left, right) if side.others)
+    dense = count * _volume(output, sizes) + _volume({*output}.union(*(labels for labels, _ in others)), sizes)
+    return work + of_sides > 2 * dense + written(_volume(output, sizes))
 
 
 class _Side(NamedTuple):
-    """One side of an Outer, multiplied with some operands, and the operations that this takes for one sample."""
+    """One side of an Outer, the operands that are multiplied with it, and the labels of the product that something needs."""
 
     operand: Operand
-    work: float
+    others: list[Operand]
+    labels: list[str]
 
-    @property
-    def labels(self) -> Labels:
-        return self.operand[0][2:]
+    def product(self, labels: Labels) -> Tensor:
+        """[n, t, *labels]."""
+        return _einsum([self.operand, *self.others], [_SAMPLE, _POSITION, *labels])
 
 
 def _sides_of(factor: Factor, output: Labels) -> tuple[_Side, _Side] | None:
@@ -93,32 +112,30 @@ def _sides_of(factor: Factor, output: Labels) -> tuple[_Side, _Side] | None:
     for k in range(len(output) + 1):
         first, last = factor.shape[:k], factor.shape[k:]
         if (first.numel(), last.numel()) == tuple(outer.shape):
-            left, right = outer.left.unflatten(2, first or (1,)), outer.right.unflatten(2, last or (1,))
-            left, right = left if first else left.squeeze(2), right if last else right.squeeze(2)
+            left, right = outer.left.reshape(*outer.left.shape[:2], *first), outer.right.reshape(*outer.right.shape[:2], *last)
+            (one, other) = output[:k], output[k:]
             return (
-                _Side(([_SAMPLE, _POSITION, *output[:k]], left), 0),
-                _Side(([_SAMPLE, _POSITION, *output[k:]], right), 0),
+                _Side(([_SAMPLE, _POSITION, *one], left), [], list(one)),
+                _Side(([_SAMPLE, _POSITION, *other], right), [], list(other)),
             )
     return None
 
 
-def _multiplied(left: _Side, right: _Side, others: Sequence[Operand], found: Labels, sizes: dict[str, int]) -> tuple[_Side, _Side]:
-    """Multiply each operand with the side with which the product is smaller; labels that nothing needs any more are summed over."""
-    sides = [left, right]
-    for k, (labels, tensor) in enumerate(others):
-        rest = {*found}.union(*(own for own, _ in others[k + 1 :]))
-        needed = [rest.union(sides[1 - i].labels) for i in (0, 1)]
-        products = [[own for own in dict.fromkeys((*sides[i].labels, *labels)) if own in needed[i]] for i in (0, 1)]
+def _divided(left: _Side, right: _Side, others: Sequence[Operand], found: Labels, sizes: dict[str, int]) -> tuple[_Side, _Side, int]:
+    """Multiply each operand with the side with which the product is smaller; also gives the operations for one position."""
+    sides, work = [left, right], 0
+    for k, (labels, _) in enumerate(others):
+        later = {*found}.union(*(own for own, _ in others[k + 1 :]))
+        products = [
+            [own for own in dict.fromkeys((*side.labels, *labels)) if own in later or own in beside.labels]
+            for side, beside in (sides, sides[::-1])
+        ]
         i = min((0, 1), key=lambda i: _volume(products[i], sizes))
-        held, work = sides[i].operand, sides[i].work
-        count = held[1].shape[1] * _volume({*sides[i].labels, *labels}, sizes)
-        product = [_SAMPLE, _POSITION, *products[i]]
-        sides[i] = _Side((product, _einsum([held, (labels, tensor)], product)), work + count)
-    for i in (0, 1):
-        held = sides[i].operand
-        kept = [_SAMPLE, _POSITION, *(own for own in sides[i].labels if own in found or own in sides[1 - i].labels)]
-        sides[i] = sides[i] if kept == held[0] else _Side((kept, _einsum([held], kept)), sides[i].work)
-    return sides[0], sides[1]
+        work += _volume({*sides[i].labels, *labels}, sizes)
+        sides[i] = _Side(sides[i].operand, [*sides[i].others, others[k]], products[i])
+    kept = [[own for own in side.labels if own in found or own in beside.labels] for side, beside in (sides, sides[::-1])]
+    left, right = (side._replace(labels=labels) for side, labels in zip(sides, kept, strict=True))
+    return left, right, work
 
 
 def _einsum(operands: Sequence[Operand], output: Labels) -> Tensor:
