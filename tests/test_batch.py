@@ -1478,6 +1478,27 @@ def test_a_sparse_constant_of_as_many_rows_as_samples(n, device):
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(fn))(w, x))
 
 
+CONVERTED = {
+    "to": lambda constant, x: constant.to(x),
+    "type_as": lambda constant, x: constant.type_as(x),
+    "copied": lambda constant, x: constant.to(x, copy=True),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_a_constant_in_the_dtype_of_the_data(name, dtype, n, device):
+    """Nothing of the data but their dtype and device reaches it."""
+    constant = torch.randn(3, 3, device=device)
+
+    def fn(w, x):
+        return (x @ (CONVERTED[name](constant, x) + w) * x.to(w)).sin().sum(1)
+
+    w, x = torch.randn(3, 3, device=device, dtype=dtype), torch.randn(n, 3, device=device, dtype=dtype)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), loop_grad(one(fn))(w, x))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_nodes_of_a_graph_that_all_samples_share(layout, device):

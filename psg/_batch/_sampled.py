@@ -3,12 +3,12 @@
 A tensor that was not may still hold data of the samples: by way of Python numbers, a closure, or an op that no mode sees.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from psg._torch._ops import LIKENESSES, tensors_of
+from psg._torch._ops import CONVERTING, LIKENESSES, name_of, tensors_of
 from psg._watch._writes import written
 
 
@@ -27,9 +27,10 @@ class Sampled:
         base = tensor._base
         return self._is_marked(tensor) or (base is not None and self._is_marked(base))
 
-    def follow(self, func: Any, tensors: Iterable[Tensor], output: Any, target: Any) -> None:
+    def follow(self, func: Any, tensors: Sequence[Tensor], output: Any, target: Any) -> None:
         """Record an op that has run on these tensors: if one depends on the samples, so do its output and what it wrote into."""
-        if func not in LIKENESSES and any(tensor in self for tensor in tensors):
+        used = () if func in LIKENESSES else tensors[:1] if name_of(func) in CONVERTING else tensors
+        if any(tensor in self for tensor in used):
             self._claim(tensors_of((output,), {}))
             targets = written(target)
             self._claim([*targets, *(tensor._base for tensor in targets if tensor._base is not None)])

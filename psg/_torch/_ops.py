@@ -142,8 +142,9 @@ LIKENESSES = {
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
 }
 
-# Ops, by name, that use only the shape, dtype and device of their second tensor.
-LIKE_ANOTHER = {"to", "type", "type_as", "view_as", "expand_as", "reshape_as"}
+# Ops, by name, that use only the dtype and device of their second tensor; and those that use only its shape, dtype and device.
+CONVERTING = {"to", "type", "type_as"}
+LIKE_ANOTHER = {*CONVERTING, "view_as", "expand_as", "reshape_as"}
 
 # Ops that make tensors into which functions write: in the first set often, in the second now and then.
 FACTORIES: list[set[Any]] = [
