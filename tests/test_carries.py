@@ -352,6 +352,12 @@ STEPS = {
     "diagonals": lambda w, p: w @ torch.diag(p["columns"] * w[2]) + (w @ torch.diag_embed(w[0])).sin(),
     "padded": lambda w, p: F.pad(w[1:, :2], (1, 0, 0, 1)) + F.pad(w, (0, 1, 2, 0), value=2.0)[2:, :IN],
     "flipped": lambda w, p: (w + w.flip(0)) / 2 + torch.cat([torch.rot90(w[:3], k) for k in range(2)])[1:5],
+    "attention": lambda w, p: F.scaled_dot_product_attention(w[None], p["w"][None], w[None].sin())[0],
+    "causal attention": lambda w, p: F.scaled_dot_product_attention(
+        w.view(2, 2, IN), p["w"].view(2, 2, IN), w.view(2, 2, IN), is_causal=True
+    ).view(OUT, IN),
+    "masked attention": lambda w, p: F.scaled_dot_product_attention(w, w, p["w"], attn_mask=w.detach() @ w.T > 0),
+    "dropout that draws nothing": lambda w, p: F.dropout(w, 0.5, training=False) * F.dropout(w, 0.0),
     "made of a vector": lambda w, p: F.linear(p["columns"], torch.cat([w, w.sin(), w])).view(OUT, IN),
     "made of vectors": lambda w, p: F.linear(p["w"][:2], torch.cat([w, w[:2]])).view(OUT, IN),
     "positive": lambda w, p: F.softplus(w),

@@ -349,3 +349,13 @@ def test_what_all_samples_draw_may_be_written_into_and_differentiated_for(fn, de
     expected = psg.per_sample_grad(fn, randomness="same", method="loop")(w, x)
     torch.manual_seed(0)
     assert_trees_close(psg.per_sample_grad(fn, randomness="same")(w, x), expected)
+
+
+@pytest.mark.parametrize("op", [F.dropout, lambda w, p: F.scaled_dot_product_attention(w, w, w, dropout_p=p)], ids=["dropout", "attention"])
+def test_ops_on_parameters_that_draw_are_not_computed_once(op, device):
+    """Every sample draws a mask of its own, as in the loop."""
+    w = torch.ones(8, 8, device=device)
+    values, _ = psg.per_sample_value_and_grad(lambda w, x: (op(w, 0.5)[0, 0] * x).sum(), randomness="different")(
+        w, torch.ones(64, device=device)
+    )
+    assert len(set(values.tolist())) > 1

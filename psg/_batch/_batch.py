@@ -35,6 +35,7 @@ from psg._batch._owners import NotFinite, groups, measure
 from psg._batch._sampled import Sampled
 from psg._call import Call
 from psg._capture._capture import Captured, Function
+from psg._capture._carries import in_parts
 from psg._capture._derived import derives
 from psg._capture._lifted import Lifted, Tap, Watch, pull_back
 from psg._capture._operands import run_rule
@@ -411,7 +412,7 @@ class _BatchMode(Watch, Looking):
         """The choice between one value for all samples and rows of each sample's own, if the op allows both; and if one value is likely."""
         # A tensor with a history would lose it in a value that is computed once.
         constant = all(map(self._is_constant, others))
-        if not (constant and target is None and derives(func) or says_where and _computable_once(func, args, kwargs)):
+        if not (constant and target is None and derives(func, args, kwargs) or says_where and _computable_once(func, args, kwargs)):
             return None, False
         # A tensor with n rows may have one for each sample. A single number is likely shared: it may choose an expert.
         # But a mask, say, has them as the parameter does, whose shape it has; and of a sparse tensor no rule could take the rows.
@@ -454,7 +455,7 @@ class _BatchMode(Watch, Looking):
         """
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
-            decompose = _registry.find_decomposition(func, differentiated=False)  # such as vmap can pull gradients back through
+            decompose = in_parts(func)
             output = decompose(*args, **kwargs) if decompose is not None and not watched else NotImplemented
             if output is NotImplemented:
                 output = self._run_inside(func, args, kwargs) if watched else func(*args, **kwargs)

@@ -494,7 +494,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "stack": _stack,
     "sum": _sum,
     "mean": _mean,
-    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone"), _cast),
+    **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone", "dropout"), _cast),
 }
 
 FUSED = frozenset(name for name, carries in ADJOINTS.items() if carries in (_softmax, _log_softmax))

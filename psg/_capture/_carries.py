@@ -197,10 +197,15 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
     return [terms.get(id(leaf), []) for leaf in leaves.values()]
 
 
+def in_parts(op: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The decomposition of an op on parameters, if vmap could not pull gradients back through the op itself."""
+    return find_decomposition(op, differentiated=op is F.scaled_dot_product_attention)  # whose backward is one fused kernel
+
+
 def _pulled(step: Step, factor: Dense) -> list[list[Factor]]:
     """Pull materialised gradients back over one op as autograd does: for ops whose backward reads them fewer times than maps of factors."""
     leaves = {id(side): side.detach().requires_grad_() for side in step.sides}
-    decompose = find_decomposition(step.run, differentiated=False)  # it runs under vmap
+    decompose = in_parts(step.run)
     output = NotImplemented if decompose is None else step.rerun(leaves, decompose)
     output = step.rerun(leaves, step.run) if output is NotImplemented else output
     found = _autograd.pulled_for_all((output,), list(leaves.values()), (factor.values.to(output.dtype),))

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from torch._functorch.autograd_function import custom_function_call
+
 from psg._capture._adjoints import ADJOINTS
 from psg._capture._carries import POINTWISE, REDUCING
 from psg._torch._cached import cached
-from psg._torch._ops import is_torchs, name_of
+from psg._torch._ops import draws, is_torchs, name_of
 
 _SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING}) | frozenset(
     """
@@ -17,9 +19,9 @@ _SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING}) | frozenset(
 """Ops that vmap runs about as fast as torch does: entry by entry, reductions, products, moves of entries."""
 
 # Deterministic, functional ops, which have one value for all samples: those above, whose factors are carried over, and these, whose
-# gradients are pulled back. An op that is not named is lifted, which is right too; an op that draws random numbers must not be named, nor
-# one whose backward vmap gets wrong (cdist). An output without a derivative, such as a mask, is a constant. (custom_function_call is every
-# autograd.Function: the router's `_compute` sees if one has drawn.)
+# gradients are pulled back. An op that is not named is lifted, which is right too; one whose backward vmap gets wrong (cdist) must not be
+# named, nor one that draws random numbers, unless `draws` tells in which calls. An output without a derivative, such as a mask, is a
+# constant. (custom_function_call is every autograd.Function: the router's `_compute` sees if one has drawn.)
 _DERIVING = _SIMPLE | frozenset(
     """
     batch_norm interpolate normalize as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d
@@ -41,14 +43,18 @@ _DERIVING = _SIMPLE | frozenset(
     linalg_lstsq linalg_tensorinv linalg_tensorsolve triangular_solve det slogdet linalg_cond linalg_matrix_norm linalg_matrix_rank
     linalg_matrix_power linalg_multi_dot linalg_cross linalg_diagonal linalg_vander linalg_vecdot mse_loss l1_loss smooth_l1_loss huber_loss
     cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss cosine_embedding_loss
-    multilabel_soft_margin_loss custom_function_call
+    multilabel_soft_margin_loss scaled_dot_product_attention custom_function_call
     """.split()
 )
 
 
+def derives(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call on parameters and constants is computed once."""
+    return _may_derive(func) and (func is custom_function_call or not draws(func, args, kwargs))
+
+
 @cached
-def derives(func: Any) -> bool:
-    """Whether an op is computed once on parameters and constants."""
+def _may_derive(func: Any) -> bool:
     return name_of(func) in _DERIVING and is_torchs(func)
 
 

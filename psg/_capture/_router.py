@@ -12,6 +12,7 @@ from torch._functorch.autograd_function import custom_function_call
 from psg._call import Call
 from psg._capture import _ruleless
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
+from psg._capture._carries import in_parts
 from psg._capture._derived import derives, is_simple
 from psg._capture._inside import LinearOp
 from psg._capture._lifted import Lifted, Watch, with_history
@@ -521,7 +522,7 @@ class Router(Watch, Looking):
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
-        if derives(func):
+        if derives(func, args, kwargs):
             held, options = substitute((args, kwargs), self._held)
             lifted = self.lifted_among(tensors_of(held, options))
             output = self._derive(func, lifted, held, options) if lifted else NotImplemented
@@ -598,7 +599,7 @@ class Router(Watch, Looking):
 
     def _may_derive(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an op is computed once if it is on lifted values and constants alone."""
-        if self.differentiated or not self.habits.derives or not derives(func):
+        if self.differentiated or not self.habits.derives or not derives(func, args, kwargs):
             return False  # a derived value has a leaf of its own, at which its derivative would end
         if not self.habits.lifts or not is_simple(name_of(func)):
             return True
@@ -647,9 +648,8 @@ class Router(Watch, Looking):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on parameters and constants below vmap; NotImplemented for an autograd.Function that cannot run once for all."""
-        decompose = _registry.find_decomposition(func, differentiated=False)
+        decompose = in_parts(func)
         if decompose is not None:
-            # Needed here too: `pull_back` differentiates the op under vmap.
             output = decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
