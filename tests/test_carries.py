@@ -311,7 +311,7 @@ STEPS = {
     "rows added": lambda w, p: p["gain"] + w,
     "both": lambda w, p: w + p["gain"] * p["columns"],
     "entries": lambda w, p: w * p["w"],
-    "added": lambda w, p: p["w"] - w,
+    "added": lambda w, p: p["w"] - 0.7 * w,  # not zero, which some steps would divide by
     "low rank": lambda w, p: w + 0.5 * p["b"] @ p["a"],
     "from the left": lambda w, p: (p["b"] @ p["b"].T) @ w,
     "from the right": lambda w, p: w @ (p["a"].T @ p["a"]),
