@@ -297,6 +297,88 @@ def sparse(w, layout=torch.sparse_coo):
     return torch.tensor([[0, 2, 0, -1], [1, 0, 0, 0], [0, 0, 0, 0], [3, 1, 0, 2]], dtype=w.dtype, device=w.device).to_sparse(layout=layout)
 
 
+# Unusual forms of calls, of a number s, a vector v, a matrix w and a stack t.
+FORMS = {
+    "sum of a number": lambda s, v, w, t: s.sum(0) * s.mean(-1, keepdim=True),
+    "sums by keyword": lambda s, v, w, t: t.sum(dim=0) + torch.sum(t, axis=0) + t.mean(0, dtype=torch.float64) + t.sum((0, 1)),
+    "sum of nothing": lambda s, v, w, t: t[:0].sum(0) + w,
+    "repeats of a number": lambda s, v, w, t: s.repeat(3) + s.tile(2, 3) + s.expand(2, 3),
+    "repeats by list": lambda s, v, w, t: w.repeat([2, 1]) + torch.tile(w, dims=(2, 1)) + w.repeat(repeats=(2, 1)),
+    "no repeats": lambda s, v, w, t: w.repeat(0, 1).sum() + w.repeat_interleave(0, dim=0).sum() + torch.tile(w, ()),
+    "repeats of several counts": lambda s, v, w, t: (
+        torch.repeat_interleave(v, torch.tensor([1, 0, 2], device=v.device)) * v.repeat_interleave(2)[:3]
+    ),
+    "new dimensions": lambda s, v, w, t: (
+        v.expand([2, 4, 3]) + w.expand(2, -1, -1) + torch.broadcast_to(s, t.shape) + w[:1].expand(0, 3).sum()
+    ),
+    "einsum of a list": lambda s, v, w, t: torch.einsum("ij,kj->ik", [w, w]) + torch.einsum("ij,kj", w, w.sin()),
+    "einsum with capitals": lambda s, v, w, t: torch.einsum(" B a , c a ", w, w.sin()),
+    "einsum with an ellipsis": lambda s, v, w, t: torch.einsum("...j,kj->...k", t, w),
+    "einsum of diagonals": lambda s, v, w, t: torch.einsum("ii->i", w[:3]) + torch.einsum("ii", w[:3]),
+    "einsum by numbers": lambda s, v, w, t: torch.einsum(w, [0, 1], w.sin(), [2, 1], [0, 2]),
+    "einsum of a number": lambda s, v, w, t: torch.einsum(",ij->ij", s, w) + torch.einsum("ij,ij->ij", w, w[:1].sin()),
+    "kron of others": lambda s, v, w, t: (
+        torch.kron(s, s.sin()) + torch.kron(v, v.sin()).sum() + torch.kron(v, w).sum() + torch.kron(t, t[:1, :2])
+    ),
+    "tensordot of dimensions": lambda s, v, w, t: torch.tensordot(t, w, dims=([-1], [-1])) + torch.tensordot(w, w.sin()),
+    "tensordot of none": lambda s, v, w, t: torch.tensordot(v, v.sin(), 0) + torch.tensordot(t, w, ([1, 2], [0, 1])).sum(),
+    "blocks of others": lambda s, v, w, t: torch.block_diag(w, v, s) + torch.block_diag(w, w[:0], w[:2]).sum(),
+    "diagonals aside": lambda s, v, w, t: (
+        torch.diag(v, 1)[:, 1:] + torch.diag(w) + torch.diag_embed(w).sum() + torch.diag_embed(v, -1)[1:].sum()
+    ),
+    "padded aside": lambda s, v, w, t: (
+        F.pad(w, (-1, 1)) + F.pad(t, (1, 1), mode="circular")[0, :, 1:4] + F.pad(t, (0, 0, 1, 1, 2, 0))[3, 1:5]
+    ),
+    "stacks of others": lambda s, v, w, t: torch.stack([s, s.sin()]).sum() + torch.stack(tensors=(w, w.sin()), dim=-1).sum(-1),
+    "long stack": lambda s, v, w, t: torch.stack([k * v for k in range(20)]),
+    "indexed by lists": lambda s, v, w, t: w[[0, -1, 0]] + w[torch.tensor([True, False, True, True], device=w.device)],
+    "indexed by others": lambda s, v, w, t: (
+        w[torch.tensor(1, device=w.device)] + w[:, torch.tensor([0, 2, 2], device=w.device)] + t[:, [1, 0]].sum(0)[:1]
+    ),
+    "indexed by pairs": lambda s, v, w, t: w[torch.tensor([[0, -1], [1, 2]], device=w.device)] + w[[0, 1], [1, 2]].sum(),
+    "indexed by nothing": lambda s, v, w, t: w[torch.zeros(2, 0, dtype=torch.int64, device=w.device)].sum() + w[None],
+    "added to columns": lambda s, v, w, t: (
+        w.index_add(-1, numbers(w, 0, 0), w[:, :2].sin()) + w.scatter_add(1, numbers(w, 2, 0, 1)[None].expand(4, 3), w)
+    ),
+    "added to a vector": lambda s, v, w, t: v.index_add(0, numbers(v, 0, 0), v[:2].sin()),
+    "layers of vectors": lambda s, v, w, t: F.linear(v, w, w[:, 0]) + F.linear(w, v) + F.linear(t, w, w[:, 0]) + (t @ v).sum() + w @ v,
+    "products of stacks": lambda s, v, w, t: (t @ w.T) @ (w @ t.mT).sin(),
+    "norms by keyword": lambda s, v, w, t: (
+        F.layer_norm(input=w, normalized_shape=(3,), weight=v, bias=v.sin(), eps=1e-3) + torch.layer_norm(w, [3], v, v)
+    ),
+    "norms of all": lambda s, v, w, t: F.layer_norm(w, (4, 3), w.sin()) + F.normalize(input=1 + w) + F.layer_norm(w, [3], None, v),
+    "along other dimensions": lambda s, v, w, t: (
+        w.cumsum(dim=0) + F.softmax(w, dim=0) + w.amax(1)[:, None] + w.amax() + w.logsumexp((0, 1))
+    ),
+    "sparse by others": lambda s, v, w, t: (
+        w @ torch.eye(3, device=w.device).to_sparse() + torch.mv(torch.eye(3, device=w.device).to_sparse(), v)
+    ),
+    "constant lookups": lambda s, v, w, t: (
+        F.embedding(numbers(w, 0, 1, 0), w, 0)
+        + F.embedding(numbers(w, 0, 1, 0), w, scale_grad_by_freq=True)
+        + F.embedding(torch.tensor([[0, 1], [3, 0]], device=w.device), w).sum(1)[:1]
+    ),
+    "grouped attention": lambda s, v, w, t: F.scaled_dot_product_attention(
+        t[None].repeat(1, 2, 1, 1), t[None], t[None, :, 1:3].repeat(1, 1, 2, 1), enable_gqa=True, scale=0.3
+    ),
+}
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["lookup", "all"])
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_calls_on_parameters(name, once, device):
+    """Whether an op's adjoint takes a form of its call or not, gradients are those of the loop."""
+
+    def fn(p, x):
+        output = FORMS[name](*(2 * own.sin() for own in p))
+        if once and output.ndim == 2:
+            return F.embedding((x[:2] > 0).long(), output).sin().sum() * x[0]
+        return (output * x.sum()).sin().sum()
+
+    shapes = (), (3,), (4, 3), (2, 4, 3)
+    assert_agrees(Problem(fn, (tuple(torch.randn(shape, device=device) for shape in shapes), torch.randn(3, 3, device=device))))
+
+
 # Every value is a matrix of one shape, so that any step may follow any other.
 STEPS = {
     "number": lambda w, p: w * 0.7,
@@ -358,6 +440,7 @@ STEPS = {
     ).view(OUT, IN),
     "masked attention": lambda w, p: F.scaled_dot_product_attention(w, w, p["w"], attn_mask=w.detach() @ w.T > 0),
     "dropout that draws nothing": lambda w, p: F.dropout(w, 0.5, training=False) * F.dropout(w, 0.0),
+    "sums of a number": lambda w, p: w * (2 * p["s"]).sum(0) - (3 * p["s"]).mean(-1) * w.sum() + (p["s"] * w[0, 0]).repeat(OUT, 1),
     "made of a vector": lambda w, p: F.linear(p["columns"], torch.cat([w, w.sin(), w])).view(OUT, IN),
     "made of vectors": lambda w, p: F.linear(p["w"][:2], torch.cat([w, w[:2]])).view(OUT, IN),
     "positive": lambda w, p: F.softplus(w),

@@ -109,7 +109,7 @@ def _tile(output: Tensor, input: Any, *dims: Any) -> SideCarries:
 
 
 def _repeat_interleave(output: Tensor, input: Any, repeats: Any, dim: Any = None) -> SideCarries:
-    if not isinstance(repeats, int) or dim is None:
+    if not isinstance(repeats, int) or dim is None or input.ndim == 0:
         return []
     dim %= input.ndim
     return _copies(input, [*((1, size) for size in input.shape[: dim + 1]), (repeats, 1), *((1, size) for size in input.shape[dim + 1 :])])
@@ -336,18 +336,19 @@ def _stack(output: Tensor, tensors: Any, dim: int = 0) -> SideCarries:
 
 
 def _sum(output: Tensor, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> SideCarries:
-    return _added_slices(input, dim, 1)
+    return _added_slices(input, dim)
 
 
 def _mean(output: Tensor, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> SideCarries:
-    return _added_slices(input, dim, 1 / input.shape[dim]) if isinstance(dim, int) and input.shape[dim] else []
+    return _added_slices(input, dim, is_mean=True)
 
 
-def _added_slices(input: Tensor, dim: Any, scale: float) -> SideCarries:
+def _added_slices(input: Tensor, dim: Any, is_mean: bool = False) -> SideCarries:
     """Sums of a few slices: the gradient of each is that of the sum."""
-    if not isinstance(dim, int) or not 0 < input.shape[dim] <= _MOST_SLICES:
+    if not isinstance(dim, int) or input.ndim == 0 or not 0 < input.shape[dim] <= _MOST_SLICES:
         return []
     slices = slices_of(input.shape, dim % input.ndim)
+    scale = 1 / len(slices) if is_mean else 1
 
     def carry(factor: Factor) -> Factor | None:
         own = scaled(factor, scale) if isinstance(factor, _SPREAD) else None
