@@ -590,6 +590,30 @@ def test_derivations_compiled(device):
     assert_trees_close(out.norms, expected.norms)
 
 
+COMPILED = {
+    "a sparse matrix": lambda w, p, i, graph: (graph @ w)[i],
+    "a sparse matrix twice": lambda w, p, i, graph: F.embedding(i, torch.sparse.mm(graph, (graph @ w).sin())),
+    "rows added up": lambda w, p, i, graph: F.embedding(i, p["w"].index_add(0, numbers(w, 1, 3, 1, 0), w)),
+    "rows of rows": lambda w, p, i, graph: F.embedding(i, w[numbers(w, 1, 3, 1, 0)] + F.embedding(numbers(w, 0, 0, 1, 2), w)),
+    "layer norm": lambda w, p, i, graph: F.embedding(i, F.layer_norm(F.linear(w, w[:IN].sin()), (IN,), p["columns"])),
+    "a Kronecker product": lambda w, p, i, graph: torch.kron(w, p["gain"]) @ F.embedding(i, w).T,
+    "attention": lambda w, p, i, graph: F.linear(F.embedding(i, w), F.scaled_dot_product_attention(w, w, p["w"])),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_derivations_and_lookups_compiled(name, device):
+    """In one graph: a call that ran eagerly would warn."""
+    graph = sparse(torch.empty(0, device=device))
+
+    def fn(p, i):
+        return score(COMPILED[name](p["w"] * p["s"], p, i, graph))
+
+    problem = parameters(device, "w", "gain", "columns", "s"), numbers(torch.empty(0, device=device), *[[0, 3, 3], [1, 2, 0]])
+    for transform in (psg.clipped_grad(fn, 1.0), psg.per_sample_norm(fn)):
+        assert_trees_close(psg.jit(transform, backend="aot_eager")(*problem), transform(*problem))
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_what_is_written_into_after_it_was_read_is_an_error_as_in_torch(device):
     def fn(w, x):

@@ -6,7 +6,6 @@ Each function returns None where psg has no factor for the result: the gradient 
 from functools import singledispatch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from psg._hardware import _machine, _processor
@@ -318,7 +317,8 @@ def _(factor: Rows, matrix: Tensor) -> Factor | None:
     if matrix.layout is not torch.strided and _functorch.can_read_now(index):
         return _looked_up_in_sparse(factor, matrix.to_sparse_coo().coalesce())  # torch warns that CSR is new
     if matrix.layout is not torch.strided:
-        return premultiplied(Outer(F.one_hot(index, factor.num_rows).to(factor.dtype), cotangent), matrix)
+        rows = cotangent.new_zeros(*index.shape, factor.num_rows).scatter(2, index.unsqueeze(2), 1)
+        return premultiplied(Outer(rows, cotangent), matrix)
     if factor.num_rows <= index.shape[1]:
         return premultiplied(Dense(factor.materialize()), matrix)
     return Outer(matrix.to(factor.dtype)[index], cotangent)
