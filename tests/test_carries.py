@@ -321,6 +321,9 @@ FORMS = {
         torch.kron(s, s.sin()) + torch.kron(v, v.sin()).sum() + torch.kron(v, w).sum() + torch.kron(t, t[:1, :2])
     ),
     "tensordot of dimensions": lambda s, v, w, t: torch.tensordot(t, w, dims=([-1], [-1])) + torch.tensordot(w, w.sin()),
+    "tensordot by a tensor": lambda s, v, w, t: torch.tensordot(w, v, dims=torch.tensor(1)),
+    "scattered to no columns": lambda s, v, w, t: w[:, :0].scatter_add(0, numbers(w, 1, 2)[:, None].expand(2, 0), w[:2, :0]).sum() + w,
+    "a table of one row": lambda s, v, w, t: w[:1] / w[:1].norm(dim=(0, 1), keepdim=True) - w[:1, :1] + w[:1, :1].mean(0, keepdim=True),
     "tensordot of none": lambda s, v, w, t: torch.tensordot(v, v.sin(), 0) + torch.tensordot(t, w, ([1, 2], [0, 1])).sum(),
     "blocks of others": lambda s, v, w, t: torch.block_diag(w, v, s) + torch.block_diag(w, w[:0], w[:2]).sum(),
     "diagonals aside": lambda s, v, w, t: (
@@ -372,7 +375,7 @@ def test_forms_of_calls_on_parameters(name, once, device):
     def fn(p, x):
         output = FORMS[name](*(2 * own.sin() for own in p))
         if once and output.ndim == 2:
-            return F.embedding((x[:2] > 0).long(), output).sin().sum() * x[0]
+            return F.embedding((x[:2] > 0).long() % len(output), output).sin().sum() * x[0]
         return (output * x.sum()).sin().sum()
 
     shapes = (), (3,), (4, 3), (2, 4, 3)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, score
+from conftest import as_large
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -316,12 +317,23 @@ def test_small_tables(cost, n, rows, t, features, padding, seed, device):
             assert psg.tree.sparse_weighted_sum(factor, torch.ones(n, device=device)).is_sparse
 
 
-@pytest.mark.parametrize("index", [[-1], [0, 5], [[1, 2], [-3, 0]]])
-def test_a_constant_index_that_embedding_refuses(index):
-    """Indexing, as which psg computes a lookup that all samples share, would count negative ones from the end."""
+REFUSED = {
+    "negative": ([-1], (5, 3), IndexError, "out of range"),
+    "too large": ([0, 5], (5, 3), IndexError, "out of range"),
+    "one of several": ([[1, 2], [-3, 0]], (5, 3), IndexError, "out of range"),
+    "a mask": ([True, False, True, False, True], (5, 3), RuntimeError, "scalar types"),
+    "of a stack": ([0, 1], (5, 2, 3), RuntimeError, "2-D"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_constant_index_that_embedding_refuses(name, monkeypatch):
+    """Indexing, as which psg computes a lookup that all samples share, would take it."""
+    as_large(monkeypatch)
+    index, shape, error, message = REFUSED[name]
 
     def fn(w, x):
         return (F.embedding(torch.tensor(index), w) * x).sum()
 
-    with pytest.raises(IndexError, match="out of range"):
-        psg.per_sample_grad(fn)(torch.randn(5, 3), torch.randn(2, 3))
+    with pytest.raises(error, match=message):
+        psg.per_sample_grad(fn)(torch.randn(shape), torch.randn(2, 3))

@@ -201,14 +201,16 @@ def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> SideCa
 
 def _of_rows(x: Tensor, matrix: Tensor) -> tuple[CarryToSide, CarryToSide]:
     """The carries of x @ matrix to both, for x of rows in any number of dimensions."""
-    rows = x if x.ndim == 2 else x.flatten(0, -2)
-    flat = torch.Size((len(rows), matrix.shape[1]))
+    flat = torch.Size((x.shape[:-1].numel(), matrix.shape[1]))
 
     def to_x(factor: Factor) -> Factor | None:
         found = postmultiplied(reshaped(factor, flat), matrix.t())
         return None if found is None else reshaped(found, x.shape)
 
-    return to_x, lambda factor: premultiplied(reshaped(factor, flat), rows)
+    def to_matrix(factor: Factor) -> Factor | None:
+        return premultiplied(reshaped(factor, flat), x if x.ndim == 2 else x.flatten(0, -2))
+
+    return to_x, to_matrix
 
 
 def _addmm(output: Tensor, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> SideCarries:
@@ -257,15 +259,13 @@ def _einsum(output: Tensor, equation: Any, *operands: Any) -> SideCarries:
     inputs, arrow, labels = equation.replace(" ", "").partition("->")
     if not arrow:
         labels = "".join(sorted(label for label in set(inputs) - {","} if inputs.count(label) == 1))
-    parts = inputs.split(",")
-    if any(len(set(part)) < len(part) for part in (*parts, labels)) or any(
-        len(part) != tensor.ndim for part, tensor in zip(parts, given, strict=True)
-    ):
+    pairs = list(zip(inputs.split(","), given, strict=True))
+    if any(len(set(part)) < len(part) for part, _ in pairs):
         return []  # diagonals
-    sizes = [dict(zip(part, tensor.shape, strict=True)) for part, tensor in zip(parts, given, strict=True)]
+    sizes = [dict(zip(part, tensor.shape, strict=True)) for part, tensor in pairs]
     if any(one[label] != other[label] for one, other in itertools.combinations(sizes, 2) for label in one.keys() & other.keys()):
         return []  # broadcast
-    return _operands(output, labels, list(zip(parts, given, strict=True)))
+    return _operands(output, labels, pairs)
 
 
 def _kron(output: Tensor, input: Any, other: Any) -> SideCarries:
@@ -278,7 +278,7 @@ def _kron(output: Tensor, input: Any, other: Any) -> SideCarries:
 def _tensordot(output: Tensor, a: Any, b: Any, dims: Any = 2, out: None = None) -> SideCarries:
     if isinstance(dims, int):
         dims = range(a.ndim - dims, a.ndim), range(dims)
-    if len(dims) != 2 or not all(isinstance(own, (list, tuple, range)) for own in dims):
+    if not isinstance(dims, (list, tuple)) or not all(isinstance(own, (list, tuple, range)) for own in dims):
         return []
     first, second = ([f"{name}{k}" for k in range(tensor.ndim)] for name, tensor in (("a", a), ("b", b)))
     pairs = {dim % a.ndim: other % b.ndim for dim, other in zip(*dims, strict=True)}
@@ -352,10 +352,12 @@ def _added_slices(input: Tensor, dim: Any, is_mean: bool = False) -> SideCarries
 
     def carry(factor: Factor) -> Factor | None:
         own = scaled(factor, scale) if isinstance(factor, _SPREAD) else None
-        own = None if own is None else reshaped(own, torch.Size(slices[0].size))
-        if own is None or not own.is_kept or isinstance(own, Rows):
-            return None if own is None else Views([own] * len(slices), slices, input.shape)
-        return Expanded(own.materialize().unsqueeze(1 + dim % input.ndim), input.shape)
+        if own is None:
+            return None
+        own = reshaped(own, torch.Size(slices[0].size))
+        if own.is_kept and not isinstance(own, Rows):  # of a table, also a small one, the rows go on to the next step
+            return Expanded(own.materialize().unsqueeze(1 + dim % input.ndim), input.shape)
+        return Views([own] * len(slices), slices, input.shape)
 
     return [(input, carry)]
 
@@ -404,17 +406,15 @@ def _indexed(output: Tensor, input: Any, *index: Any) -> SideCarries:
 def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> SideCarries:
     if input.ndim != 2 or dim % 2 != 0 or not isinstance(index, Tensor) or index.dtype not in _INDICES:
         return []
-    rows = index.long() % max(1, len(input))
-    if index.ndim == 1:
-        return [(input, lambda factor: scattered(factor, rows, len(input)))]
+
+    def to_rows(factor: Factor | None, index: Tensor) -> Factor | None:
+        return None if factor is None else scattered(factor, index.long() % max(1, len(input)), len(input))
 
     def of_column(k: int) -> CarryToSide:
-        def carry(factor: Factor) -> Factor | None:
-            own = sliced(factor, 1, k)
-            return None if own is None else scattered(own, rows[:, k], len(input))
+        return lambda factor: to_rows(sliced(factor, 1, k), index[:, k])
 
-        return carry
-
+    if index.ndim == 1:
+        return [(input, lambda factor: to_rows(factor, index))]
     return [(input, of_column(k)) for k in range(index.shape[1])] if index.ndim == 2 and index.shape[1] <= _MOST_SLICES else []
 
 
@@ -432,6 +432,8 @@ def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any,
 def _scatter_add(output: Tensor, input: Any, dim: int, index: Tensor, src: Any) -> SideCarries:
     """Only with one index for each row."""
     if index.ndim != 2 or index.shape != src.shape or index.shape[1] != output.shape[1] or index.stride(1) != 0:
+        return []
+    if index.numel() == 0:
         return []
     return _index_add(output, input, dim, index[:, 0], src)
 
@@ -505,4 +507,4 @@ MOVING = frozenset(name for name, carries in ADJOINTS.items() if carries in (_re
 """Ops that move entries and do not change their values."""
 
 AS_SMALL = frozenset(name for name, carries in ADJOINTS.items() if carries in (_matmul, _linear, _indexed))
-"""Products and lookups: if all samples share the data, of however many rows, their factors are no larger than those of a rule."""
+"""Ops with a rule whose factors, if all samples share the data, are no larger than those of the rule, however many rows there are."""

@@ -199,7 +199,8 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
 
 def in_parts(op: Callable[..., Any]) -> Callable[..., Any] | None:
     """The decomposition of an op on parameters, if vmap could not pull gradients back through the op itself."""
-    return find_decomposition(op, differentiated=op is F.scaled_dot_product_attention)  # whose backward is one fused kernel
+    # Of attention there is a form for passes that are differentiated, and vmap cannot run the backward of the fused one.
+    return find_decomposition(op, differentiated=op is F.scaled_dot_product_attention)
 
 
 def _pulled(step: Step, factor: Dense) -> list[list[Factor]]:
@@ -314,7 +315,7 @@ def _is_row_by_row(step: Step) -> bool:
         return False
     (side,) = step.sides
     if step.name in REDUCING:
-        return _keepdim_shape(step, side) == (len(side), 1)
+        return len(side) > 1 and _keepdim_shape(step, side) == (len(side), 1)  # a single row may have been reduced with all its entries
     if step.name not in _ROW_BY_ROW:
         return False
     keyword, position, default = _ROW_BY_ROW[step.name]

@@ -9,7 +9,10 @@ from psg._capture._carries import POINTWISE, REDUCING
 from psg._torch._cached import cached
 from psg._torch._ops import draws, is_torchs, name_of
 
-_SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING}) | frozenset(
+_SLOW = frozenset("kron tensordot repeat_interleave block_diag index_add scatter_add _sparse_mm constant_pad_nd".split())
+"""Ops with an adjoint that are several ops under vmap."""
+
+_SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING} - _SLOW) | frozenset(
     """
     broadcast_tensors hstack vstack diagonal flip roll type_as round floor ceil trunc sign sgn cumsum cumprod bmm gather real imag conj
     resolve_conj view_as_real view_as_complex complex polar fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2
@@ -18,12 +21,16 @@ _SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING}) | frozenset(
 )
 """Ops that vmap runs about as fast as torch does: entry by entry, reductions, products, moves of entries."""
 
-# Deterministic, functional ops, which have one value for all samples: those above, whose factors are carried over, and these, whose
-# gradients are pulled back. An op that is not named is lifted, which is right too; one whose backward vmap gets wrong (cdist) must not be
-# named, nor one that draws random numbers, unless `draws` tells in which calls. An output without a derivative, such as a mask, is a
-# constant. (custom_function_call is every autograd.Function: the router's `_compute` sees if one has drawn.)
-_DERIVING = _SIMPLE | frozenset(
-    """
+# Deterministic, functional ops, which have one value for all samples: those above, and these. Factors are carried over those that have an
+# adjoint or work entry by entry; over others gradients are pulled back. An op that is not named is lifted, which is right too; one whose
+# backward vmap gets wrong (cdist) must not be named, nor one that draws random numbers, unless `draws` tells in which calls. An output
+# without a derivative, such as a mask, is a constant. (custom_function_call is every autograd.Function: the router's `_compute` sees if one
+# has drawn.)
+_DERIVING = (
+    _SIMPLE
+    | _SLOW
+    | frozenset(
+        """
     batch_norm interpolate normalize as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d
     adaptive_avg_pool1d adaptive_avg_pool2d glu _weight_norm detach fake_quantize_per_channel_affine gt ge lt le eq ne __gt__ __ge__ __lt__
     __le__ __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite max min argmax argmin inner addmv addr baddbmm cross trace
@@ -45,6 +52,7 @@ _DERIVING = _SIMPLE | frozenset(
     cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss cosine_embedding_loss
     multilabel_soft_margin_loss scaled_dot_product_attention custom_function_call
     """.split()
+    )
 )
 
 

@@ -110,6 +110,7 @@ class Lifted:
 
         terms = terms_of(self.terms)
         self.terms = self.terms if terms is None else handed_on(terms)
+        # A parent may be large where this value is small, as that of a weight which is made from a vector.
         if max(value.nbytes for value in (self, *parents)) >= _MANY_BYTES and not all(isinstance(term, Dense) for term in self.terms):
             # They have to be materialised, but not to be left to autograd: its backward under vmap holds arguments that require grad, and
             # with those torch's matrix products copy the whole gradient into another layout.

@@ -314,13 +314,15 @@ def _(factor: Scaled, matrix: Tensor) -> Factor | None:
 @premultiplied.register
 def _(factor: Rows, matrix: Tensor) -> Factor | None:
     index, cotangent = factor.index, factor.cotangent
-    if matrix.layout is not torch.strided and _functorch.can_read_now(index):
+    positions, columns, made = index.shape[1], cotangent.shape[2], matrix.shape[1]
+    is_sparse = matrix.layout is not torch.strided
+    if factor.num_rows <= positions or is_sparse and positions * (made + columns) > made * columns:
+        return premultiplied(Dense(factor.materialize()), matrix)  # no more numbers, and a product that takes as long for any of them
+    if is_sparse and _functorch.can_read_now(index):
         return _looked_up_in_sparse(factor, matrix.to_sparse_coo().coalesce())  # torch warns that CSR is new
-    if matrix.layout is not torch.strided:
+    if is_sparse:
         rows = cotangent.new_zeros(*index.shape, factor.num_rows).scatter(2, index.unsqueeze(2), 1)
         return premultiplied(Outer(rows, cotangent), matrix)
-    if factor.num_rows <= index.shape[1]:
-        return premultiplied(Dense(factor.materialize()), matrix)
     return Outer(matrix.to(factor.dtype)[index], cotangent)
 
 

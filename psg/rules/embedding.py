@@ -88,7 +88,8 @@ def embedding_of_each(
     """An embedding whose weight depends on the sample: vmap has no sparse gradients, and ignores padding_idx, whose row must get none."""
     if max_norm is not None or not _functorch.is_vmapped(weight):
         return NotImplemented
-    if is_indexing(padding_idx, max_norm, scale_grad_by_freq) and not _functorch.is_wrapped(input) and not _has_negative(input):
+    is_shared = not _functorch.is_wrapped(input) and not _has_negative(input)
+    if is_shared and is_indexing(input, weight, padding_idx, max_norm, scale_grad_by_freq):
         return weight[input]  # once for all samples
     if padding_idx is None or not -len(weight) <= padding_idx < len(weight):
         return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq) if sparse else NotImplemented
@@ -96,9 +97,12 @@ def embedding_of_each(
     return _WithoutGradient.apply(output, (input == padding_idx % len(weight)).unsqueeze(-1))
 
 
-def is_indexing(padding_idx: int | None = None, max_norm: float | None = None, scale_grad_by_freq: bool = False, **_: Any) -> bool:
-    """Whether F.embedding with these options is weight[input]."""
-    return padding_idx is None and max_norm is None and not scale_grad_by_freq
+def is_indexing(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, scale_grad_by_freq: bool = False, **_: Any
+) -> bool:
+    """Whether a call of F.embedding that torch accepts is weight[input]."""
+    fits = weight.ndim == 2 and input.dtype in (torch.int64, torch.int32)
+    return fits and padding_idx is None and max_norm is None and not scale_grad_by_freq
 
 
 def _has_negative(index: Tensor) -> bool:
