@@ -26,11 +26,9 @@ _SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING} - _SLOW) | frozenset(
 # backward vmap gets wrong (cdist) must not be named, nor one that draws random numbers, unless `draws` tells in which calls. An output
 # without a derivative, such as a mask, is a constant. (custom_function_call is every autograd.Function: the router's `_compute` sees if one
 # has drawn.)
-_DERIVING = (
-    _SIMPLE
-    | _SLOW
-    | frozenset(
-        """
+_DERIVING = _SIMPLE.union(
+    _SLOW,
+    """
     batch_norm interpolate normalize as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d avg_pool3d
     adaptive_avg_pool1d adaptive_avg_pool2d glu _weight_norm detach fake_quantize_per_channel_affine gt ge lt le eq ne __gt__ __ge__ __lt__
     __le__ __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite max min argmax argmin inner addmv addr baddbmm cross trace
@@ -51,8 +49,7 @@ _DERIVING = (
     linalg_matrix_power linalg_multi_dot linalg_cross linalg_diagonal linalg_vander linalg_vecdot mse_loss l1_loss smooth_l1_loss huber_loss
     cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss cosine_embedding_loss
     multilabel_soft_margin_loss scaled_dot_product_attention custom_function_call
-    """.split()
-    )
+    """.split(),
 )
 
 
