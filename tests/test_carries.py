@@ -323,6 +323,7 @@ FORMS = {
     "tensordot of dimensions": lambda s, v, w, t: torch.tensordot(t, w, dims=([-1], [-1])) + torch.tensordot(w, w.sin()),
     "tensordot by a tensor": lambda s, v, w, t: torch.tensordot(w, v, dims=torch.tensor(1)),
     "scattered to no columns": lambda s, v, w, t: w[:, :0].scatter_add(0, numbers(w, 1, 2)[:, None].expand(2, 0), w[:2, :0]).sum() + w,
+    "no columns": lambda s, v, w, t: F.embedding(numbers(w, 0, 3), w[:, :0][numbers(w, 0, 1, 2, 3, 3)]).sum() + w,
     "a table of one row": lambda s, v, w, t: w[:1] / w[:1].norm(dim=(0, 1), keepdim=True) - w[:1, :1] + w[:1, :1].mean(0, keepdim=True),
     "tensordot of none": lambda s, v, w, t: torch.tensordot(v, v.sin(), 0) + torch.tensordot(t, w, ([1, 2], [0, 1])).sum(),
     "blocks of others": lambda s, v, w, t: torch.block_diag(w, v, s) + torch.block_diag(w, w[:0], w[:2]).sum(),
@@ -417,6 +418,7 @@ STEPS = {
     "running sums": lambda w, p: w.cumsum(1) + w.cumsum(0),
     "a Kronecker product": lambda w, p: torch.kron(w[:2].contiguous(), p["gain"][2:]) + torch.kron(p["gain"][:2], w[1:3].contiguous()),
     "by a sparse matrix": lambda w, p: torch.sparse.mm(sparse(w), w) + sparse(w, torch.sparse_csr) @ w,
+    "a sparse matrix from the right": lambda w, p: (w.T @ sparse(w)).T + torch.mm(w.T.tanh(), sparse(w)).T,
     "rows of itself": lambda w, p: w[numbers(w, 3, 0, -1, 0)] + w.index_select(0, numbers(w, 1, 1, 2, 1)),
     "added to rows": lambda w, p: p["w"].index_add(0, numbers(w, 1, 3, 1, 0), w, alpha=0.3),
     "scattered to rows": lambda w, p: p["w"].scatter_add(0, numbers(w, 2, 3, 2, 2)[:, None].expand(-1, IN), w),
@@ -591,6 +593,13 @@ def test_derivations_compiled(device):
     assert [info.error for info in fast.cache_info()] == [None]
     assert_trees_close(out.grads, expected.grads, per_sample=False)
     assert_trees_close(out.norms, expected.norms)
+
+
+@pytest.mark.parametrize("n", [0, 2])
+@pytest.mark.parametrize("norm", [lambda w: torch._weight_norm(w, w[:, :1], 0), lambda w: torch.norm_except_dim(w, 2, 0), F.normalize])
+def test_tables_of_which_nothing_is_looked_up(norm, n, device):
+    index = torch.zeros(n, 0, dtype=torch.int64, device=device)
+    assert_agrees(Problem(lambda w, i: F.embedding(i, norm(w)).sum() + w[0, 0], (torch.randn(5, 3, device=device), index)))
 
 
 COMPILED = {

@@ -389,7 +389,7 @@ def _diag(output: Tensor, input: Any) -> SideCarries:
 
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
     """Views of some of the entries, or of all of them in another order."""
-    of_input = input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
+    of_input = output.numel() > 0 and input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
     region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))

@@ -327,6 +327,8 @@ def _is_row_by_row(step: Step) -> bool:
 
 def _over_rows(step: Step, factor: Rows) -> Factor:
     (side,) = step.sides
+    if factor.index.numel() == 0:  # not every op takes a table without rows
+        return Rows(factor.index, side.new_zeros(*factor.index.shape, side.shape[1]), len(side))
     found = step.vjp(side, factor.cotangent.flatten(0, 1), factor.index.flatten())
     return Rows(factor.index, found.unflatten(0, factor.index.shape), len(side))
 

@@ -294,10 +294,17 @@ class _SparseProduct(torch.autograd.Function):
 
 
 @decomposition(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, need=SPARSE)
-def _sparse_times_dense(input: Tensor, *others: Tensor, **options: Any) -> Any:
-    if not _is_sparse_product(input, *others, **options):
-        return NotImplemented
-    return torch.sparse.mm(input, *others) if _functorch.is_wrapped(others[0]) else _SparseProduct.apply(input, *others)
+def _product_with_sparse(input: Tensor, *others: Tensor, **options: Any) -> Any:
+    """Of a sparse matrix with a dense one, or of a dense one with a sparse one."""
+    if _is_sparse_product(input, *others, **options):
+        return _sparse_times_dense(input, *others)
+    if len(others) == 1 and _is_sparse_product(others[0], input, **options):
+        return _sparse_times_dense(others[0].t(), input.t()).t()
+    return NotImplemented
+
+
+def _sparse_times_dense(matrix: Tensor, dense: Tensor) -> Tensor:
+    return torch.sparse.mm(matrix, dense) if _functorch.is_wrapped(dense) else _SparseProduct.apply(matrix, dense)
 
 
 @decomposition(torch.sparse.mm)
