@@ -304,8 +304,8 @@ def _(factor: Scaled, matrix: Tensor) -> Factor | None:
     outer, entries = factor.factor, factor.shared
     if not isinstance(outer, Outer) or not outer.is_product or entries is None or matrix.layout is not torch.strided:
         return None
-    if matrix.shape[1] > len(matrix):
-        return None  # the product is larger than the gradient
+    if matrix.shape[1] > min(factor.shape):
+        return None  # the product, or one side of it, is larger than the gradient
     # M^T (E * l r^T) = ((l * M)^T E) * r: one product for all samples, and no gradient of this factor's size
     rows = outer.left.mT * matrix.to(factor.dtype)
     return Dense(rows.mT @ entries.expand(factor.shape) * outer.right)
@@ -313,17 +313,11 @@ def _(factor: Scaled, matrix: Tensor) -> Factor | None:
 
 @premultiplied.register
 def _(factor: Rows, matrix: Tensor) -> Factor | None:
-    index, cotangent = factor.index, factor.cotangent
-    positions, columns, made = index.shape[1], cotangent.shape[2], matrix.shape[1]
-    is_sparse = matrix.layout is not torch.strided
-    if factor.num_rows <= positions or is_sparse and positions * (made + columns) > made * columns:
-        return premultiplied(Dense(factor.materialize()), matrix)  # no more numbers, and a product that takes as long for any of them
-    if is_sparse and _functorch.can_read_now(index):
-        return _looked_up_in_sparse(factor, matrix.to_sparse_coo().coalesce())  # torch warns that CSR is new
-    if is_sparse:
-        rows = cotangent.new_zeros(*index.shape, factor.num_rows).scatter(2, index.unsqueeze(2), 1)
-        return premultiplied(Outer(rows, cotangent), matrix)
-    return Outer(matrix.to(factor.dtype)[index], cotangent)
+    if factor.num_rows <= factor.index.shape[1]:
+        return premultiplied(Dense(factor.materialize()), matrix)
+    if matrix.layout is not torch.strided:
+        return _looked_up_in_sparse(factor, matrix)
+    return Outer(matrix.to(factor.dtype)[factor.index], factor.cotangent)
 
 
 def _sparse_product(matrix: Tensor, values: Tensor) -> Tensor:
@@ -335,19 +329,27 @@ def _sparse_product(matrix: Tensor, values: Tensor) -> Tensor:
     return torch.cat(products)
 
 
-def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor:
-    """The rows of x that the rows of (matrix @ x) that were looked up are sums of; if these are many, an Outer.
+def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor | None:
+    """The rows of x that the rows of (matrix @ x) that were looked up are sums of; if these are many, an Outer, or the gradient itself.
 
-    Its positions are those of the lookup, whatever number of products follows, where those of Rows would go on to grow.
+    The positions of an Outer are those of the lookup, whatever number of products follows, where those of Rows would go on to grow.
     """
-    (rows, columns), entries = matrix.indices(), matrix.values().to(factor.dtype)
+    index, cotangent, made = factor.index, factor.cotangent, matrix.shape[1]
+    positions, columns = cotangent.shape[1:]
+    is_smaller = positions * (made + columns) <= made * columns  # as an Outer
+    if not _functorch.can_read_now(index):
+        chosen = cotangent.new_zeros(*index.shape, factor.num_rows).scatter(2, index.unsqueeze(2), 1) if is_smaller else None
+        return premultiplied(Dense(factor.materialize()) if chosen is None else Outer(chosen, cotangent), matrix)
+    matrix = matrix.to_sparse_coo().coalesce()  # torch warns that CSR is new
+    (rows, of), entries = matrix.indices(), matrix.values().to(factor.dtype)
     places, held = _members_of(factor, rows)
     weights = torch.where(held, entries[places], 0)
-    if _SMALLER * places.shape[2] * factor.cotangent.shape[2] < matrix.shape[1] + factor.cotangent.shape[2]:
-        cotangent = torch.where(held.unsqueeze(3), weights.unsqueeze(3) * factor.cotangent.unsqueeze(2), 0)
-        return Rows(columns[places].flatten(1), cotangent.flatten(1, 2), matrix.shape[1])
-    left = weights.new_zeros(*factor.index.shape, matrix.shape[1])
-    return Outer(left.scatter_add_(2, columns[places], weights), factor.cotangent)
+    if _SMALLER * places.shape[2] * columns < made + columns:
+        products = torch.where(held.unsqueeze(3), weights.unsqueeze(3) * cotangent.unsqueeze(2), 0)
+        return Rows(of[places].flatten(1), products.flatten(1, 2), made)
+    if is_smaller:
+        return Outer(weights.new_zeros(*index.shape, made).scatter_add_(2, of[places], weights), cotangent)
+    return premultiplied(Dense(factor.materialize()), matrix)
 
 
 _SMALLER = 8
