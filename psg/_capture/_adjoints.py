@@ -304,35 +304,30 @@ def _cat(output: Tensor, tensors: Any, dim: int = 0) -> SideCarries:
     if 0 in sizes:
         return []
 
-    def piece(k: int) -> CarryToSide:
-        return lambda factor: narrowed(factor, dim, sum(sizes[:k]), sizes[k])
-
-    return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
+    return [(tensor, lambda factor, k=k: narrowed(factor, dim, sum(sizes[:k]), sizes[k])) for k, tensor in enumerate(tensors)]
 
 
 def _pad(output: Tensor, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> SideCarries:
     if mode != "constant" or min(pad, default=0) < 0 or 0 in input.shape:
         return []
 
-    def carry(factor: Factor) -> Factor | None:
-        own: Factor | None = factor
-        for k, before in enumerate(pad[::2]):
-            dim = input.ndim - 1 - k
-            own = None if own is None else narrowed(own, dim, before, input.shape[dim])
-        return own
+    starts = [0] * (input.ndim - len(pad) // 2) + list(pad[::2])[::-1]
+    return [(input, lambda factor: _box(factor, starts, input.shape))]
 
-    return [(input, carry)]
+
+def _box(factor: Factor | None, starts: Sequence[int], sizes: Sequence[int]) -> Factor | None:
+    """The entries from `starts` on, as many as `sizes` says in each dimension."""
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if factor is not None and factor.shape[dim] != size:
+            factor = narrowed(factor, dim, start, size)
+    return factor
 
 
 def _stack(output: Tensor, tensors: Any, dim: int = 0) -> SideCarries:
     if len(tensors) > _MOST_SLICES:
         return []
     dim %= output.ndim
-
-    def piece(k: int) -> CarryToSide:
-        return lambda factor: sliced(factor, dim, k)
-
-    return [(tensor, piece(k)) for k, tensor in enumerate(tensors)]
+    return [(tensor, lambda factor, k=k: sliced(factor, dim, k)) for k, tensor in enumerate(tensors)]
 
 
 def _sum(output: Tensor, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> SideCarries:
@@ -370,17 +365,8 @@ def _block_diag(output: Tensor, *tensors: Any) -> SideCarries:
     if any(tensor.ndim != 2 or tensor.numel() == 0 for tensor in tensors):
         return []
 
-    def block(k: int) -> CarryToSide:
-        row, column = (sum(tensor.shape[dim] for tensor in tensors[:k]) for dim in (0, 1))
-        rows, columns = tensors[k].shape
-
-        def carry(factor: Factor) -> Factor | None:
-            own = narrowed(factor, 0, row, rows)
-            return None if own is None else narrowed(own, 1, column, columns)
-
-        return carry
-
-    return [(tensor, block(k)) for k, tensor in enumerate(tensors)]
+    starts = [[sum(before.shape[dim] for before in tensors[:k]) for dim in (0, 1)] for k in range(len(tensors))]
+    return [(tensor, lambda factor, k=k: _box(factor, starts[k], tensors[k].shape)) for k, tensor in enumerate(tensors)]
 
 
 def _diag(output: Tensor, input: Any) -> SideCarries:
@@ -410,12 +396,11 @@ def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> SideCarri
     def to_rows(factor: Factor | None, index: Tensor) -> Factor | None:
         return None if factor is None else scattered(factor, index.long() % max(1, len(input)), len(input))
 
-    def of_column(k: int) -> CarryToSide:
-        return lambda factor: to_rows(sliced(factor, 1, k), index[:, k])
-
     if index.ndim == 1:
         return [(input, lambda factor: to_rows(factor, index))]
-    return [(input, of_column(k)) for k in range(index.shape[1])] if index.ndim == 2 and index.shape[1] <= _MOST_SLICES else []
+    if index.ndim != 2 or index.shape[1] > _MOST_SLICES:
+        return []
+    return [(input, lambda factor, k=k: to_rows(sliced(factor, 1, k), index[:, k])) for k in range(index.shape[1])]
 
 
 def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> SideCarries:
@@ -431,9 +416,8 @@ def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any,
 
 def _scatter_add(output: Tensor, input: Any, dim: int, index: Tensor, src: Any) -> SideCarries:
     """Only with one index for each row."""
-    if index.ndim != 2 or index.shape != src.shape or index.shape[1] != output.shape[1] or index.stride(1) != 0:
-        return []
-    if index.numel() == 0:
+    of_rows = index.ndim == 2 and index.shape == src.shape and index.shape[1] == output.shape[1] and index.stride(1) == 0
+    if not of_rows or index.numel() == 0:
         return []
     return _index_add(output, input, dim, index[:, 0], src)
 

@@ -11,6 +11,7 @@ On the tensor cores of a GPU, cuBLAS takes three to eight times as long for rows
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -187,6 +188,12 @@ def inner_blocks(left: Tensor, right: Tensor) -> int:
         return 1
     threads = _dividing_threads(left, right)
     return threads if inner % threads == 0 else 1
+
+
+def for_all_columns(multiply: Callable[..., Tensor], matrix: Tensor, dense: Tensor) -> Tensor:
+    """matrix @ dense[n], for a sparse matrix, as one product with the columns of all samples: torch would repeat the matrix for each."""
+    product = multiply(matrix, dense.movedim(0, 1).flatten(1))
+    return product.unflatten(1, (len(dense), dense.shape[2])).movedim(1, 0)
 
 
 def multiplies(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from psg._hardware import _machine, _processor
+from psg._hardware import _machine, _matmul, _processor
 from psg._torch import _functorch
 from psg.factors._arithmetic import is_one_row, widen
 from psg.factors._base import Dense, Factor
@@ -321,12 +321,9 @@ def _(factor: Rows, matrix: Tensor) -> Factor | None:
 
 
 def _sparse_product(matrix: Tensor, values: Tensor) -> Tensor:
-    """matrix @ values[n], for a sparse matrix: some samples at a time, which it reads from cache; of three dimensions, torch repeats it."""
-    products = []
-    for part in values.split(_machine.items_at_a_time(values.device, values[:1].nbytes)):
-        product = matrix @ part.transpose(0, 1).flatten(1)
-        products.append(product.unflatten(1, (len(part), values.shape[2])).transpose(0, 1))
-    return torch.cat(products)
+    """matrix @ values[n], for a sparse matrix: some samples at a time, which it reads from cache."""
+    parts = values.split(_machine.items_at_a_time(values.device, values[:1].nbytes))
+    return torch.cat([_matmul.for_all_columns(torch.mm, matrix, part) for part in parts])
 
 
 def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor | None:

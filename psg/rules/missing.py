@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg._hardware._matmul import for_all_columns
 from psg._torch import _functorch
 from psg._torch._ops import tensors_of
 from psg._trees import is_inexact
@@ -264,12 +265,7 @@ def sparse_product(mat1: Tensor, mat2: Tensor) -> Any:
     """One product of a constant sparse matrix, which vmap cannot repeat, with the columns of all samples: [k,m], [n,m,p] -> [n,k,p]."""
     if mat1.layout == torch.strided or mat1.ndim != 2 or mat2.layout != torch.strided or mat2.ndim != 3:
         return NotImplemented
-    return _for_all_columns(torch.sparse.mm, mat1, mat2), {}
-
-
-def _for_all_columns(multiply: Callable[..., Any], matrix: Tensor, dense: Tensor) -> Tensor:
-    product = multiply(matrix, dense.movedim(0, 1).flatten(1))
-    return product.unflatten(1, (len(dense), dense.shape[2])).movedim(1, 0)
+    return for_all_columns(torch.sparse.mm, mat1, mat2), {}
 
 
 class _SparseProduct(torch.autograd.Function):
@@ -290,7 +286,7 @@ class _SparseProduct(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, matrix: Tensor, dense: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _for_all_columns(_SparseProduct.apply, matrix, dense.movedim(in_dims[1], 0)), 0
+        return for_all_columns(_SparseProduct.apply, matrix, dense.movedim(in_dims[1], 0)), 0
 
 
 @decomposition(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, need=SPARSE)
