@@ -1650,6 +1650,51 @@ def twins(w, x):
     return ((w * other + one) @ x).sin().sum()
 
 
+VIEWS = {
+    "transposed": lambda w: w.t(),
+    "T": lambda w: w.T,
+    "slice": lambda w: w[:2],
+    "row": lambda w: w[1],
+    "view": lambda w: w.view(-1),
+    "reshape": lambda w: w.reshape(2, -1),
+    "flatten": lambda w: w.flatten(),
+    "split": lambda w: w.split(2)[1],
+    "unbind": lambda w: w.unbind()[2],
+    "expand": lambda w: w.expand(2, 4, 4),
+    "diagonal": lambda w: w.diagonal(),
+    "einsum": lambda w: torch.einsum("ij->ji", w),
+    "of the view": lambda w: w[1:].t()[:3],
+    "the same tensor": lambda w: w.contiguous(),
+    "copy": lambda w: w.clone(),
+}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("of", ["parameter", "derived"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_under_no_grad_have_no_history(view, of, n, device):
+    """Unlike its results, torch's views say there that they require grad. `contiguous` returns its argument, which does."""
+
+    def fn(w, x):
+        w = w if of == "parameter" else w.sin()
+        with torch.no_grad():
+            seen = VIEWS[view](w)
+        return seen.square().sum() * x.sum() + (w @ x).sum() + (seen * 2).sin().sum()
+
+    def of_a_batch(w, x):
+        w = w if of == "parameter" else w.sin()
+        with torch.no_grad():
+            seen = VIEWS[view](w)
+        return seen.square().sum() * x.sum(1) + (x @ w.T).sum(1) + (seen * 2).sin().sum()
+
+    w, x = torch.randn(4, 4, device=device), torch.randn(n, 4, device=device)
+    live = w.clone().requires_grad_()
+    expected = torch.stack([torch.autograd.grad(fn(live, row), live)[0] for row in x])
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), expected)
+    assert_trees_close(psg.per_sample_grad(of_a_batch, method="batch")(w, x), expected)
+    assert_trees_close(psg.jit(psg.per_sample_grad(fn), backend="eager")(w, x), expected)
+
+
 class Row:
     """An index whose repr does not show its value, like that of a NumPy array of more than a thousand entries."""
 

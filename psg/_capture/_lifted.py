@@ -269,6 +269,8 @@ class Watch(TorchFunctionMode):
         values: list[Lifted] = []
         constants: list[Tensor] = []
         for i, part in enumerate(parts):
+            if isinstance(part, Tensor) and part.requires_grad and part.grad_fn is None and id(part) not in given:
+                parts[i] = part = part.detach()  # a view under no_grad requires grad as what it is a view of does, but has no history
             if isinstance(part, Tensor) and part.requires_grad:
                 step = Step(part_of(func, i if several else None), args, kwargs, part, name_of(func))
                 values.append(Lifted.derivation(step, parents, self.n))
