@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import score
+from conftest import as_large
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import psg
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
@@ -843,3 +845,186 @@ def test_numbers_written_by_masks(n, t, i, o, rows, own, as_tensor, seed, device
     axes = (None, 0, 0 if own else None)
     expected = psg.per_sample_grad(fn, in_dims=axes, method="loop")(w, x, mask)
     assert_trees_close(psg.per_sample_grad(fn, in_dims=axes, method="capture")(w, x, mask), expected)
+
+
+# --- writes into what is computed once for all samples, and into new constants -------------------------------------------
+
+
+SIZE, ROWS = 3, [0, 2, 2]
+
+
+def rows_of(tensor):
+    return torch.tensor(ROWS, device=tensor.device)
+
+
+def by_scatter(target, source):
+    target.scatter_add_(0, rows_of(source)[:, None].expand_as(source), source)
+
+
+MADE = {
+    "zeros": lambda a, b: torch.zeros(SIZE, SIZE, device=a.device),
+    "eye": lambda a, b: torch.eye(SIZE, device=a.device),
+    "zeros_like": lambda a, b: torch.zeros_like(a),
+    "new_zeros": lambda a, b: a.new_zeros(SIZE, SIZE),
+    "clone": lambda a, b: a.clone(),
+    "twice": lambda a, b: a * 2,
+    "sum": lambda a, b: a + b,
+    "product": lambda a, b: a @ b,
+    "sine": lambda a, b: a.sin(),
+    "rows": lambda a, b: a[rows_of(a)],
+    "view": lambda a, b: a[:],
+    "transposed": lambda a, b: a.T,
+    "reshaped": lambda a, b: a.T.reshape(-1).view(SIZE, SIZE),
+    "contiguous": lambda a, b: a.contiguous(),
+    "detached": lambda a, b: a.detach(),
+    "itself": lambda a, b: a,
+}
+WRITTEN = {
+    "add_": lambda a, b: a.add_(b),
+    "+=": lambda a, b: a.__iadd__(b),
+    "mul_": lambda a, b: a.mul_(2.0),
+    "sub_": lambda a, b: a.sub_(b, alpha=0.5),
+    "relu_": lambda a, b: torch.relu_(a),
+    "relu in place": lambda a, b: F.relu(a, inplace=True),
+    "clamp_": lambda a, b: a.clamp_(-1.0, 1.0),
+    "zero_": lambda a, b: a.zero_(),
+    "fill_": lambda a, b: a.fill_(b[0, 0]),
+    "copy_": lambda a, b: a.copy_(b),
+    "t_": lambda a, b: a.t_(),
+    "index_add_": lambda a, b: a.index_add_(0, rows_of(b), b),
+    "scatter_add_": by_scatter,
+    "masked_fill_": lambda a, b: a.masked_fill_(torch.eye(SIZE, dtype=torch.bool, device=a.device), 0.7),
+    "a row": lambda a, b: a.__setitem__(0, b[1]),
+    "rows": lambda a, b: a.__setitem__(rows_of(a)[:2], b[:2]),
+    "a column": lambda a, b: a.__setitem__((..., 1), 1.5),
+    "rows of a view": lambda a, b: a[1:].add_(b[1:]),
+    "a flat view": lambda a, b: a.view(-1).__setitem__(slice(2, 5), 1.0),
+}  # fmt: skip
+STEPS = [*((name, False) for name in MADE), *((name, quiet) for name in WRITTEN for quiet in (False, False, True))]
+
+
+def run_program(steps, p, x):
+    """Each step makes a tensor of two earlier ones, or writes the second into the first, which is none of the arguments."""
+    held = [p["w"], p["b"].expand(SIZE, SIZE), x, torch.full((SIZE, SIZE), 0.5, device=x.device)]
+    for (name, quiet), i, j in steps:
+        a, b = held[i % len(held)], held[j % len(held)]
+        if name in MADE:
+            held.append(MADE[name](a, b))
+            continue
+        with torch.no_grad() if quiet else contextlib.nullcontext():
+            WRITTEN[name](held[3 + i % (len(held) - 3)], b)
+    return sum(((1 + k) * tensor).sin().sum() for k, tensor in enumerate(held))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11), st.integers(0, 11)), min_size=2, max_size=8),
+    st.integers(0, 3),
+    st.integers(0, 9),
+)
+def test_drawn_programs_that_write(steps, n, seed):
+    """Writes reach all views of what is written into and nothing else, with the history that they have in plain PyTorch."""
+    generator = torch.Generator().manual_seed(seed)
+    p = {"w": torch.randn(SIZE, SIZE, generator=generator), "b": torch.randn(SIZE, generator=generator)}
+    x = torch.randn(n, SIZE, SIZE, generator=generator)
+
+    def fn(p, x):
+        return run_program(steps, p, x)
+
+    def alone(row):
+        live = {name: value.clone().requires_grad_() for name, value in p.items()}
+        found = torch.autograd.grad(fn(live, row.clone()), list(live.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(live, found, strict=True))
+
+    try:
+        alone(torch.zeros(SIZE, SIZE))
+    except RuntimeError:
+        assume(False)  # a program that plain PyTorch refuses
+    expected = [alone(row) for row in x]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        found = psg.per_sample_grad(fn)(p, x)
+    for name, value in p.items():
+        assert_trees_close(found[name], torch.stack([own[name] for own in expected]) if n else value.new_zeros(0, *value.shape))
+
+
+def of_a_graph(p, x):
+    """A layer over a whole graph that adds messages to new zeros, as those of torch_geometric do."""
+    hidden = p["w"] @ p["w"]
+    hidden += p["b"]
+    hidden = F.relu(hidden, inplace=True)
+    messages = hidden[rows_of(hidden)]
+    added = messages.new_zeros(SIZE, SIZE).scatter_add_(0, rows_of(hidden)[:, None].expand_as(messages), messages)
+    return (added * x).sum()
+
+
+def of_several_writes(p, x):
+    total = torch.zeros_like(p["w"])
+    for k in range(3):
+        total += p["w"] * k
+        total.mul_(p["b"])
+    return (total * x).sum()
+
+
+def of_another_name(p, x):
+    total = other = p["w"] * 2
+    total += p["b"]
+    return (other * x).sum()
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("fn", [of_a_graph, of_several_writes, of_another_name])
+def test_what_is_written_into_is_still_computed_once(fn, jit, device, monkeypatch):
+    as_large(monkeypatch)
+    p = {"w": torch.randn(SIZE, SIZE, device=device), "b": torch.randn(SIZE, device=device)}
+    x = torch.randn(2, SIZE, SIZE, device=device)
+    per_sample = psg.per_sample_grad(fn, method="capture")
+    assert_trees_close((psg.jit(per_sample, backend="eager") if jit else per_sample)(p, x), loop_grad(fn)(p, x))
+    uses = [use for leaf in psg.explain(fn)(p, x).leaves for use in leaf.uses]
+    assert uses and not any("_: lifted" in use or "zeros" in use or "clone" in use for use in uses)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_a_constant_becomes_each_sample_s_own_where_samples_write(n, device):
+    """Until then it has a Python value."""
+
+    def fn(p, x):
+        table, other = torch.zeros(3, device=device), torch.eye(3, device=device)
+        scale = 2.0 if table.sum().item() == 0 else 3.0
+        table[0] = x.sum()
+        other[1] += x
+        return (table * p * scale).sin().sum() + (other @ p).sin().sum()
+
+    p, x = torch.randn(3, device=device), torch.randn(n, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
+
+
+@pytest.mark.parametrize("seen", [Tensor.numpy, lambda t: t.detach().numpy(), lambda t: t[:1], np.asarray])
+def test_what_else_sees_the_memory_of_a_constant_sees_a_write(seen, device):
+    if device.type != "cpu":
+        pytest.skip("arrays are on the CPU")
+
+    def fn(p, x):
+        table = torch.zeros(3)
+        view = seen(table)
+        table += p
+        return (table * x).sum() + float(view[0])
+
+    p, x = torch.tensor([2.0, 3.0, 4.0]), torch.randn(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        try:
+            values = psg.per_sample_value_and_grad(fn)(p, x)[0]
+        except psg.PsgError:
+            return
+    assert_trees_close(values, x @ p + 2.0)
+
+
+def test_attributes_of_a_constant_stay_where_they_are_written_into(device):
+    def fn(p, x):
+        total = torch.zeros(3, device=device)
+        total.scale = 2.0
+        total += p
+        return (total * x).sum() * total.scale
+
+    p, x = torch.randn(3, device=device), torch.randn(2, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), 2 * x)

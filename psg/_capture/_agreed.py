@@ -14,7 +14,7 @@ from psg import _trees
 from psg._capture._lifted import Watch
 from psg._errors import PsgError, Unsupported, user_line
 from psg._torch import _functorch
-from psg._torch._ops import ARRAYS, CONSTANTS, CONVERSIONS, LOCATING, MASKED, name_of, substitute, tensors_of
+from psg._torch._ops import ARRAYS, CONSTANTS, CONVERSIONS, LIKENESSES, LOCATING, MASKED, name_of, substitute, tensors_of
 
 
 class Diverged(PsgError):
@@ -52,7 +52,7 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
             return _select(watch, func, *args, **kwargs)
     if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _is_own(watch, args[0]):
         return _locate(watch, func, *args, **kwargs)
-    if func in CONSTANTS and here and constants and args and _functorch.is_batched(args[0], watch.level):
+    if here and constants and args and _makes_constant(watch, func, args[0], kwargs) and _functorch.is_batched(args[0], watch.level):
         if not any(map(_functorch.is_wrapped, tensors[1:])):
             # Only a sample's shape, dtype and device matter: all samples share the result, and fn may keep it for a later call.
             with _functorch.below():
@@ -116,6 +116,11 @@ def with_numbers(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = (*args[:kept], *substitute(args[kept:], number)), substitute(kwargs, number)
     with watch if found else contextlib.nullcontext():  # under `watch` the same call would come back here, without end
         return func(*args, **kwargs)
+
+
+def _makes_constant(watch: Watch, func: Any, tensor: Any, kwargs: Any) -> bool:
+    """Whether a call makes a tensor that is the same for all samples, and into which they seldom write."""
+    return func in CONSTANTS or func in LIKENESSES and id(tensor) in watch.by_handle and "requires_grad" not in kwargs
 
 
 def _is_own(watch: Watch, tensor: Tensor) -> bool:

@@ -34,6 +34,7 @@ from psg._torch._ops import (
     LIKENESSES,
     MEMORY_MARKS,
     METADATA,
+    NEW,
     PREDICATES,
     REQUIRES_GRAD,
     REQUIRING,
@@ -46,6 +47,7 @@ from psg._torch._ops import (
     is_torchs,
     name_of,
     operands_of,
+    out_of_place,
     place_name,
     places_of,
     replace_at,
@@ -91,6 +93,8 @@ class Router(Watch, Looking):
         self.spares_few = habits.lifts is not False and call.kept != "factors"  # who asks for factors gets those of the rules
         self.hooks = _autograd.saved_tensor_hooks()
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
+        self.handed_on: set[int] = set()  # the id()s of those outputs that fn got from several calls
+        self.rewrites = False  # whether fn has written into what is computed once
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.constants_at: set[int] = set()
         self.differentiates = self.nests = False  # whether fn calls autograd, or transforms of its own
@@ -160,6 +164,8 @@ class Router(Watch, Looking):
                 self._claim(func, args, kwargs, tensors, output, target, mark)
             else:
                 self.own.note(output)
+                if func in NEW:
+                    self.own.note_new(output)
             return output
         except Exception as error:
             self.failure = str(error)
@@ -252,11 +258,15 @@ class Router(Watch, Looking):
             return self._call(func, args, kwargs)
         self._look(func, tensors)
         if target is not None:
+            if here and isinstance(target, Tensor):
+                output = self._rewrite(func, args, kwargs, target)
+                if output is not NotImplemented:
+                    return output
             self._protect(name_of(func), target)
         refuse_updates(func, args, kwargs, target)
         if func is Tensor.register_hook:
             raise Unsupported("fn, or a tool such as FlopCounterMode, registers a hook on a tensor")
-        if func in MEMORY_MARKS and not self._meets_lifted(tensors):
+        if func in MEMORY_MARKS and (self.rewrites or not self._meets_lifted(tensors)):
             raise UnsupportedByVmap("fn asks whether a tensor is a view, or how often it was written into")
         if func in PREDICATES:
             answer = self._ask(func, args[0])
@@ -267,6 +277,9 @@ class Router(Watch, Looking):
             self._expect_own_hooks()
             if isinstance(kwargs.get("out"), Tensor) and is_torchs(func):
                 return self._run_into(func, args, **kwargs)
+        if func in ARRAYS:
+            self.aliases.show(args[0])
+            self.own.forget_new(args[0])
         if func in STRIDED:
             output = self._run_strided(func, args, kwargs, tensors, here)
             if output is not NotImplemented:
@@ -471,6 +484,61 @@ class Router(Watch, Looking):
             return NotImplemented
         return for_every_sample(tensors[0], view, self.level, self.n)
 
+    def _rewrite(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
+        """Write into a value computed once, or into a new constant, by an op that computes what it becomes.
+
+        NotImplemented for what other tensors share, and where each sample writes: there the target has become a value of each sample.
+        """
+        value = self.by_handle.get(id(target))
+        if not self._is_sole(target, value):
+            return NotImplemented
+        others = [tensor for tensor in tensors_of(args, kwargs) if tensor is not target]
+        sampled = any(map(_functorch.is_wrapped, self._others(others, {})))
+        if not (value or sampled or self._meets_lifted(others)):
+            return NotImplemented
+        self.aliases.write(name_of(func), [target])
+        call = out_of_place(func, args, kwargs) if not sampled and args and args[0] is target else None
+        if call is not None:
+            op, given, options = call
+            # When the op is differentiated, fn's own tensor is another already.
+            given = (target if value else target.data, *given[1:])
+            output = self._derive(op, self.lifted_among(tensors_of(given, options)), given, options, anew=True)
+            if id(output) in self.by_handle and (output.shape, output.dtype) == (target.shape, target.dtype):
+                return self._become(target, output)
+        with _functorch.below(), torch.enable_grad():
+            each = (value.leaf if value else target.expand(self.n, *target.shape)).clone()
+        if value:
+            self._note_lifted(func, [value])
+        self._become(target, _functorch.wrap(each, self.level))
+        return NotImplemented
+
+    def _is_sole(self, target: Tensor, value: Lifted | None) -> bool:
+        """Whether no other tensor that fn may hold shares memory with a value computed once, or with a new constant."""
+        if value is None:
+            return self.own.is_new(target) and not target.requires_grad and _functorch.holders(target) == 1
+        if value.made_by is None or id(target) in self.handed_on:
+            return False
+        memory, output = _functorch.memory_of(value.leaf), value.made_by[0].output
+        shared = any(_functorch.memory_of(own.leaf) == memory for own in self.values if own is not value)
+        # Three tensors are one in its memory: the output of the op that made it, the same without a history, and one for all samples.
+        return not shared and memory not in self.constants_at and not output._is_view() and _functorch.holders(output) == 3
+
+    def _become(self, target: Tensor, output: Tensor) -> Any:
+        """Make fn's own tensor what an op has computed from it; NotImplemented if that cannot be."""
+        old, new = self.by_handle.pop(id(target), None), self.by_handle.pop(id(output), None)
+        swapped = _functorch.swap(target, output)
+        if not swapped:
+            old, new = new, old
+        for value, handle in ((old, output), (new, target)):
+            if value is not None:
+                self.hold(value, handle)
+        if not swapped:
+            return NotImplemented
+        self.own.forget_new(target)
+        self.rewrites = True
+        self.derivations.clear()  # whose keys are id()s of arguments
+        return target
+
     def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         """Run an op that writes into its `out` argument, which vmap cannot run."""
         with self:
@@ -609,8 +677,11 @@ class Router(Watch, Looking):
         """The tensors of a call that are no lifted values."""
         return [tensor for tensor in tensors_of(args, kwargs) if id(tensor) not in self.by_handle]
 
-    def _derive(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any) -> Any:
-        """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants."""
+    def _derive(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any, anew: bool = False) -> Any:
+        """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants.
+
+        If the same call has been computed before, fn gets the same output, unless it is computed `anew`.
+        """
         if not self._may_derive(func, args, kwargs):
             return NotImplemented
         others = self._others(args, kwargs)
@@ -622,9 +693,11 @@ class Router(Watch, Looking):
             return NotImplemented
         # Inside a differentiating transform fn may run again: reuse the output. (Not if there are other tensors: they may have changed.)
         arguments, records = call_key(args, kwargs), _functorch.records_below(self.level)
-        key = None if others or arguments is None else (func, arguments, records, _ambient.autocast_dtype(lifted[0].leaf))
+        key = None if anew or others or arguments is None else (func, arguments, records, _ambient.autocast_dtype(lifted[0].leaf))
         if key in self.derivations:
-            return self.derivations[key][0]
+            output = self.derivations[key][0]
+            self.handed_on.update(map(id, tensors_of((output,), {})))
+            return output
         given = args, kwargs
         with _functorch.below(self.level):
             args, kwargs = substitute((args, kwargs), self.attached)

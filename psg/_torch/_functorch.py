@@ -324,6 +324,25 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
         return StorageWeakRef(bare(tensor).untyped_storage())
 
 
+def holders(tensor: Tensor) -> int:
+    """How many tensors hold the storage under all wrappers: the tensor, views of it, what autograd has saved of it."""
+    with torch._C.DisableTorchFunction():
+        # The object that stands for the storage here holds it, too.
+        return torch._C._storage_Use_Count(bare(tensor).untyped_storage()._cdata) - 1
+
+
+def swap(tensor: Tensor, other: Tensor) -> bool:
+    """Make one tensor what another is, and that one what the first is, for all who hold them; false if more than Python holds one of them.
+
+    `torch.utils.swap_tensors` refuses tensors that are weakly referred to, as a tracer does to all: to tell what is under a wrapper by.
+    """
+    with torch._C.DisableTorchFunction():
+        if any(type(own) is not Tensor or own._use_count() != 1 for own in (tensor, other)):  # pyright: ignore[reportAttributeAccessIssue]
+            return False
+        torch._C._swap_tensor_impl(tensor, other)
+    return True
+
+
 def are_one_view(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same view of the same memory, under any wrappers."""
     with torch._C.DisableTorchFunction():

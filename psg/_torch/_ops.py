@@ -156,6 +156,12 @@ FACTORIES: list[set[Any]] = [
     },
 ]
 
+# Ops that always make a tensor in memory of its own.
+NEW = {
+    *(FACTORIES[0] - {Tensor.new}),
+    *(torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone),
+}
+
 # Ops whose results often become masks, and are seldom written into.
 CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}
 
@@ -318,6 +324,22 @@ def _writes(func: Any) -> bool:
     if name.startswith("__i"):
         return hasattr(Tensor, "__" + name[3:])  # __iadd__ has an __add__; __invert__, __int__ and __index__ write nothing
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def out_of_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """The call that returns what this one writes into its first argument, as a new tensor; None for others than torch's ops."""
+    name, position = base_name(func), _inplace_position(func)
+    if not is_torchs(func) or isinstance(func, (OpOverload, OpOverloadPacket)) or not args or "out" in kwargs:
+        return None
+    if position is not None:
+        return func, args[:position], {option: value for option, value in kwargs.items() if option != "inplace"}
+    if name.startswith("__i"):
+        name = "__" + name[3:]
+    elif name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    else:
+        return None
+    return (getattr(Tensor, name), args, kwargs) if hasattr(Tensor, name) else None
 
 
 def _inplace_position(func: Any) -> int | None:

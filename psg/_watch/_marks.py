@@ -57,6 +57,19 @@ class Marks:
             if isinstance(tensor, Tensor) and _functorch.level_of(tensor) in self._levels and tensor.layout == torch.strided:
                 self._unmarked.setdefault(_functorch.storage_of(tensor), []).append(ref(tensor))
 
+    def note_new(self, output: Any) -> None:
+        """Note a tensor that fn has made in memory of its own, and that no transform has wrapped."""
+        if type(output) is Tensor and output.layout is torch.strided and not _functorch.is_wrapped(output):
+            vars(output)["_psg_new"] = self.made
+
+    def forget_new(self, tensor: Tensor) -> None:
+        """Forget it: it has been wrapped, or something else than a tensor is in the same memory."""
+        vars(tensor).pop("_psg_new", None)
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Whether it is such a tensor."""
+        return vars(tensor).get("_psg_new") is self.made
+
     def mark(self, output: Any, given: Sequence[Tensor] = ()) -> None:
         """Mark an output that no transform has wrapped, though it was computed from the parameters of this pass; `given` are not marked."""
         known = set(map(id, given))

@@ -79,6 +79,7 @@ class Aliases:
         self._follows = follows
         self._found = False
         self._partners: dict[Any, set[Any]] = {}
+        self._shown: set[Any] = set()
         self.outdated: set[Any] = set()
 
     @cached_property
@@ -106,12 +107,20 @@ class Aliases:
         self._partners |= dict.fromkeys(group, group)
         return output
 
+    def show(self, tensor: Tensor) -> None:
+        """Note that fn gets a NumPy array of a tensor, which in a loop has its memory."""
+        if _functorch.is_wrapped(tensor):
+            self._shown.add(_functorch.storage_of(tensor))
+
     def write(self, op: str, tensors: Iterable[Tensor]) -> None:
         """Note that an op is about to write into these tensors.
 
         Raises:
             Retry: There are tensors to be followed.
+            UnsupportedByVmap: fn has an array of one of them.
         """
+        if self._shown and not self._shown.isdisjoint(map(_functorch.storage_of, tensors)):
+            raise UnsupportedByVmap(f"{op} writes into a tensor of which fn has a NumPy array: in a loop both share memory")
         if self._found and not self._follows:
             raise Retry(f"{op} writes into a tensor after a reshape", follows=True)
         for node in map(_functorch.storage_of, tensors if self._partners else ()):
