@@ -4,8 +4,8 @@
 
 Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties,
 layers of a stack, fused gates, repeated layers, Kronecker products, networks that make weights, tables that are indexed, normalised, or
-mixed along a graph: layers use values computed from parameters, or only parts of them, or use them again. Results are checked and timed as
-in inside.py.
+mixed along a graph, networks over a whole graph: layers use values computed from parameters, or only parts of them, or use them again.
+Results are checked and timed as in inside.py.
 """
 
 from __future__ import annotations
@@ -296,6 +296,38 @@ def along_a_graph() -> Problem:
     return recommender(compute)()
 
 
+class GraphNetwork(nn.Module):
+    """Classes of some nodes of one graph, by two layers that add messages of neighbours to new zeros, as torch_geometric's do."""
+
+    def __init__(self, attends: bool, nodes: int = 2708, degree: int = 4, inputs: int = 100, width: int = 16) -> None:
+        super().__init__()
+        own, (source, target) = torch.arange(nodes), torch.randint(nodes, (2, nodes * degree // 2))
+        self.source, self.target = torch.cat([own, source, target]), torch.cat([own, target, source])
+        self.inputs, self.attends = torch.randn(nodes, inputs), attends
+        self.layers = nn.ModuleList([nn.Linear(inputs, width, bias=False), nn.Linear(width, CLASSES, bias=False)])
+        self.scores = nn.ParameterList([nn.Parameter(torch.randn(2, size) / math.sqrt(size)) for size in (width, CLASSES)])
+        self.biases = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (width, CLASSES)])
+
+    def forward(self, node: Tensor) -> Tensor:
+        hidden = self.inputs.to(self.biases[0])
+        for layer, scores, bias in zip(self.layers, self.scores, self.biases, strict=True):
+            hidden = layer(hidden)
+            weights = self._attention(hidden, scores) if self.attends else torch.ones_like(self.source, dtype=hidden.dtype)[:, None]
+            messages = weights / self._added(weights).index_select(0, self.target) * hidden.index_select(0, self.source)
+            hidden = self._added(messages) + bias
+            hidden = hidden.relu() if layer is self.layers[0] else hidden
+        return F.embedding(node, hidden)
+
+    def _attention(self, hidden: Tensor, scores: Tensor) -> Tensor:
+        """Velickovic et al., "Graph Attention Networks", 2018, up to a constant for each node."""
+        to_own, to_others = ((hidden * score).sum(-1, keepdim=True) for score in scores)
+        return F.leaky_relu(to_own.index_select(0, self.target) + to_others.index_select(0, self.source), 0.2).exp()
+
+    def _added(self, messages: Tensor) -> Tensor:
+        zeros = messages.new_zeros(len(self.inputs), messages.shape[1])
+        return zeros.scatter_add_(0, self.target[:, None].expand_as(messages), messages)
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "scaled": network(lambda layer: 0.7 * layer.weight),
     "merged_low_rank": network(merged),
@@ -317,6 +349,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
     "normalised_table": recommender(F.normalize),
     "table_along_a_graph": along_a_graph,
+    "graph_convolutions": lambda: classifier(GraphNetwork(attends=False), torch.arange(64)),
+    "graph_attention": lambda: classifier(GraphNetwork(attends=True), torch.arange(64)),
 }
 
 

@@ -235,6 +235,14 @@ LOOKUPS = {
     "split tables": (lambda p: torch.cat(torch.cat([p["a"], p["w"]]).split([3, 3])[::-1])[1:5], {"w": Rows, "a": Rows}),
     "every other row": (lambda p: torch.cat([p["w"], p["a"]])[::2].repeat(2, 1), {"w": Dense, "a": Dense}),
     "rows of others": (lambda p: p["a"][torch.tensor([0, -1, 1, 0], device=p["a"].device)], {"a": Rows}),
+    "heads": (lambda p: (p["w"].view(OUT, 1, IN) * p["columns"]).view(OUT, IN), {"w": Rows, "columns": Dense}),
+    "gates of heads": (lambda p: (p["w"][:, None] * p["b"][..., None]).flatten(1), {"w": Rows, "b": Rows}),
+    "the largest of rows": (
+        lambda p: torch.zeros_like(p["w"]).scatter_reduce_(
+            0, p["w"].new_tensor([1, 0, 1, 2]).long()[:, None].expand(4, IN), p["w"], "amax"
+        ),
+        {"w": Rows},
+    ),
     "selected rows": (lambda p: p["a"].index_select(0, torch.tensor([0, 1, 1, 0], device=p["a"].device)), {"a": Rows}),
 }
 
@@ -295,6 +303,36 @@ def numbers(w, *values):
 
 def sparse(w, layout=torch.sparse_coo):
     return torch.tensor([[0, 2, 0, -1], [1, 0, 0, 0], [0, 0, 0, 0], [3, 1, 0, 2]], dtype=w.dtype, device=w.device).to_sparse(layout=layout)
+
+
+def graph_attention(hidden, own, others, source, target):
+    """A layer of a graph attention network (Velickovic et al., 2018) of several heads, as torch_geometric computes it."""
+    to_others, to_own = ((hidden * weight).sum(-1) for weight in (others, own))
+    scores = F.leaky_relu(to_others.index_select(0, source) + to_own.index_select(0, target), 0.2)
+    weights = (scores - scores.detach().amax()).exp()
+    total = weights.new_zeros(to_own.shape).scatter_add_(0, target[:, None].expand_as(weights), weights) + 0.1
+    messages = (weights / total.index_select(0, target)).unsqueeze(-1) * hidden.index_select(0, source)
+    return messages.new_zeros(hidden.shape).scatter_add_(0, target[:, None, None].expand_as(messages), messages)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_attention_along_a_graph(n, device):
+    """Two layers over a ring: only the rows of a node's neighbours are differentiated."""
+    nodes, heads, width = 60, 2, 3
+    nearby = [torch.arange(nodes, device=device).roll(k) for k in (1, 0, -1)]
+    source, target = torch.cat(nearby), torch.arange(nodes, device=device).repeat(3)
+
+    def fn(p, node):
+        hidden = (p["table"] @ p["first"]).view(nodes, heads, width)
+        hidden = graph_attention(hidden, p["own"], p["others"], source, target).flatten(1).relu()
+        hidden = F.linear(hidden, p["second"]).view(nodes, heads, width)
+        return F.embedding(node, graph_attention(hidden, p["own"], p["others"], source, target).mean(1)).sin().sum()
+
+    shapes = {"table": (nodes, 5), "first": (5, 6), "second": (6, 6), "own": (heads, width), "others": (1, heads, width)}
+    p = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    problem = Problem(fn, (p, torch.arange(n, device=device) * 7))
+    assert_agrees(problem)
+    assert n == 0 or found_kinds(problem) == {"table": Rows, "first": Outer, "second": Outer, "own": Dense, "others": Dense}
 
 
 # Unusual forms of calls, of a number s, a vector v, a matrix w and a stack t.
@@ -422,6 +460,29 @@ STEPS = {
     "rows of itself": lambda w, p: w[numbers(w, 3, 0, -1, 0)] + w.index_select(0, numbers(w, 1, 1, 2, 1)),
     "added to rows": lambda w, p: p["w"].index_add(0, numbers(w, 1, 3, 1, 0), w, alpha=0.3),
     "scattered to rows": lambda w, p: p["w"].scatter_add(0, numbers(w, 2, 3, 2, 2)[:, None].expand(-1, IN), w),
+    "graph attention": lambda w, p: graph_attention(
+        torch.stack([w, w @ p["a"].T @ p["a"]], 1), p["columns"], p["w"][:2], numbers(w, 0, 3, 1, 2, 2, 3), numbers(w, 1, 1, 0, 3, 2, 2)
+    ).mean(1),
+    "the largest of rows": lambda w, p: w.scatter_reduce(0, numbers(w, 1, 1, 2, 0)[:, None].expand(-1, IN), p["w"], "amax"),
+    "the smallest of rows": lambda w, p: torch.scatter_reduce(
+        p["w"], 0, numbers(w, 3, 1, 3)[:, None].expand(-1, IN), torch.cat([w, w])[3:6], "amin", include_self=False
+    ),
+    "means and products of rows": lambda w, p: (
+        w.scatter_reduce(0, numbers(w, 1, 1, 2, 0)[:, None].expand(-1, IN), w.sin(), "mean")
+        + w.scatter_reduce(0, numbers(w, 1, 1, 2, 0)[:, None].expand(-1, IN), w.cos(), "prod")
+        + w.scatter_reduce(0, numbers(w, 1, 2, 0, 3, 0, 3).view(2, 3), w[1:3], "sum")
+    ),
+    "rows of matrices": lambda w, p: (
+        (w[:, :, None] * p["a"].T).softmax(1).sum(-1)
+        + F.layer_norm(w[:, None] * p["b"][..., None], (RANK, IN)).select(1, 1)
+        + torch.cat([w[:, None], w[:, None].sin()], 1).narrow(1, 1, 1).squeeze(1)
+        + torch.where(p["w"].detach()[:, None] > 0, w[:, None] * p["gain"][..., None], p["columns"])[:, 0]
+    ),
+    "rows of matrices, moved": lambda w, p: (
+        (w[:, :, None] * p["a"].T)[numbers(w, 1, 3, 1, 0)].sum(2)
+        + torch.zeros_like(w)[:, None].index_add(0, numbers(w, 2, 2, 0, 1), w.sin()[:, None], alpha=0.5)[:, 0]
+        + torch.zeros_like(w[0, 0]).expand(OUT).index_add(0, numbers(w, 2, 2, 0, 1), w[:, 1])[:, None]
+    ),
     "mean of two": lambda w, p: torch.stack([w, p["w"] * w], 1).mean(1) + torch.stack([w, w.sin()]).sum(0),
     "sum of the parts": lambda w, p: (
         w.reshape(2, 2, IN).sum(1, keepdim=True).expand(2, 2, IN).reshape(OUT, IN) + torch.stack([w, p["w"]])[1]

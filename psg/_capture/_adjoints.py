@@ -390,36 +390,74 @@ def _indexed(output: Tensor, input: Any, *index: Any) -> SideCarries:
 
 
 def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> SideCarries:
-    if input.ndim != 2 or dim % 2 != 0 or not isinstance(index, Tensor) or index.dtype not in _INDICES:
+    if not _is_first(dim, input) or not isinstance(index, Tensor) or index.dtype not in _INDICES:
         return []
 
     def to_rows(factor: Factor | None, index: Tensor) -> Factor | None:
-        return None if factor is None else scattered(factor, index.long() % max(1, len(input)), len(input))
+        if factor is None:
+            return None
+        found = scattered(_as_matrix(factor), index.long() % max(1, len(input)), len(input))
+        return None if found is None else reshaped(found, input.shape)
 
     if index.ndim == 1:
         return [(input, lambda factor: to_rows(factor, index))]
-    if index.ndim != 2 or index.shape[1] > _MOST_SLICES:
+    if (index.ndim, input.ndim) != (2, 2) or index.shape[1] > _MOST_SLICES:
         return []
     return [(input, lambda factor, k=k: to_rows(sliced(factor, 1, k), index[:, k])) for k in range(index.shape[1])]
 
 
 def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> SideCarries:
-    if input.ndim != 2 or dim % 2 != 0 or index.ndim != 1 or source.ndim != 2:
+    if not _is_first(dim, input) or index.ndim != 1 or source.ndim != input.ndim:
         return []
-
-    def carry(factor: Factor) -> Factor | None:
-        found = gathered(factor, index.long())
-        return None if found is None else scaled(found, alpha)
-
-    return [(input, lambda factor: factor), (source, carry)]
+    return [(input, lambda factor: factor), (source, _to_rows_of(source, index, alpha))]
 
 
 def _scatter_add(output: Tensor, input: Any, dim: int, index: Tensor, src: Any) -> SideCarries:
-    """Only with one index for each row."""
-    of_rows = index.ndim == 2 and index.shape == src.shape and index.shape[1] == output.shape[1] and index.stride(1) == 0
-    if not of_rows or index.numel() == 0:
+    places = _places_of_rows(output, dim, index, src)
+    return [] if places is None else [(input, lambda factor: factor), (src, _to_rows_of(src, places))]
+
+
+def _scatter_reduce(
+    output: Tensor, input: Any, dim: int, index: Tensor, src: Any, reduce: str, *, include_self: bool = True
+) -> SideCarries:
+    places = _places_of_rows(output, dim, index, src)
+    if places is None or reduce == "prod":
         return []
-    return _index_add(output, input, dim, index[:, 0], src)
+    # Each argument's entry has one place in the output: its gradient is the one there times a number, which shares out what is equal.
+    with torch.enable_grad():
+        sides = [side.detach().requires_grad_() for side in (input, src)]
+        reduced = sides[0].scatter_reduce(dim, index, sides[1], reduce, include_self=include_self)
+        to_input, to_src = torch.autograd.grad(reduced, sides, torch.ones_like(reduced))
+    return [(input, lambda factor: scaled(factor, to_input)), (src, _to_rows_of(src, places, to_src))]
+
+
+def _places_of_rows(output: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor | None:
+    """The place of each row of `src` among those of the output; None if its entries may go to several."""
+    if not _is_first(dim, output) or index.shape != src.shape or src.shape[1:] != output.shape[1:] or index.numel() == 0:
+        return None
+    if any(stride and size > 1 for size, stride in zip(index.shape[1:], index.stride()[1:], strict=True)):
+        return None
+    return index[(slice(None), *(0,) * (index.ndim - 1))]
+
+
+def _to_rows_of(source: Tensor, places: Tensor, scale: Scale = 1) -> CarryToSide:
+    """The carry to rows that go to these places, scaled."""
+    to_source = _entry(source, source.shape, scale)
+
+    def carry(factor: Factor) -> Factor | None:
+        found = gathered(_as_matrix(factor), places.long())
+        return None if found is None else to_source(reshaped(found, source.shape))
+
+    return carry
+
+
+def _is_first(dim: int, tensor: Tensor) -> bool:
+    return tensor.ndim > 0 and dim % tensor.ndim == 0
+
+
+def _as_matrix(factor: Factor) -> Factor:
+    """The gradient of a table, with its rows flattened."""
+    return reshaped(factor, torch.Size((factor.shape[0], factor.shape[1:].numel())))
 
 
 _INDICES = (torch.int64, torch.int32)
@@ -476,6 +514,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "index_select": _index_select,
     "index_add": _index_add,
     "scatter_add": _scatter_add,
+    "scatter_reduce": _scatter_reduce,
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
     "stack": _stack,
@@ -486,6 +525,9 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
 
 FUSED = frozenset(name for name, carries in ADJOINTS.items() if carries in (_softmax, _log_softmax))
 """Ops whose backward is one kernel, where the maps of factors are several."""
+
+ARITHMETIC = frozenset(name for name, carries in ADJOINTS.items() if carries in (_add, _sub, _neg, _mul, _div))
+"""Elementwise ops of two arguments, which are broadcast."""
 
 MOVING = frozenset(name for name, carries in ADJOINTS.items() if carries in (_reshape, _transpose, _part, _indexed, _cat, _stack, _pad))
 """Ops that move entries and do not change their values."""

@@ -6,7 +6,7 @@ is sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. An elementwise op
 all entries, to one number gives multiples c_n E of one tensor E. So G is never materialised.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,76 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._capture._adjoints import ADJOINTS, FUSED, MOVING, multiple
+from psg._capture._by_rows import ELEMENTWISE, is_row_by_row, over_rows
 from psg._capture._estimators import entries_of
+from psg._capture._steps import POINTWISE, Step, keepdim_shape, part_of
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import LIKE_ANOTHER, name_of, substitute, tensors_of
-from psg.factors import Dense, Expanded, Factor, Rows, Scaled, Sum, Views, merge
+from psg._torch._ops import LIKE_ANOTHER, name_of
+from psg.factors import Dense, Expanded, Factor, Scaled, Sum, merge
 from psg.factors._arithmetic import is_one_row
-from psg.factors._maps import scaled
+from psg.factors._maps import scaled, table_of
 from psg.rules._registry import find_decomposition
-
-
-class Step:
-    """One call of an op on parameters, and one of its outputs.
-
-    Attributes:
-        run: Calls the op and returns this output.
-        args: The positional arguments, the parameters among them with their history.
-        kwargs: The keyword arguments.
-        output: The output, one of the tensors that the op returned.
-        name: The name of the op.
-        tensors: The tensors among the arguments.
-        is_outdated: Whether one of `tensors` has been written into since.
-    """
-
-    def __init__(self, run: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], output: Tensor, name: str) -> None:
-        self.run, self.args, self.kwargs, self.output, self.name = run, args, kwargs, output, name
-        self.tensors = tensors_of(args, kwargs)
-        self._versions = [tensor._version for tensor in self.tensors]
-
-    @property
-    def is_outdated(self) -> bool:
-        return [tensor._version for tensor in self.tensors] != self._versions
-
-    @property
-    def sides(self) -> list[Tensor]:
-        """The tensors among the arguments that have gradients, each once."""
-        return list({id(tensor): tensor for tensor in self.tensors if tensor.requires_grad and tensor.is_floating_point()}.values())
-
-    def is_first(self, side: Tensor) -> bool:
-        """Whether this side is the op's first argument."""
-        return len(self.args) > 0 and self.args[0] is side
-
-    def rerun(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
-        """Call `run` on the op's arguments without their history; `leaves` holds replacements for some, by id()."""
-
-        def given(leaf: Any) -> Any:
-            return leaves.get(id(leaf), leaf.detach()) if isinstance(leaf, Tensor) else leaf
-
-        with torch.enable_grad():
-            args, kwargs = substitute((self.args, self.kwargs), given)
-            return run(*args, **kwargs)
-
-    def vjp(self, side: Tensor, cotangent: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The vector-Jacobian product of this op alone with one cotangent, for one argument, or for these rows of it.
-
-        The arguments' history is ignored.
-        """
-        leaf = (side if rows is None else side[rows]).detach().requires_grad_()
-        output = self.rerun({id(side): leaf}, self.run)
-        if not output.requires_grad:
-            return torch.zeros_like(leaf)  # this one of several outputs does not depend on this side
-        (found,) = torch.autograd.grad(output, leaf, cotangent.to(output.dtype).reshape(output.shape), allow_unused=True)
-        return torch.zeros_like(leaf) if found is None else found  # a norm of order 0 has a graph that leads nowhere
-
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
 """Maps a factor of the output's gradient to factors for each side, which add up; None if the gradient must be materialised."""
-
-
-def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor]:
-    """`func`, made to return only its output at this index; with None, `func` itself, which has only one."""
-    return func if index is None else lambda *args, **kwargs: func(*args, **kwargs)[index]
 
 
 def carry_of(step: Step) -> Carry | None:
@@ -119,16 +61,20 @@ def carry_of(step: Step) -> Carry | None:
             factor = Dense(factor.materialize())
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
-        rows = _looked_up(factor)
-        if rows is not None and _is_row_by_row(step):
-            return [[_over_rows(step, rows)]]
+        rows = table_of(factor)
+        if rows is not None and not is_row_by_row(step):
+            rows = None
+        if rows is not None and step.name not in ELEMENTWISE:
+            return over_rows(step, rows)
         if isinstance(factor, Dense) and (step.run in _COMPOSITES or step.name in FUSED):
             return _pulled(step, factor)
         if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
             return None if factor.prefers_dense_maps else _over_steps(step, factor)
         found = [over_to(side, factor) for side in sides]
         carried = [factors for factors in found if factors is not None]
-        return carried if len(carried) == len(found) else None
+        if len(carried) < len(found):
+            return None if rows is None else over_rows(step, rows)
+        return carried
 
     return carry
 
@@ -248,7 +194,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         if side.shape != constant.shape or factor.prefers_dense_maps:
             return None
     elif isinstance(factor, Dense):
-        small = (1,) * side.ndim if constant.numel() == 1 else _keepdim_shape(step, side)
+        small = (1,) * side.ndim if constant.numel() == 1 else keepdim_shape(step, side)
         if small is None:
             return None
         numbers = factor.values.reshape(factor.n, *small)
@@ -280,73 +226,6 @@ def _may_be_multiplied(tensor: Tensor) -> bool:
     return bool((tensor[:1] if tensor.ndim and is_one_row(tensor) else tensor).sum().isfinite())
 
 
-def _keepdim_shape(step: Step, side: Tensor) -> tuple[int, ...] | None:
-    """For a reduction, the shape of its output with the reduced dimensions kept as 1; None if it is not clear which were reduced."""
-    position = REDUCING.get(step.name)
-    if position is None or not step.is_first(side):
-        return None
-    shape, reduced = side.shape, step.output.shape
-    if len(reduced) == len(shape):
-        small = tuple(reduced)
-    else:
-        dims = step.kwargs.get("dim", step.args[position] if len(step.args) > position else None)
-        if isinstance(dims, bool) or not isinstance(dims, (int, list, tuple)):
-            return None
-        gone = {dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)}
-        small = tuple(1 if dim in gone else size for dim, size in enumerate(shape))
-        if [size for dim, size in enumerate(small) if dim not in gone] != list(reduced):
-            return None
-    return small if all(size in (1, own) for size, own in zip(small, shape, strict=True)) else None
-
-
-# Lookups of a table that is computed row by row: of the op only the rows that were looked up have to be differentiated
-
-
-def _looked_up(factor: Factor) -> Rows | None:
-    """The factor as rows of a table; of numbers, as rows of one column."""
-    if isinstance(factor, Views) and factor.is_reshaped and len(factor.shape) == 1:
-        factor = factor.factors[0]
-    return factor if isinstance(factor, Rows) and len(factor.shape) == 2 else None
-
-
-def _is_row_by_row(step: Step) -> bool:
-    """Whether the op computes each row of its output, or each number, from the row of its only side, a matrix, at the same place."""
-    if len(step.sides) != 1 or step.sides[0].ndim != 2 or not step.is_first(step.sides[0]):
-        return False
-    (side,) = step.sides
-    if step.name in REDUCING:
-        return len(side) > 1 and _keepdim_shape(step, side) == (len(side), 1)  # a single row may have been reduced with all its entries
-    if step.name not in _ROW_BY_ROW:
-        return False
-    keyword, position, default = _ROW_BY_ROW[step.name]
-    given = step.kwargs.get(keyword, step.args[position] if len(step.args) > position else default)
-    if keyword == "normalized_shape":
-        return tuple(given) == (side.shape[1],)
-    return isinstance(given, int) and given % 2 == 1
-
-
-def _over_rows(step: Step, factor: Rows) -> Factor:
-    (side,) = step.sides
-    if factor.index.numel() == 0:  # not every op takes a table without rows
-        return Rows(factor.index, side.new_zeros(*factor.index.shape, side.shape[1]), len(side))
-    found = step.vjp(side, factor.cotangent.flatten(0, 1), factor.index.flatten())
-    return Rows(factor.index, found.unflatten(0, factor.index.shape), len(side))
-
-
-POINTWISE = frozenset(
-    """
-    pow __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit log_sigmoid
-    tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign tanhshrink softshrink
-    hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu sin cos tan asin acos
-    atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp logaddexp2 erf erfc
-    special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine fmod remainder frac
-    ldexp deg2rad rad2deg lgamma mvlgamma digamma polygamma i0 special_entr special_erfcx special_erfinv special_exp2 special_expm1
-    special_log1p special_logit special_log_ndtr special_ndtr special_ndtri special_gammaln special_multigammaln special_digamma special_psi
-    special_polygamma special_i0 special_i0e special_i1 special_i1e special_sinc special_xlogy special_xlog1py
-    """.split()
-)
-"""Elementwise ops: each entry of the result depends on the argument's entry at the same place alone."""
-
 _SELECTING = frozenset(
     """
     relu relu6 hardtanh hardswish hardsigmoid hardshrink softshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum
@@ -354,22 +233,6 @@ _SELECTING = frozenset(
     """.split()
 )
 """Those of them whose derivative is zero at some entries whatever the cotangent is there, NaN included."""
-
-REDUCING: dict[str, int] = {
-    **dict.fromkeys("sum mean var std var_mean std_mean amax amin logsumexp prod nansum nanmean norm_except_dim".split(), 1),
-    **dict.fromkeys("norm linalg_norm linalg_vector_norm".split(), 2),
-}
-"""Reductions, with the position of the argument that names the dimensions: no two entries of the result share an entry of the input."""
-
-_ROW_BY_ROW: dict[str, tuple[str, int, Any]] = {
-    **dict.fromkeys(
-        "softmax log_softmax special_softmax special_log_softmax softmin cumsum cumprod logcumsumexp".split(), ("dim", 1, None)
-    ),
-    "normalize": ("dim", 2, 1),
-    **dict.fromkeys(("layer_norm", "rms_norm"), ("normalized_shape", 1, ())),
-}
-"""Ops along dimensions, with the keyword, the position and the default of the argument that names them."""
-
 
 # Ops that are composites of other ops, over which factors are carried
 

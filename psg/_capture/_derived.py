@@ -5,11 +5,11 @@ from typing import Any
 from torch._functorch.autograd_function import custom_function_call
 
 from psg._capture._adjoints import ADJOINTS
-from psg._capture._carries import POINTWISE, REDUCING
+from psg._capture._steps import POINTWISE, REDUCING
 from psg._torch._cached import cached
 from psg._torch._ops import draws, is_torchs, name_of
 
-_SLOW = frozenset("kron tensordot repeat_interleave block_diag index_add scatter_add _sparse_mm constant_pad_nd".split())
+_SLOW = frozenset("kron tensordot repeat_interleave block_diag index_add scatter_add scatter_reduce _sparse_mm constant_pad_nd".split())
 """Ops with an adjoint that are several ops under vmap."""
 
 _SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING} - _SLOW) | frozenset(
@@ -39,7 +39,7 @@ _DERIVING = _SIMPLE.union(
     median nanmedian quantile nanquantile kthvalue mode topk sort msort argsort aminmax cummax cummin logcumsumexp cov corrcoef trapezoid
     trapz cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin greater greater_equal less
     less_equal not_equal logical_xor searchsorted bucketize masked_scatter index_put index_copy index_fill index_reduce scatter
-    scatter_reduce put take take_along_dim select_scatter slice_scatter diagonal_scatter unfold fold rot90 fliplr flipud diagflat meshgrid
+    put take take_along_dim select_scatter slice_scatter diagonal_scatter unfold fold rot90 fliplr flipud diagflat meshgrid
     cartesian_prod combinations column_stack row_stack dstack dsplit hsplit vsplit unsafe_chunk unsafe_split sum_to_size atleast_1d
     atleast_2d atleast_3d conj_physical pixel_shuffle pixel_unshuffle channel_shuffle grid_sample affine_grid conv_transpose1d
     conv_transpose2d conv_transpose3d max_pool3d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d

@@ -10,7 +10,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from psg import _trees
-from psg._capture._carries import Step, carry_of, part_of, terms_of
+from psg._capture._carries import carry_of, terms_of
+from psg._capture._steps import Step, part_of
 from psg._capture._written import WrittenBackward
 from psg._errors import InputError, a_kind
 from psg._torch import _autograd, _functorch

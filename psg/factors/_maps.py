@@ -3,6 +3,7 @@
 Each function returns None where psg has no factor for the result: the gradient then has to be materialised.
 """
 
+from collections.abc import Callable
 from functools import singledispatch
 
 import torch
@@ -416,7 +417,7 @@ def _(factor: Outer, index: Tensor) -> Factor:
 def _(factor: Rows, index: Tensor) -> Factor | None:
     if not _functorch.can_read_now(factor.index):
         return None
-    order = index.sort(stable=True)
+    factor, order = factor.coalesced(), index.sort(stable=True)
     places, held = _members_of(factor, order.values)
     if places.shape[1:].numel() > len(index):
         return gathered(Dense(factor.materialize()), index)
@@ -470,13 +471,36 @@ def _(factor: Conv, dim: int, start: int, length: int) -> Factor | None:
     return Conv(factor.cotangent, factor.input.narrow(2, start, length), factor.geometry) if dim == 1 and whole else None
 
 
+@narrowed.register
+def _(factor: Views, dim: int, start: int, length: int) -> Factor | None:
+    return _of_rows(factor, dim, lambda rows: rows.narrow(1 + dim, start, length))
+
+
+def _of_rows(factor: Factor, dim: int, part: Callable[[Tensor], Tensor]) -> Factor | None:
+    """The gradient of a part of each row of a table, given what takes it of the rows [n, t, *row]; None for other gradients."""
+    table = table_of(factor)
+    if table is None or dim == 0:
+        return None
+    rows = part(table.cotangent.unflatten(2, factor.shape[1:]))
+    flat = rows.reshape(*table.index.shape, rows.shape[2:].numel())
+    return reshaped(Rows(table.index, flat, table.num_rows), torch.Size((table.num_rows, *rows.shape[2:])))
+
+
+def table_of(factor: Factor) -> Rows | None:
+    """The gradient of a table, which has a dimension of rows in front, as Rows with each row flattened; None if it is something else."""
+    if isinstance(factor, Views) and factor.is_reshaped and factor.shape[:1] == factor.factors[0].shape[:1]:
+        factor = factor.factors[0]
+    return factor if isinstance(factor, Rows) else None
+
+
 def placed(factor: Factor, region: Region, shape: torch.Size) -> Factor:
     """The gradient of a parameter of this shape, which is that of one of its views there, and zero elsewhere."""
     if isinstance(factor, Rows) and len(shape) == 2 and region.size[1] == shape[1] and (region.stride[1] == 1 or shape[1] == 1):
         (step, aside), (first, beside) = divmod(region.stride[0], max(1, shape[1])), divmod(region.offset, max(1, shape[1]))
         if aside == beside == 0:  # whole rows
             return Rows(first + step * factor.index, factor.cotangent, shape[0])
-    return Views([factor], [region], shape)
+    placed = Views([factor], [region], shape)
+    return reshaped(factor, shape) if placed.is_reshaped else placed
 
 
 def slices_of(shape: torch.Size, dim: int) -> list[Region]:
@@ -493,6 +517,9 @@ def sliced(factor: Factor, dim: int, k: int) -> Factor | None:
     if isinstance(factor, Expanded):
         own, shape = factor.values.select(1 + dim, min(k, factor.small[dim] - 1)), slices_of(factor.shape, dim)[k].size
         return Dense(own) if own.shape[1:] == shape else Expanded(own, torch.Size(shape))
+    found = _of_rows(factor, dim, lambda rows: rows.select(1 + dim, k))
+    if found is not None:
+        return found
     own = slices_of(factor.shape, dim)[k]
     if not isinstance(factor, Views) or not all(region == own or region.is_apart(own, factor.shape) for region in factor.regions):
         return None

@@ -102,11 +102,25 @@ class Rows(Additive):
             return True
         return 2 * _machine.reused_byte(self.device, self.dtype) * self.dense_bytes < _OPS_OF_SORTING * _machine.op_call(self.device)
 
+    def coalesced(self) -> "Rows":
+        """The same gradient with each index of a sample once, as far as samples with more distinct ones leave no room."""
+        if self.index.shape[1] < 2:
+            return self
+        ordered, order = self.index.sort(dim=1)
+        most = int((ordered[:, 1:] != ordered[:, :-1]).sum(1).max()) + 1 if self.n else 0
+        if most == self.index.shape[1]:
+            return self
+        index, values = self._distinct(ordered, order)
+        return Rows(index[:, :most], values[:, :most].to(self.dtype), self.num_rows)
+
     def _distinct(self, ordered: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct rows of each sample, equal indices added up: index [n, t], values [n, t, d]; zero in the slots left over."""
+        """The distinct rows of each sample, equal indices added up: index [n, t], values [n, t, d].
+
+        In the slots left over there are zeros, at the first index.
+        """
         slot = torch.zeros_like(order)
         slot[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
-        index = torch.zeros_like(order).scatter_(1, slot, ordered)
+        index = ordered[:, :1].repeat(1, order.shape[1]).scatter_(1, slot, ordered)
         slots = torch.empty_like(slot).scatter_(1, order, slot)
         return index, Rows(slots, widen(self.cotangent), order.shape[1]).materialize()
 
