@@ -799,12 +799,13 @@ class Reversal(torch.autograd.Function):
     """An autograd.Function whose forward returns its argument: rules would skip its backward."""
 
     @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
+    def forward(ctx, x, recorded):
+        with torch.set_grad_enabled(recorded):
+            return x.view_as(x)
 
     @staticmethod
     def backward(ctx, cotangent):
-        return -cotangent
+        return -cotangent, None
 
 
 reversal = super(torch.autograd.Function, Reversal).apply
@@ -906,7 +907,8 @@ def tangent(p, x):
     [
         (lambda p, x: F.linear(x, unseen(p["w"])).sum(1), r"p\['w'\] reaches the losses by an op that no function mode sees"),
         (lambda p, x: F.linear(x, p["w"]).sum(1) + unseen(p["w"]).sum(), r"p\['w'\] reaches the losses by an op"),
-        (lambda p, x: F.linear(x, reversal(p["w"])).sum(1), r"fn uses view_as of p\['w'\] as an autograd.Function returns it"),
+        (lambda p, x: F.linear(x, reversal(p["w"], True)).sum(1), r"fn uses view_as of p\['w'\] as an autograd.Function returns it"),
+        (lambda p, x: F.linear(x, reversal(p["w"], False)).sum(1), r"p\['w'\] reaches the losses by an op that no function mode sees"),
         (lambda p, x: ((w := p["w"] * 1).detach_(), F.linear(x, w).sum(1))[1], r"fn uses detach_ on mul of p\['w'\] at .*test_batch"),
         (lambda p, x: p["w"].flatten()[: len(x)], r"__getitem__ of flatten of p\['w'\] reaches the losses by .*, or as it is"),
         (lambda p, x: torch.func.vmap(lambda x: (p["w"] @ x).sum())(x), r"p\['w'\] is used inside a torch.func transform at .*test_batch"),
