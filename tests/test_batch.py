@@ -845,7 +845,7 @@ def _binary(p, x):
         _binary,
         lambda p, x: F.linear(x, Unseen.apply(2 * p["w"])).sin().sum(1),
         lambda p, x: F.linear(x, p["w"]).sin().sum(1) * (1 + Unseen.apply(p["w"]).square().mean()),
-        lambda p, x: F.linear(x, Reversal.apply(p["w"])).sin().sum(1) + F.linear(x, p["w"]).sum(1),
+        lambda p, x: F.linear(x, Reversal.apply(p["w"], False)).sin().sum(1) + F.linear(x, p["w"]).sum(1),
         lambda p, x: checkpoint(lambda x: F.linear(x, Unseen.apply(p["w"])).sin().sum(1), x, use_reentrant=False),
         lambda p, x: F.linear(x, triple(p["w"])).sin().sum(1),
     ],
