@@ -1019,6 +1019,21 @@ def test_what_else_sees_the_memory_of_a_constant_sees_a_write(seen, device):
     assert_trees_close(values, x @ p + 2.0)
 
 
+def test_a_tensor_that_fn_is_given_to_fill_is_not_new(device):
+    kept = torch.zeros(3, device=device)
+
+    def fn(p, x):
+        steps = torch.arange(3, out=kept, dtype=p.dtype, device=device)
+        steps += p
+        return (steps * x).sum()
+
+    p, x = torch.randn(3, device=device), torch.randn(2, 3, device=device)
+    with warnings.catch_warnings(), contextlib.suppress(psg.PsgError):
+        warnings.simplefilter("ignore", psg.FallbackWarning)
+        assert_trees_close(psg.per_sample_grad(fn)(p, x), x)
+    assert type(kept) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(kept)
+
+
 def test_attributes_of_a_constant_stay_where_they_are_written_into(device):
     def fn(p, x):
         total = torch.zeros(3, device=device)

@@ -164,7 +164,7 @@ class Router(Watch, Looking):
                 self._claim(func, args, kwargs, tensors, output, target, mark)
             else:
                 self.own.note(output)
-                if func in NEW:
+                if func in NEW and "out" not in kwargs:
                     self.own.note_new(output)
             return output
         except Exception as error:
