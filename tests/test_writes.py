@@ -965,6 +965,13 @@ def of_several_writes(p, x):
     return (total * x).sum()
 
 
+def of_itself(p, x):
+    total = torch.ones(SIZE, SIZE, device=x.device)
+    total.addcmul_(total, p["w"])
+    total.add_(total)
+    return (total * x).sum()
+
+
 def of_another_name(p, x):
     total = other = p["w"] * 2
     total += p["b"]
@@ -972,7 +979,7 @@ def of_another_name(p, x):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("fn", [of_a_graph, of_several_writes, of_another_name])
+@pytest.mark.parametrize("fn", [of_a_graph, of_several_writes, of_itself, of_another_name])
 def test_what_is_written_into_is_still_computed_once(fn, jit, device, monkeypatch):
     as_large(monkeypatch)
     p = {"w": torch.randn(SIZE, SIZE, device=device), "b": torch.randn(SIZE, device=device)}

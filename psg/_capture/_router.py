@@ -499,9 +499,9 @@ class Router(Watch, Looking):
         self.aliases.write(name_of(func), [target])
         call = out_of_place(func, args, kwargs) if not sampled and args and args[0] is target else None
         if call is not None:
-            op, given, options = call
-            # When the op is differentiated, fn's own tensor is another already.
-            given = (target if value else target.data, *given[1:])
+            op, *given = call
+            before = target if value else target.data  # when the op is differentiated, fn's own tensor is another already
+            given, options = substitute(tuple(given), lambda leaf: before if leaf is target else leaf)
             output = self._derive(op, self.lifted_among(tensors_of(given, options)), given, options, anew=True)
             if id(output) in self.by_handle and (output.shape, output.dtype) == (target.shape, target.dtype):
                 return self._become(target, output)
@@ -513,15 +513,13 @@ class Router(Watch, Looking):
         return NotImplemented
 
     def _is_sole(self, target: Tensor, value: Lifted | None) -> bool:
-        """Whether no other tensor that fn may hold shares memory with a value computed once, or with a new constant."""
+        """Whether no other tensor shares memory with a value computed once, or with a new constant."""
         if value is None:
             return self.own.is_new(target) and not target.requires_grad and _functorch.holders(target) == 1
         if value.made_by is None or id(target) in self.handed_on:
             return False
-        memory, output = _functorch.memory_of(value.leaf), value.made_by[0].output
-        shared = any(_functorch.memory_of(own.leaf) == memory for own in self.values if own is not value)
-        # Three tensors are one in its memory: the output of the op that made it, the same without a history, and one for all samples.
-        return not shared and memory not in self.constants_at and not output._is_view() and _functorch.holders(output) == 3
+        # Three hold it: the output of the op that made it, the same without a history, and one for all samples.
+        return _functorch.holders(value.made_by[0].output) == 3
 
     def _become(self, target: Tensor, output: Tensor) -> Any:
         """Make fn's own tensor what an op has computed from it; NotImplemented if that cannot be."""
