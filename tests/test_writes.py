@@ -967,7 +967,7 @@ def of_several_writes(p, x):
 
 def of_itself(p, x):
     total = torch.ones(SIZE, SIZE, device=x.device)
-    total.addcmul_(total, p["w"])
+    total += p["w"]
     total.add_(total)
     return (total * x).sum()
 
