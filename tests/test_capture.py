@@ -1679,7 +1679,7 @@ def test_views_under_no_grad_have_no_history(view, of, n, device):
         w = w if of == "parameter" else w.sin()
         with torch.no_grad():
             seen = VIEWS[view](w)
-        return seen.square().sum() * x.sum() + (w @ x).sum() + (seen * 2).sin().sum()
+        return seen.square().sum() * (x.sum() if seen.requires_grad else 2 * x.sum()) + (w @ x).sum() + (seen * 2).sin().sum()
 
     def of_a_batch(w, x):
         w = w if of == "parameter" else w.sin()

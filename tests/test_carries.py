@@ -335,6 +335,74 @@ def test_attention_along_a_graph(n, device):
     assert n == 0 or found_kinds(problem) == {"table": Rows, "first": Outer, "second": Outer, "own": Dense, "others": Dense}
 
 
+@pytest.mark.parametrize("n", [0, 1, 4])
+@pytest.mark.parametrize("few", [True, False])
+def test_rows_of_products_with_a_matrix_of_which_most_is_zero(few, n, device):
+    nodes = 80
+    links = torch.eye(nodes, device=device).roll(1, 0) - 0.5 * torch.eye(nodes, device=device)
+    links[3] = 0  # a node without neighbours
+    links = links if few else links + 0.01
+
+    def fn(p, index):
+        hidden = F.linear(links @ p["table"].sin(), p["w"]).relu()
+        return F.embedding(index, (links.T * p["s"]) @ hidden + (links @ hidden) * p["s"]).sin().sum()
+
+    p = {"table": torch.randn(nodes, 2, device=device), "w": torch.randn(2, 2, device=device), "s": torch.randn((), device=device)}
+    problem = Problem(fn, (p, torch.tensor([[3, 4, 4], [5, 7, 0], [3, 3, 3], [70, 2, 1]], device=device)[:n]))
+    assert_agrees(problem)
+    assert n == 0 or not few or found_kinds(problem)["table"] is Rows
+
+
+def test_rows_of_a_table_that_is_filled_by_a_parameter(device):
+    def fn(p, index):
+        table = p["table"].masked_fill(p["table"].detach() > 1, p["numbers"][0])
+        return F.embedding(index, table.scatter_add(0, numbers(table, 1)[0].expand(1, 2), p["numbers"][:2][None])).sin().sum()
+
+    p = {"table": torch.randn(50, 2, device=device), "numbers": torch.randn(5, device=device)}
+    assert_agrees(Problem(fn, (p, torch.tensor([[1, 4], [5, 5]], device=device))))
+
+
+def test_a_number_added_to_numbers(device):
+    def fn(p, index):
+        return p["table"].sin().scatter_add(0, numbers(p["table"], 1)[0], p["number"].square())[index].sin().sum()
+
+    p = {"table": torch.randn(50, device=device), "number": torch.randn((), device=device)}
+    assert_agrees(Problem(fn, (p, torch.tensor([[1, 4], [5, 5]], device=device))))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
+def test_rows_that_are_replaced_get_no_gradient_of_what_is_not_finite(reduce, device):
+    places = torch.tensor([0, 1, 1, 3, 3], device=device)[:, None].expand(5, 3)
+
+    def fn(p, x, index):
+        table = p["w"].sin().scatter_reduce(0, places, p["v"].cos(), reduce, include_self=False)
+        return (table[index] * x).sum()
+
+    p = {"w": torch.rand(5, 3, device=device), "v": torch.rand(5, 3, device=device)}
+    x, index = torch.tensor([1.0, math.inf], device=device), torch.tensor([[0, 1], [2, 3]], device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(p, x, index)["w"], loop_grad(fn)(p, x, index)["w"])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("positions", [3, 40])
+def test_graphs_with_a_hub(positions, n, device):
+    """A node that most edges meet, which some samples look up: then the whole graph is differentiated for them."""
+    nodes, generator = 30, torch.Generator().manual_seed(0)
+    source, target = torch.randint(nodes, (2, 200), generator=generator).to(device)
+    target[:100] = 0
+
+    def fn(p, index):
+        hidden = p["table"] * p["gain"]
+        for _ in range(2):
+            hidden = torch.zeros_like(hidden).index_add_(0, target, hidden.index_select(0, source).tanh())
+        return F.embedding(index, hidden).square().sum()
+
+    p = {"table": torch.randn(nodes, 2, device=device), "gain": torch.randn(2, device=device)}
+    index = torch.randint(nodes, (n, positions), generator=generator).to(device)
+    index[0, 0] = 0
+    assert_agrees(Problem(fn, (p, index)))
+
+
 # Unusual forms of calls, of a number s, a vector v, a matrix w and a stack t.
 FORMS = {
     "sum of a number": lambda s, v, w, t: s.sum(0) * s.mean(-1, keepdim=True),

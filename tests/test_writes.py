@@ -1005,7 +1005,11 @@ def test_a_constant_becomes_each_sample_s_own_where_samples_write(n, device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
 
 
-@pytest.mark.parametrize("seen", [Tensor.numpy, lambda t: t.detach().numpy(), lambda t: t[:1], np.asarray])
+def stored(table):
+    return torch.empty(0).set_(table.untyped_storage())
+
+
+@pytest.mark.parametrize("seen", [Tensor.numpy, lambda t: t.detach().numpy(), lambda t: t[:1], np.asarray, stored])
 def test_what_else_sees_the_memory_of_a_constant_sees_a_write(seen, device):
     if device.type != "cpu":
         pytest.skip("arrays are on the CPU")
@@ -1039,6 +1043,106 @@ def test_a_tensor_that_fn_is_given_to_fill_is_not_new(device):
         warnings.simplefilter("ignore", psg.FallbackWarning)
         assert_trees_close(psg.per_sample_grad(fn)(p, x), x)
     assert type(kept) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(kept)
+
+
+def filled(table, p, x):
+    table.copy_(x)
+    table.mul_(2)
+    return (table.clone() * p).sum()
+
+
+def filled_from_a_parameter(table, p, x):
+    with torch.no_grad():
+        table.copy_(p)
+    return (table.clone() * p * x).sum()
+
+
+def filled_before_a_reshape(table, p, x):
+    table[0] = x.sum()
+    twice = x * 2
+    rows = twice.reshape(3, 1)
+    twice += 1  # a write for which the pass starts again
+    return (table.clone() * p * rows[:, 0]).sum()
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("use", [filled, filled_from_a_parameter, filled_before_a_reshape])
+def test_a_constant_that_fn_keeps_stays_a_plain_tensor(use, device):
+    """A workspace that the first call makes; later calls, plain ones too, find what a loop would have left there."""
+    kept = []
+
+    def fn(p, x):
+        if not kept:
+            kept.append(torch.zeros(3, device=device))
+        return use(kept[0], p, x)
+
+    p, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    expected = loop_grad(fn)(p, x)
+    left = kept.pop()
+    for _ in range(2):
+        assert_trees_close(psg.per_sample_grad(fn)(p, x), expected)
+        assert_trees_close(kept[0] + 0, left, per_sample=False)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_a_constant_that_fn_keeps_survives_an_error_of_fn(device):
+    kept = []
+
+    def fn(p, x):
+        kept.append(torch.zeros(3, device=device))
+        kept[-1].add_(p)
+        kept[-1].mul_(x)
+        raise KeyError("of fn")
+
+    with pytest.raises(KeyError, match="of fn"):
+        psg.per_sample_grad(fn)(torch.randn(3, device=device), torch.randn(2, 3, device=device))
+    assert all(torch.isfinite(table + 1).all() for table in kept)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_loss_that_is_added_up(n, device):
+    def fn(p, x):
+        loss = torch.zeros((), device=device)
+        loss += (p * x).sin().sum()
+        loss.add_(p.square().sum())
+        return loss
+
+    p, x = torch.randn(3, device=device), torch.randn(n, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
+
+
+@pytest.mark.parametrize("write", [lambda h, p: h.mul_(2), lambda h, p: h.add_(p), lambda h, p: h.relu_()])
+def test_writes_in_inference_mode_leave_the_history(write, device):
+    def fn(p, x):
+        hidden = p + 3
+        with torch.inference_mode():
+            write(hidden, p.detach())
+        return (hidden * x).sum()
+
+    p, x = torch.rand(3, device=device), torch.randn(2, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), x)
+
+
+OTHERWISE_LAID_OUT = {
+    "masked_fill_": lambda h: h.masked_fill_(torch.eye(3, dtype=torch.bool, device=h.device), 7.0),
+    "tril_": lambda h: h.tril_(),
+    "cumsum_": lambda h: h.cumsum_(0),
+    "index_add_": lambda h: h.index_add_(0, rows_of(h), torch.ones_like(h)),
+    "scatter_add_": lambda h: by_scatter(h, torch.ones_like(h)),
+    "addmm_": lambda h: h.addmm_(torch.ones_like(h), torch.ones_like(h)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE_LAID_OUT)
+def test_writes_keep_the_layout(name, device):
+    def fn(p, x):
+        hidden = p.T * 2
+        OTHERWISE_LAID_OUT[name](hidden)
+        assert hidden.stride() == (1, 3)
+        return (hidden.T.view(-1) * x).sum()
+
+    p, x = torch.randn(3, 3, device=device), torch.randn(2, 9, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
 
 
 def test_attributes_of_a_constant_stay_where_they_are_written_into(device):

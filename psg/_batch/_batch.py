@@ -274,7 +274,7 @@ class _BatchMode(Watch, Looking):
             self._refuse_accumulation(tensors)
         met = self.lifted_among(tensors)
         if func in PREDICATES:
-            answer = met[0].ask(func) if met else func(*args, **kwargs)
+            answer = self.ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
         body = _registry.body_of(func)
         if not met:

@@ -428,12 +428,15 @@ def _scatter_reduce(
         sides = [side.detach().requires_grad_() for side in (input, src)]
         reduced = sides[0].scatter_reduce(dim, index, sides[1], reduce, include_self=include_self)
         to_input, to_src = torch.autograd.grad(reduced, sides, torch.ones_like(reduced))
-    return [(input, lambda factor: scaled(factor, to_input)), (src, _to_rows_of(src, places, to_src))]
+    # Without `input` itself its gradient is zero, whatever the cotangent is: also where that is not finite.
+    return [(input, lambda factor: scaled(factor, to_input) if include_self else None), (src, _to_rows_of(src, places, to_src))]
 
 
 def _places_of_rows(output: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor | None:
     """The place of each row of `src` among those of the output; None if its entries may go to several."""
-    if not _is_first(dim, output) or index.shape != src.shape or src.shape[1:] != output.shape[1:] or index.numel() == 0:
+    if not _is_first(dim, output) or index.shape != src.shape or src.shape[1:] != output.shape[1:]:
+        return None
+    if index.ndim == 0 or index.numel() == 0:
         return None
     if any(stride and size > 1 for size, stride in zip(index.shape[1:], index.stride()[1:], strict=True)):
         return None

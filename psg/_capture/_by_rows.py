@@ -17,6 +17,8 @@ from psg.factors._maps import reshaped
 def is_row_by_row(step: Step) -> bool:
     """Whether an op computes each row of its output from its arguments' rows at the same place, and from what has no rows."""
     tensors = step.tensors
+    if step.name == "masked_fill" and not all(map(step.is_first, step.sides)):
+        return False  # its value has no dimensions, and so no rows
     if step.name in ELEMENTWISE:
         return step.output.ndim > 0 and len(step.output) > 1 and all(_has_rows(own, step) or _has_none(own, step) for own in tensors)
     if len(tensors) != 1 or not step.sides or tensors[0].ndim < 2 or not step.is_first(tensors[0]):

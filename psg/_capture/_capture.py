@@ -180,7 +180,7 @@ def _one_pass(
         return _run(function, samples, mode)
 
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), mode.restoring():
             outputs = _functorch.vmap(watched, tensors, dims, n, call.randomness)
         lifts = (mode.prefers_lifting() or None) if habits.lifts is None else habits.lifts
         if (mode.differentiates, lifts) != (habits.recorded, habits.lifts):

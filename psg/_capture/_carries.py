@@ -62,6 +62,8 @@ def carry_of(step: Step) -> Carry | None:
         if step.is_outdated:
             return None  # an argument was written into: leave it to autograd, which raises the error
         rows = table_of(factor)
+        if rows is not None and rows.num_rows < rows.index.shape[1]:
+            factor, rows = Dense(factor.materialize()), None
         if rows is not None and not is_row_by_row(step):
             rows = None
         if rows is not None and step.name not in ELEMENTWISE:

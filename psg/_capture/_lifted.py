@@ -15,7 +15,7 @@ from psg._capture._steps import Step, part_of
 from psg._capture._written import WrittenBackward
 from psg._errors import InputError, a_kind
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import name_of, tensors_of
+from psg._torch._ops import REQUIRES_GRAD, name_of, tensors_of
 from psg.factors import Conv, Dense, Factor, Sum, merge
 
 
@@ -191,6 +191,7 @@ class Watch(TorchFunctionMode):
         derived_at: The storage addresses of the latter.
         by_handle: The lifted values by the id() of the wrapper that the function holds.
         taps: The taps whose cotangents the backward pass will take.
+        quiet: Views of lifted values taken under no_grad.
         level: The level of the transform in which the function runs; -1 outside of all.
     """
 
@@ -204,6 +205,7 @@ class Watch(TorchFunctionMode):
         self.derived_at: set[int] = set()
         self.by_handle: dict[int, Lifted] = {}
         self.taps: list[Tap] = []
+        self.quiet: list[Tensor] = []
 
     def hold(self, value: Lifted, handle: Tensor) -> Tensor:
         """Register the wrapper under which the function holds this value from now on; returns the wrapper."""
@@ -255,6 +257,13 @@ class Watch(TorchFunctionMode):
                     return False
         return sampled and largest * (1 if inside else 8) < most
 
+    def ask(self, predicate: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """What plain autograd would say of a tensor."""
+        value = self.by_handle.get(id(tensor))
+        if value is not None:
+            return value.ask(predicate)
+        return predicate == REQUIRES_GRAD and any(view is tensor for view in self.quiet) or predicate(tensor)
+
     def attached(self, leaf: Any) -> Any:
         """For a lifted value its attached value, with a history up to the parameters; any other argument as it is."""
         value = self.by_handle.get(id(leaf))
@@ -271,7 +280,8 @@ class Watch(TorchFunctionMode):
         constants: list[Tensor] = []
         for i, part in enumerate(parts):
             if isinstance(part, Tensor) and part.requires_grad and part.grad_fn is None and id(part) not in given:
-                parts[i] = part = part.detach()  # a view under no_grad requires grad as what it is a view of does, but has no history
+                parts[i] = part = part.detach()  # a view under no_grad has no history, though it says that it requires grad
+                self.quiet.append(part)
             if isinstance(part, Tensor) and part.requires_grad:
                 step = Step(part_of(func, i if several else None), args, kwargs, part, name_of(func))
                 values.append(Lifted.derivation(step, parents, self.n))

@@ -1,8 +1,10 @@
 """Routes each call of the function: to a rule, below vmap, to a decomposition into other ops, or on as it is."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,8 @@ from psg._torch._ops import (
     PREDICATES,
     REQUIRES_GRAD,
     REQUIRING,
+    SET_DATA,
+    SHOWING,
     Node,
     call_key,
     draws,
@@ -95,6 +99,7 @@ class Router(Watch, Looking):
         self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
         self.handed_on: set[int] = set()  # the id()s of those outputs that fn got from several calls
         self.rewrites = False  # whether fn has written into what is computed once
+        self.replaced: list[tuple[ref[Tensor], Tensor]] = []  # new constants that fn has written into, and what they were
         self.constants: list[Tensor] = []  # computed from parameters, without a history
         self.constants_at: set[int] = set()
         self.differentiates = self.nests = False  # whether fn calls autograd, or transforms of its own
@@ -277,8 +282,9 @@ class Router(Watch, Looking):
             self._expect_own_hooks()
             if isinstance(kwargs.get("out"), Tensor) and is_torchs(func):
                 return self._run_into(func, args, **kwargs)
-        if func in ARRAYS:
+        if func in SHOWING:
             self.aliases.show(args[0])
+        if func == SET_DATA or func is Tensor.set_:
             self.own.forget_new(args[0])
         if func in STRIDED:
             output = self._run_strided(func, args, kwargs, tensors, here)
@@ -410,8 +416,8 @@ class Router(Watch, Looking):
     def _ask(self, func: Any, tensor: Tensor) -> Any:
         """What autograd knows of a tensor; vmap's wrapper alone does not tell what is differentiated beneath it."""
         if id(tensor) in self.by_handle:
-            return self.by_handle[id(tensor)].ask(func)
-        answers = [self.by_handle[id(own)].ask(func) if id(own) in self.by_handle else func(own) for own in _functorch.layers(tensor)]
+            return self.ask(func, tensor)
+        answers = [self.ask(func, own) for own in _functorch.layers(tensor)]
         if func == IS_LEAF:
             return all(answers)
         return next((answer for answer in answers if answer), answers[0])
@@ -503,9 +509,10 @@ class Router(Watch, Looking):
             before = target if value else target.data  # when the op is differentiated, fn's own tensor is another already
             given, options = substitute(tuple(given), lambda leaf: before if leaf is target else leaf)
             output = self._derive(op, self.lifted_among(tensors_of(given, options)), given, options, anew=True)
-            if id(output) in self.by_handle and (output.shape, output.dtype) == (target.shape, target.dtype):
+            # An op may lay its result out otherwise, which views of the target, and its strides, would show.
+            if id(output) in self.by_handle and _form_of(output) == _form_of(target):
                 return self._become(target, output)
-        with _functorch.below(), torch.enable_grad():
+        with _functorch.below(), torch.inference_mode(False), torch.enable_grad():
             each = (value.leaf if value else target.expand(self.n, *target.shape)).clone()
         if value:
             self._note_lifted(func, [value])
@@ -515,7 +522,9 @@ class Router(Watch, Looking):
     def _is_sole(self, target: Tensor, value: Lifted | None) -> bool:
         """Whether no other tensor shares memory with a value computed once, or with a new constant."""
         if value is None:
-            return self.own.is_new(target) and not target.requires_grad and _functorch.holders(target) == 1
+            if not self.own.is_new(target) or target.requires_grad or self.aliases.shows(target):
+                return False
+            return _functorch.holders(target) == 1
         if value.made_by is None or id(target) in self.handed_on:
             return False
         # Three hold it: the output of the op that made it, the same without a history, and one for all samples.
@@ -532,10 +541,37 @@ class Router(Watch, Looking):
                 self.hold(value, handle)
         if not swapped:
             return NotImplemented
-        self.own.forget_new(target)
+        if old is None:
+            self.own.forget_new(target)
+            self.replaced.append((ref(target), output))
         self.rewrites = True
         self.derivations.clear()  # whose keys are id()s of arguments
         return target
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """A context for the pass: afterwards new constants that fn has written into, and that somebody keeps, are what they were.
+
+        Raises:
+            UnsupportedByVmap: There are such.
+        """
+        kept: list[Tensor] = []
+        try:
+            yield
+        finally:
+            if self.replaced:
+                self.derivations.clear()
+                self.by_handle.clear()
+                for value in self.values:
+                    value.handle = None
+            for target, before in self.replaced:
+                own = target()
+                if own is not None and _functorch.swap(own, before):
+                    self.own.disown(own)
+                    kept.append(own)
+            self.replaced.clear()
+        if kept:
+            raise UnsupportedByVmap("fn keeps a tensor that it has made, and written into, from one call to the next")
 
     def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         """Run an op that writes into its `out` argument, which vmap cannot run."""
@@ -795,6 +831,10 @@ class Router(Watch, Looking):
             return NotImplemented
         self._note_lifted(func, self.lifted_among([*data.values()]))
         return output
+
+
+def _form_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 _AUTOGRAD = {torch.autograd.grad, *DETACHING, *REQUIRING}

@@ -65,6 +65,9 @@ CONVERSIONS = {
 ARRAYS = {Tensor.numpy, Tensor.__array__}
 """Calls that give NumPy arrays."""
 
+SHOWING = {*ARRAYS, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr}
+"""Calls that give what has a tensor's memory and is no tensor."""
+
 # These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (_READS), of
 # where to split (_SPLITS), of the tensors in a list (_FROM_LISTS, _INDEXING), or of how many sequences each step of a pack has (_PACKED).
 _READS = {Tensor.tolist, *ARRAYS, Tensor.__dlpack__}

@@ -63,8 +63,12 @@ class Marks:
             vars(output)["_psg_new"] = self.made
 
     def forget_new(self, tensor: Tensor) -> None:
-        """Forget it: it has been wrapped, or something else than a tensor is in the same memory."""
+        """Forget it: it has been wrapped, or is in other memory."""
         vars(tensor).pop("_psg_new", None)
+
+    def disown(self, tensor: Tensor) -> None:
+        """Take the mark of the pass off a tensor that is none of its own any more."""
+        vars(tensor).pop("_psg_pass", None)
 
     def is_new(self, tensor: Tensor) -> bool:
         """Whether it is such a tensor."""

@@ -108,9 +108,12 @@ class Aliases:
         return output
 
     def show(self, tensor: Tensor) -> None:
-        """Note that fn gets a NumPy array of a tensor, which in a loop has its memory."""
-        if _functorch.is_wrapped(tensor):
-            self._shown.add(_functorch.storage_of(tensor))
+        """Note that fn gets what has a tensor's memory and is no tensor: a NumPy array, a storage, its address."""
+        self._shown.add(_functorch.storage_of(tensor))
+
+    def shows(self, tensor: Tensor) -> bool:
+        """Whether fn has such an object for a tensor's memory."""
+        return bool(self._shown) and _functorch.storage_of(tensor) in self._shown
 
     def write(self, op: str, tensors: Iterable[Tensor]) -> None:
         """Note that an op is about to write into these tensors.
@@ -119,8 +122,8 @@ class Aliases:
             Retry: There are tensors to be followed.
             UnsupportedByVmap: fn has an array of one of them.
         """
-        if self._shown and not self._shown.isdisjoint(map(_functorch.storage_of, tensors)):
-            raise UnsupportedByVmap(f"{op} writes into a tensor of which fn has a NumPy array: in a loop both share memory")
+        if self._shown and any(_functorch.is_wrapped(tensor) and self.shows(tensor) for tensor in tensors):
+            raise UnsupportedByVmap(f"{op} writes into a tensor of which fn has an array or a storage: in a loop both share memory")
         if self._found and not self._follows:
             raise Retry(f"{op} writes into a tensor after a reshape", follows=True)
         for node in map(_functorch.storage_of, tensors if self._partners else ()):

@@ -318,7 +318,27 @@ def _(factor: Rows, matrix: Tensor) -> Factor | None:
         return premultiplied(Dense(factor.materialize()), matrix)
     if matrix.layout is not torch.strided:
         return _looked_up_in_sparse(factor, matrix)
-    return Outer(matrix.to(factor.dtype)[factor.index], factor.cotangent)
+    factor = factor.coalesced() if _functorch.can_read_now(factor.index) else factor  # each row of the matrix is read again and again
+    left = matrix.to(factor.dtype)[factor.index]
+    if _functorch.can_read_now(left) and left.numel():
+        most = int(left.count_nonzero(2).max())
+        if _are_few(most, factor, matrix):  # a graph's matrix is mostly zeros, though it is held as a dense one
+            places = (left != 0).byte().topk(most, sorted=False).indices
+            weights = left.gather(2, places)
+            return _spread(factor, places, weights, weights != 0, matrix.shape[1])
+    return Outer(left, factor.cotangent)
+
+
+def _are_few(rows: int, factor: Rows, matrix: Tensor) -> bool:
+    """Whether to hold so many rows for each that was looked up in a product, and not an Outer, whose positions do not become more."""
+    columns = factor.cotangent.shape[2]
+    return _SMALLER * rows * columns < matrix.shape[1] + columns
+
+
+def _spread(factor: Rows, places: Tensor, weights: Tensor, held: Tensor, num_rows: int) -> Rows:
+    """The gradient of a table if each row that was looked up is the sum of its rows at `places` [n, t, k] where they are held, weighted."""
+    products = torch.where(held.unsqueeze(3), weights.unsqueeze(3) * factor.cotangent.unsqueeze(2), 0)
+    return Rows(places.flatten(1), products.flatten(1, 2), num_rows)
 
 
 def _sparse_product(matrix: Tensor, values: Tensor) -> Tensor:
@@ -340,11 +360,11 @@ def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor | None:
         return premultiplied(Dense(factor.materialize()) if chosen is None else Outer(chosen, cotangent), matrix)
     matrix = matrix.to_sparse_coo().coalesce()  # torch warns that CSR is new
     (rows, of), entries = matrix.indices(), matrix.values().to(factor.dtype)
-    places, held = _members_of(factor, rows)
+    first, counts = _members_of(factor, rows)
+    places, held = _up_to(int(counts.max()) if counts.numel() else 0, first, counts)
     weights = torch.where(held, entries[places], 0)
-    if _SMALLER * places.shape[2] * columns < made + columns:
-        products = torch.where(held.unsqueeze(3), weights.unsqueeze(3) * cotangent.unsqueeze(2), 0)
-        return Rows(of[places].flatten(1), products.flatten(1, 2), made)
+    if _are_few(places.shape[2], factor, matrix):
+        return _spread(factor, of[places], weights, held, made)
     if is_smaller:
         return Outer(weights.new_zeros(*index.shape, made).scatter_add_(2, of[places], weights), cotangent)
     return premultiplied(Dense(factor.materialize()), matrix)
@@ -355,12 +375,17 @@ _SMALLER = 8
 
 
 def _members_of(factor: Rows, ascending: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row that was looked up stands among ascending integers -> [n, t, most], filled up with zeros; which are held."""
+    """Where each row that was looked up begins among ascending integers, and how often it is there -> [n, t] each."""
     starts = torch.searchsorted(ascending, torch.arange(factor.num_rows + 1, device=ascending.device))
-    first, end = starts[factor.index].unsqueeze(2), starts[factor.index + 1].unsqueeze(2)
-    steps = torch.arange(int((end - first).max()) if end.numel() else 0, device=ascending.device)
-    held = first + steps < end
-    return torch.where(held, first + steps, 0), held
+    first = starts[factor.index]
+    return first, starts[factor.index + 1] - first
+
+
+def _up_to(most: int, first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """All these places -> [n, t, most], filled up with zeros; which are held."""
+    steps = torch.arange(most, device=first.device)
+    held = steps < counts.unsqueeze(2)
+    return torch.where(held, first.unsqueeze(2) + steps, 0), held
 
 
 def postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
@@ -418,9 +443,11 @@ def _(factor: Rows, index: Tensor) -> Factor | None:
     if not _functorch.can_read_now(factor.index):
         return None
     factor, order = factor.coalesced(), index.sort(stable=True)
-    places, held = _members_of(factor, order.values)
-    if places.shape[1:].numel() > len(index):
+    first, counts = _members_of(factor, order.values)
+    most = int(counts.max()) if counts.numel() else 0
+    if factor.index.shape[1] * most > len(index):
         return gathered(Dense(factor.materialize()), index)
+    places, held = _up_to(most, first, counts)
     rows = torch.where(held.unsqueeze(3), factor.cotangent.unsqueeze(2), 0)
     return Rows(order.indices[places].flatten(1), rows.flatten(1, 2), len(index))
 
