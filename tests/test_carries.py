@@ -350,6 +350,7 @@ def test_rows_of_products_with_a_matrix_of_which_most_is_zero(few, n, device):
     p = {"table": torch.randn(nodes, 2, device=device), "w": torch.randn(2, 2, device=device), "s": torch.randn((), device=device)}
     problem = Problem(fn, (p, torch.tensor([[3, 4, 4], [5, 7, 0], [3, 3, 3], [70, 2, 1]], device=device)[:n]))
     assert_agrees(problem)
+    assert_agrees(Problem(fn, (p, problem.args[1][2:3])))  # no row that is looked up has neighbours
     assert n == 0 or not few or found_kinds(problem)["table"] is Rows
 
 

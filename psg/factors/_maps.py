@@ -320,13 +320,17 @@ def _(factor: Rows, matrix: Tensor) -> Factor | None:
         return _looked_up_in_sparse(factor, matrix)
     factor = factor.coalesced() if _functorch.can_read_now(factor.index) else factor  # each row of the matrix is read again and again
     left = matrix.to(factor.dtype)[factor.index]
-    if _functorch.can_read_now(left) and left.numel():
-        most = int(left.count_nonzero(2).max())
-        if _are_few(most, factor, matrix):  # a graph's matrix is mostly zeros, though it is held as a dense one
-            places = (left != 0).byte().topk(most, sorted=False).indices
-            weights = left.gather(2, places)
-            return _spread(factor, places, weights, weights != 0, matrix.shape[1])
-    return Outer(left, factor.cotangent)
+    # A graph's matrix is mostly zeros, though it may be held as a dense one. Of others the rows of the first sample tell.
+    if not _functorch.can_read_now(left) or left.numel() == 0 or not _are_few(int(left[0].count_nonzero(1).max()), factor, matrix):
+        return Outer(left, factor.cotangent)
+    counts = left.count_nonzero(2)
+    most = int(counts.max())
+    if most == 0 or not _are_few(most, factor, matrix):
+        return Outer(left, factor.cotangent)
+    first = counts.flatten().cumsum(0).reshape(counts.shape) - counts
+    places, held = _up_to(most, first, counts)
+    columns = left.flatten(0, 1).nonzero()[:, 1][places]
+    return _spread(factor, columns, left.gather(2, columns), held, matrix.shape[1])
 
 
 def _are_few(rows: int, factor: Rows, matrix: Tensor) -> bool:
