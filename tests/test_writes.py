@@ -1111,6 +1111,20 @@ def test_a_loss_that_is_added_up(n, device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), loop_grad(fn)(p, x))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_constant_that_is_written_into_and_returned(jit, device):
+    def fn(p, x):
+        seen, known = torch.zeros(3, device=device), torch.ones(3, device=device)
+        seen += x
+        known += p
+        return (known * seen).sum(), {"seen": seen, "known": known}
+
+    p, x = torch.randn(3, device=device), torch.randn(2, 3, device=device)
+    per_sample = psg.per_sample_grad(fn, has_aux=True, method="capture")
+    grads, aux = (psg.jit(per_sample, backend="eager") if jit else per_sample)(p, x)
+    assert_trees_close((grads, aux), (x, {"seen": x, "known": (1 + p).expand(2, 3)}))
+
+
 @pytest.mark.parametrize("write", [lambda h, p: h.mul_(2), lambda h, p: h.add_(p), lambda h, p: h.relu_()])
 def test_writes_in_inference_mode_leave_the_history(write, device):
     def fn(p, x):

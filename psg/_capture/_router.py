@@ -566,7 +566,8 @@ class Router(Watch, Looking):
                     value.handle = None
             for target, before in self.replaced:
                 own = target()
-                if own is not None and _functorch.swap(own, before):
+                if own is not None:
+                    _functorch.swap(own, before)
                     self.own.disown(own)
                     kept.append(own)
             self.replaced.clear()

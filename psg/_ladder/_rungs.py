@@ -102,8 +102,11 @@ class _Outputs:
         loss, aux = self.call.evaluate(leaves, self.batch, copies)
         if not self.call.has_aux:
             return (loss,)
-        self.tree = _trees.flatten(aux)
-        return (loss, *_trees.tensors_in(self.tree[0]))
+        leaves, spec = _trees.flatten(aux)
+        tensors = _trees.tensors_in(leaves)
+        with torch._C.DisableTorchFunction():  # not fn's own, of which a pass has to know whether anyone keeps them
+            self.tree = _trees.fill(leaves, [tensor.detach() for tensor in tensors]), spec
+        return (loss, *tensors)
 
     def aux(self, tensors: Sequence[Tensor]) -> Any:
         """The auxiliary output with these tensors in the places of its own; None without one."""
