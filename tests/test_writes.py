@@ -1085,6 +1085,46 @@ def test_a_constant_that_fn_keeps_stays_a_plain_tensor(use, device):
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_a_constant_that_a_transform_of_fn_s_own_makes_and_keeps(device):
+    kept = []
+
+    def fn(p, x):
+        def inner(value):
+            kept.append(torch.zeros(3, device=device))
+            return value.sin().sum()
+
+        slope = torch.func.grad(inner)(x)
+        kept[-1].add_(x)
+        return (kept[-1] * slope * p).sum()
+
+    p, x = torch.randn(3, device=device), torch.randn(2, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(p, x), x * x.cos())
+    assert torch.equal(kept[-1] + 0, x[-1])
+
+
+class Keeps(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.last = None
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        self.last = torch.zeros(1, 2, device=x.device)
+        self.last += hidden.detach()
+        return hidden.sin() * self.last.cos()
+
+
+def test_a_constant_that_a_module_keeps(device):
+    """It is taken out again after the pass, as other activations are, without a fallback."""
+    loss, params = psg.stateless(module := Keeps().to(device), lambda output: output.sum())
+    x = torch.randn(4, 3, device=device)
+    for _ in range(2):
+        assert_trees_close(psg.per_sample_grad(loss)(params, x), psg.per_sample_grad(loss, method="loop")(params, x))
+    assert module.last is None or not torch._C._functorch.is_functorch_wrapped_tensor(module.last)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_a_constant_that_fn_keeps_survives_an_error_of_fn(device):
     kept = []
 

@@ -553,7 +553,8 @@ class Router(Watch, Looking):
         """A context for the pass: afterwards new constants that fn has written into, and that somebody keeps, are what they were.
 
         Raises:
-            UnsupportedByVmap: There are such.
+            Retry: There are such. A pass that makes constants for every sample from the start knows what to do with those that fn keeps.
+            UnsupportedByVmap: There are such in a pass that does so, but for constants that fn's own transforms make.
         """
         kept: list[Tensor] = []
         try:
@@ -572,7 +573,8 @@ class Router(Watch, Looking):
                     kept.append(own)
             self.replaced.clear()
         if kept:
-            raise UnsupportedByVmap("fn keeps a tensor that it has made, and written into, from one call to the next")
+            why, most = "fn keeps a tensor that it has made and written into", len(FACTORIES)
+            raise UnsupportedByVmap(why) if self.habits.fills == most else Retry(why, fills=most)
 
     def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         """Run an op that writes into its `out` argument, which vmap cannot run."""
