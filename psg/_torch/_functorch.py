@@ -324,11 +324,17 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
         return StorageWeakRef(bare(tensor).untyped_storage())
 
 
+def _uses(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_USES_OF_ONE = _uses(torch.empty(1))  # the object by which Python asks may be another use
+
+
 def holders(tensor: Tensor) -> int:
     """How many tensors hold the storage under all wrappers: the tensor, views of it, what autograd has saved of it."""
-    with torch._C.DisableTorchFunction():
-        # The object that stands for the storage here holds it, too.
-        return torch._C._storage_Use_Count(bare(tensor).untyped_storage()._cdata) - 1
+    return _uses(bare(tensor)) - _USES_OF_ONE + 1
 
 
 def swap(tensor: Tensor, other: Tensor) -> bool:
