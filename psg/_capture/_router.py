@@ -498,9 +498,8 @@ class Router(Watch, Looking):
         value = self.by_handle.get(id(target))
         if not self._is_sole(target, value):
             return NotImplemented
-        others = [tensor for tensor in tensors_of(args, kwargs) if tensor is not target]
-        sampled = any(map(_functorch.is_wrapped, self._others(others, {})))
-        if not (value or sampled or self._meets_lifted(others)):
+        sampled = any(map(_functorch.is_wrapped, self._others(args, kwargs)))
+        if not (sampled or self._meets_lifted(tensors_of(args, kwargs))):
             return NotImplemented
         self.aliases.write(name_of(func), [target])
         call = out_of_place(func, args, kwargs) if not sampled and args and args[0] is target else None

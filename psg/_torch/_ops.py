@@ -159,11 +159,8 @@ FACTORIES: list[set[Any]] = [
     },
 ]
 
-# Ops that always make a tensor in memory of its own.
-NEW = {
-    *(FACTORIES[0] - {Tensor.new}),
-    *(torch.tensor, torch.scalar_tensor, torch.eye, torch.arange, torch.linspace, torch.empty_strided, torch.clone, Tensor.clone),
-}
+# Those of them that always make a tensor in memory of its own.
+NEW = FACTORIES[0].union(FACTORIES[1]) - {Tensor.new, torch.as_tensor, torch.asarray}
 
 # Ops whose results often become masks, and are seldom written into.
 CONSTANTS = {torch.ones_like, torch.full_like, Tensor.new_ones, Tensor.new_full}

@@ -320,13 +320,21 @@ def _(factor: Rows, matrix: Tensor) -> Factor | None:
         return _looked_up_in_sparse(factor, matrix)
     factor = factor.coalesced() if _functorch.can_read_now(factor.index) else factor  # each row of the matrix is read again and again
     left = matrix.to(factor.dtype)[factor.index]
-    # A graph's matrix is mostly zeros, though it may be held as a dense one. Of others the rows of the first sample tell.
-    if not _functorch.can_read_now(left) or left.numel() == 0 or not _are_few(int(left[0].count_nonzero(1).max()), factor, matrix):
-        return Outer(left, factor.cotangent)
+    rows = _looked_up_among_zeros(factor, left, matrix) if _functorch.can_read_now(left) and left.numel() else None
+    return Outer(left, factor.cotangent) if rows is None else rows
+
+
+def _looked_up_among_zeros(factor: Rows, left: Tensor, matrix: Tensor) -> Rows | None:
+    """The same for a matrix that is mostly zeros, as a graph's may be, though held as a dense one; None for others.
+
+    Of these the rows of the first sample tell.
+    """
+    if not _are_few(_most(left[0].count_nonzero(1)), factor, matrix):
+        return None
     counts = left.count_nonzero(2)
-    most = int(counts.max())
+    most = _most(counts)
     if most == 0 or not _are_few(most, factor, matrix):
-        return Outer(left, factor.cotangent)
+        return None
     first = counts.flatten().cumsum(0).reshape(counts.shape) - counts
     places, held = _up_to(most, first, counts)
     columns = left.flatten(0, 1).nonzero()[:, 1][places]
@@ -365,7 +373,7 @@ def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor | None:
     matrix = matrix.to_sparse_coo().coalesce()  # torch warns that CSR is new
     (rows, of), entries = matrix.indices(), matrix.values().to(factor.dtype)
     first, counts = _members_of(factor, rows)
-    places, held = _up_to(int(counts.max()) if counts.numel() else 0, first, counts)
+    places, held = _up_to(_most(counts), first, counts)
     weights = torch.where(held, entries[places], 0)
     if _are_few(places.shape[2], factor, matrix):
         return _spread(factor, of[places], weights, held, made)
@@ -383,6 +391,10 @@ def _members_of(factor: Rows, ascending: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.searchsorted(ascending, torch.arange(factor.num_rows + 1, device=ascending.device))
     first = starts[factor.index]
     return first, starts[factor.index + 1] - first
+
+
+def _most(counts: Tensor) -> int:
+    return int(counts.max()) if counts.numel() else 0
 
 
 def _up_to(most: int, first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -448,7 +460,7 @@ def _(factor: Rows, index: Tensor) -> Factor | None:
         return None
     factor, order = factor.coalesced(), index.sort(stable=True)
     first, counts = _members_of(factor, order.values)
-    most = int(counts.max()) if counts.numel() else 0
+    most = _most(counts)
     if factor.index.shape[1] * most > len(index):
         return gathered(Dense(factor.materialize()), index)
     places, held = _up_to(most, first, counts)
