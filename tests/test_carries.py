@@ -2,6 +2,7 @@
 
 import collections
 import math
+import warnings
 from unittest import mock
 
 import pytest
@@ -333,6 +334,73 @@ def test_attention_along_a_graph(n, device):
     problem = Problem(fn, (p, torch.arange(n, device=device) * 7))
     assert_agrees(problem)
     assert n == 0 or found_kinds(problem) == {"table": Rows, "first": Outer, "second": Outer, "own": Dense, "others": Dense}
+
+
+def added(op, table, places, include_self):
+    """Messages of some rows to others, of a table of any shape."""
+    messages = table.index_select(0, places[0]).sin()
+    if op == "index_add":
+        return table.index_add(0, places[1], messages, alpha=0.5)
+    index = places[1].reshape(-1, *(1,) * (table.ndim - 1)).expand_as(messages)
+    if op == "scatter_add":
+        return table.new_zeros(table.shape).scatter_add_(0, index, messages)
+    return table.scatter_reduce(0, index, messages.round(decimals=1), op, include_self=include_self)
+
+
+OF_TABLES = {
+    "times what has rows or none": lambda w, p, places: w * p["other"],
+    "less what has rows or none": lambda w, p, places: torch.sub(p["other"], w, alpha=2),
+    "divided": lambda w, p, places: w / (2 + p["other"].square()),
+    "the larger": lambda w, p, places: torch.maximum(w, p["other"]),
+    "chosen": lambda w, p, places: torch.where(w.detach() > 0, w, p["other"].sin()),
+    "interpolated": lambda w, p, places: torch.lerp(w.expand_as(w + p["other"]).contiguous(), (w + p["other"]).cos(), 0.3),
+    "times itself": lambda w, p, places: w * w,
+    "its sums": lambda w, p, places: w.sum(-1, keepdim=True) if w.ndim > 1 else w,
+    "its norms": lambda w, p, places: w / (1 + w.norm(dim=-1, keepdim=True)) if w.ndim > 1 else w,
+    "its variance": lambda w, p, places: w.var(1, correction=0) if w.ndim > 1 and w.shape[1] else w,
+    "softmax": lambda w, p, places: w.softmax(-1) if w.ndim > 1 else w,
+    "layer norm": lambda w, p, places: F.layer_norm(w, w.shape[1:]) if w[:1].numel() > 1 and w.ndim > 1 else w,
+    "a part of each row": lambda w, p, places: w.narrow(1, 0, 1) if w.ndim > 1 and w.shape[1] else w,
+    "an entry of each row": lambda w, p, places: w.select(-1, 0) if w.ndim > 1 and w.shape[-1] else w,
+    "joined": lambda w, p, places: torch.cat([w, w.sin()], 1) if w.ndim > 1 else torch.stack([w, w.sin()], 1),
+    "flat": lambda w, p, places: w.flatten(1) if w.ndim > 1 else w[:, None],
+    **{op: lambda w, p, places, op=op: added(op, w, places, True) for op in ("index_add", "scatter_add", "sum", "mean", "amax", "amin")},
+    **{f"{op} of others": lambda w, p, places, op=op: added(op, w, places, False) for op in ("sum", "mean", "amax", "amin")},
+}
+
+
+@given(
+    steps=st.lists(st.sampled_from(sorted(OF_TABLES)), min_size=1, max_size=3),
+    sizes=st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 3)),
+    row=st.lists(st.integers(0, 3), max_size=2),
+    kept=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    edges=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100)
+def test_tables_of_drawn_shapes(device, steps, sizes, row, kept, edges, seed):
+    """Of rows of any shape, with arguments that have rows, or some of their dimensions, or none."""
+    torch.manual_seed(seed)
+    n, rows, looked_up = sizes
+    places = torch.tensor(edges, dtype=torch.int64, device=device).reshape(-1, 2).T % rows
+    other = [size if keep else 1 for size, keep in zip((rows, *row), kept, strict=False)]
+    p = {"table": torch.randn(rows, *row, device=device), "other": torch.randn(other[seed % 2 :], device=device)}
+
+    def fn(p, index, x):
+        table = p["table"]
+        for step in steps:
+            own = {"other": p["other"] if table.shape[1:] == p["table"].shape[1:] else p["other"].sum()}
+            table = OF_TABLES[step](table, own, places)
+        return (F.embedding(index, table.flatten(1) if table.ndim > 1 else table[:, None]) * x).sin().sum()
+
+    if looked_up == 0 or n == 0:
+        index = torch.zeros(n, looked_up, dtype=torch.int64, device=device)
+    else:
+        index = torch.randint(rows, (n, looked_up), device=device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "var\\(\\): degrees of freedom")
+        warnings.filterwarnings("ignore", ".*every gradient is zero")
+        assert_agrees(Problem(fn, (p, index, torch.randn(n, device=device))))
 
 
 @pytest.mark.parametrize("n", [0, 1, 4])
