@@ -3,8 +3,9 @@
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
 Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties,
-layers of a stack, fused gates, repeated layers, Kronecker products, networks that make weights, tables that are indexed, normalised, or
-mixed along a graph, networks over a whole graph: layers use values computed from parameters, or only parts of them, or use them again.
+layers of a stack, fused gates, repeated layers, Kronecker products, networks that make weights, symmetric weights, weights that vectors are
+written into, tables that are indexed, normalised, or mixed along a graph, networks over a whole graph: layers use values computed from
+parameters, or only parts of them, or use them again.
 Results are checked and timed as in inside.py.
 """
 
@@ -328,6 +329,33 @@ class GraphNetwork(nn.Module):
         return zeros.scatter_add_(0, self.target[:, None].expand_as(messages), messages)
 
 
+class Written(nn.Module):
+    """A square layer of whose weight some entries are parameters, as those of a triangular matrix or of a sparse update are."""
+
+    def __init__(self, places: Tensor, others: Tensor, make: Callable[[Tensor], Tensor] = lambda weight: weight) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(places.shape[1]) / math.sqrt(WIDTH))
+        self.places, self.others, self.make = places, others, make
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.others.to(self.values.dtype, copy=True)
+        weight[self.places[0], self.places[1]] = self.values
+        return F.linear(x, self.make(weight))
+
+
+def square(layer: Callable[[], nn.Module]) -> Callable[[], Problem]:
+    return lambda: classifier(nn.Sequential(layer(), nn.Tanh(), nn.Linear(WIDTH, CLASSES)), torch.randn(SAMPLES, WIDTH))
+
+
+def sparse_update() -> nn.Module:
+    places = torch.randperm(WIDTH**2)[: WIDTH**2 // 100]
+    return Written(torch.stack([places // WIDTH, places % WIDTH]), torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+
+def symmetric(layer: nn.Module) -> Tensor:
+    return layer.weight.triu() + layer.weight.triu(1).T
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "scaled": network(lambda layer: 0.7 * layer.weight),
     "merged_low_rank": network(merged),
@@ -346,6 +374,10 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "repeated_layer": lambda: classifier(Pooled(Repeated(), 64), torch.randn(SAMPLES, 128, 64)),
     "kronecker": lambda: classifier(nn.Sequential(Kronecker(), nn.Tanh(), nn.Linear(INPUTS, CLASSES)), torch.randn(SAMPLES, INPUTS)),
     "made_weights": lambda: classifier(nn.Sequential(Made(), nn.Tanh(), nn.Linear(64, CLASSES)), torch.randn(SAMPLES, 64)),
+    "symmetric": square(lambda: Linear(WIDTH, WIDTH, symmetric)),
+    "triangular": square(lambda: Written(torch.tril_indices(WIDTH, WIDTH), torch.zeros(WIDTH, WIDTH))),
+    "skew_symmetric": square(lambda: Written(torch.triu_indices(WIDTH, WIDTH, 1), torch.zeros(WIDTH, WIDTH), lambda w: w - w.T)),
+    "sparse_update": square(sparse_update),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
     "normalised_table": recommender(F.normalize),
     "table_along_a_graph": along_a_graph,

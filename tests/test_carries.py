@@ -19,7 +19,7 @@ from torch import nn
 import psg
 from psg._capture import _carries, _derived, _lifted
 from psg._torch import _autograd, _ops
-from psg.factors import Conv, Dense, Outer, Region, Rows, Scaled, Sum, Views, _base
+from psg.factors import Conv, Dense, Entries, Outer, Region, Rows, Scaled, Sum, Views, _base
 from psg.testing import assert_trees_close, loop_grad
 from psg.testing._loop import tree_map
 
@@ -42,6 +42,18 @@ def spectral(p):
         v = F.normalize(w.sum(0), dim=0)
         u = F.normalize(torch.mv(w, v), dim=0)
     return w / torch.vdot(u, torch.mv(w.flatten(1), v))
+
+
+TRIANGLE = torch.tensor([[0, 1, 1, 2, 2, 2], [0, 0, 1, 0, 1, 2]]).unbind()
+
+
+def written(tensor, index, value):
+    tensor[index] = value
+    return tensor
+
+
+def symmetric(matrix):
+    return matrix + matrix.triu(1).T
 
 
 # name -> (the weight as a function of the parameters, the kind of each parameter's factor after a matrix product with that weight).
@@ -98,6 +110,25 @@ MATRICES = {
     "softmax of a number": (lambda p: p["w"] * p["s"].softmax(0), {"w": Outer, "s": Dense}),
     "logarithms of probabilities": (lambda p: torch.log_softmax(p["w"], 1), {"w": Sum}),
     "a softmax called in another way": (lambda p: torch.softmax(p["w"], 1, torch.float64), {"w": Sum}),
+    "triangles": (lambda p: p["w"].triu(1) - 2 * p["w"].tril(), {"w": Sum}),
+    "a filled triangle": (lambda p: written(p["v"].new_zeros(OUT, IN), TRIANGLE, p["v"]), {"v": Entries}),
+    "a filled triangle, in a row": (
+        lambda p: written(p["v"].new_zeros(OUT * IN), TRIANGLE[0] * IN + TRIANGLE[1], p["v"]).view(OUT, IN),
+        {"v": Entries},
+    ),
+    "a filled symmetric matrix": (
+        lambda p: symmetric(written(p["v"].new_zeros(3, 3), TRIANGLE, p["v"]))[torch.tensor([0, 1, 2, 1])],
+        {"v": Entries},
+    ),
+    "filled rows": (lambda p: written(written(p["a"].new_zeros(OUT, IN), slice(0, 2), p["a"]), slice(2, 4), 2 * p["a"]), {"a": Outer}),
+    "filled columns": (lambda p: written(p["b"].new_ones(OUT, IN), (..., [2, 0]), p["b"]), {"b": Outer}),
+    "a filled row": (lambda p: written(p["w"] * 2, 1, p["columns"]), {"w": Scaled, "columns": Entries}),
+    "a filled entry": (lambda p: written(p["s"].new_ones(OUT, IN), (1, 2), p["s"]), {"s": Views}),
+    "a positive diagonal": (
+        lambda p: p["w"].tril(-1) + F.pad(torch.diag(p["columns"].exp()), (0, 0, 0, 1)),
+        {"w": Scaled, "columns": Dense},
+    ),
+    "its positive diagonal": (lambda p: p["w"].T.tril(-1).diagonal_scatter(p["w"].T.diagonal().exp()).T, {"w": Sum}),
     "matrix exponential": (lambda p: p["b"] @ torch.matrix_exp(p["a"][:, :RANK]) @ p["a"], {"a": Sum, "b": Outer}),
 }
 
@@ -116,7 +147,7 @@ def test_a_factor_is_carried_over_an_elementwise_op(name, n, device):
 
 
 def parameters(device, *names):
-    shapes = {"w": (OUT, IN), "c": (OUT, IN), "a": (RANK, IN), "b": (OUT, RANK), "gain": (OUT, 1), "columns": (IN,), "s": ()}
+    shapes = {"w": (OUT, IN), "c": (OUT, IN), "a": (RANK, IN), "b": (OUT, RANK), "gain": (OUT, 1), "columns": (IN,), "s": (), "v": (6,)}
     return {name: torch.randn(shapes[name], device=device) for name in names}
 
 
@@ -597,6 +628,9 @@ STEPS = {
     "rows of itself": lambda w, p: w[numbers(w, 3, 0, -1, 0)] + w.index_select(0, numbers(w, 1, 1, 2, 1)),
     "added to rows": lambda w, p: p["w"].index_add(0, numbers(w, 1, 3, 1, 0), w, alpha=0.3),
     "scattered to rows": lambda w, p: p["w"].scatter_add(0, numbers(w, 2, 3, 2, 2)[:, None].expand(-1, IN), w),
+    "written into": lambda w, p: written(written(w * 1.5, (slice(None, None, 2), 1), p["w"][1:3, 0]), (TRIANGLE[0][:2], [2, 0]), w[:2, 1]),
+    "triangles": lambda w, p: w.triu(1) - w.tril().masked_scatter(p["w"].detach() > 0, p["w"].sin()),
+    "its diagonal": lambda w, p: w + torch.diag_embed(w.T.diagonal())[[0, 2, 1, 0]],
     "graph attention": lambda w, p: graph_attention(
         torch.stack([w, w @ p["a"].T @ p["a"]], 1), p["columns"], p["w"][:2], numbers(w, 0, 3, 1, 2, 2, 3), numbers(w, 1, 1, 0, 3, 2, 2)
     ).mean(1),
@@ -1364,3 +1398,83 @@ def test_what_a_backward_keeps_is_left_as_it_was(device):
     w, x = torch.randn(4, 3, device=device), torch.randn(5, 3, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), psg.per_sample_grad(fn, method="loop")(w, x))
     assert not queue
+
+
+def part_of_a_dimension(size):
+    several = st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True)
+    return st.one_of(
+        st.integers(-size, size - 1),
+        st.slices(size).filter(lambda part: part.step is None or part.step > 0),
+        several,
+        several.map(torch.tensor),
+        st.lists(st.booleans(), min_size=size, max_size=size).map(torch.tensor),
+    )
+
+
+@st.composite
+def places_in(draw, rows, columns):
+    """An index of entries of a matrix, none of them twice."""
+    row, column = part_of_a_dimension(rows), part_of_a_dimension(columns)
+    pairs = st.permutations(range(rows * columns)).flatmap(lambda order: st.integers(1, len(order)).map(lambda k: torch.tensor(order[:k])))
+    return draw(
+        st.one_of(
+            row,
+            column.map(lambda part: (..., part)),
+            st.tuples(row, column),
+            pairs.map(lambda order: (order // columns, order % columns)),
+            st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns).map(
+                lambda own: torch.tensor(own).view(rows, columns)
+            ),
+        )
+    )
+
+
+@given(
+    data=st.data(),
+    sizes=st.sampled_from([(3, 4), (4, 3), (3, 3), (1, 4)]),
+    start=st.sampled_from(["zeros", "ones", "twice", "a row"]),
+    end=st.sampled_from(["as it is", "transposed", "with its square", "triangular", "scaled", "in a row"]),
+    values=st.lists(st.sampled_from(["all", "one", "of the last dimension", "a number", "computed"]), min_size=1, max_size=3),
+    n=st.sampled_from([0, 1, 3]),
+    positions=st.sampled_from([None, 0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_weights_that_drawn_entries_are_written_into(data, sizes, start, end, values, n, positions, seed):
+    torch.manual_seed(seed)
+    rows, columns = sizes
+    params, writes = {"w": torch.randn(rows, columns)}, []
+    for k, value in enumerate(values):
+        index = data.draw(places_in(rows, columns))
+        shape = params["w"][index].shape
+        shapes = {"one": (), "of the last dimension": shape[-1:], "a number": ()}
+        params[f"v{k}"] = torch.randn(shapes.get(value, shape))
+        writes.append((index, value, f"v{k}"))
+
+    def weight(p):
+        w = {
+            "zeros": lambda: torch.zeros(rows, columns),
+            "ones": lambda: torch.ones_like(p["w"]),
+            "twice": lambda: p["w"] * 2,
+            "a row": lambda: p["w"][torch.zeros(rows, dtype=torch.long)],
+        }[start]()
+        for index, value, name in writes:
+            w[index] = {"a number": lambda name: 0.5, "computed": lambda name: p[name].exp()}.get(value, p.get)(name)
+        return {
+            "as it is": lambda: w,
+            "transposed": lambda: (w @ w.T).mT @ w,
+            "with its square": lambda: w.square() + w,
+            "triangular": lambda: w.tril() - w.triu(1).sin(),
+            "scaled": lambda: w * p["w"],
+            "in a row": lambda: w.reshape(-1).view(rows, columns),
+        }[end]()
+
+    batch = (n, columns) if positions is None else (n, positions, columns)
+    assert_agrees(Problem(lambda p, x: score(F.linear(x, weight(p))), (params, torch.randn(batch))))
+
+
+def test_entries_that_are_not_read_may_be_anything(device):
+    """The sample's first row is infinite, but no entry of it is read."""
+    left = torch.tensor([[[math.inf, 2.0]], [[1.0, 3.0]]], device=device)
+    factor = Entries(Outer(left, torch.ones(2, 1, 2, device=device)), torch.tensor([[2, 3]], device=device).expand(2, 2))
+    torch.testing.assert_close(factor.norm(), torch.tensor([8.0, 18.0], device=device).sqrt())
+    torch.testing.assert_close(factor.squared_norm(), torch.tensor([8.0, 18.0], device=device))

@@ -21,6 +21,7 @@ from psg._torch._patches import assigned
 from psg.factors import (
     Conv,
     Dense,
+    Entries,
     Expanded,
     Factor,
     Geometry,
@@ -131,6 +132,18 @@ def scaled(kind, apart=False):
     return recipe
 
 
+def entries(kind, apart=False):
+    """Entries of a matrix, some of them twice; or, with `apart`, other ones of each sample."""
+
+    def recipe(n, size, generator):
+        factor, tensor = kind(n, size, generator)
+        _, a, b = SIZES[size]
+        places = torch.randint(a * b, (n if apart else 1, 7), generator=generator).expand(n, 7)
+        return Entries(factor, places), tensor.reshape(n, a * b).gather(1, places)
+
+    return recipe
+
+
 def sum_of(*kinds):
     def recipe(n, size, generator):
         made = [kind(n, size, generator) for kind in kinds]
@@ -175,6 +188,7 @@ ENTRY_BY_ENTRY = {
     "Scaled Rows": scaled(rows),
     "Scaled Views": scaled(reshaped),
     "Scaled apart": scaled(outer, apart=True),
+    "Sum of scaled products": sum_of(outer, scaled(outer), scaled(outer)),
     "Sum of scaled ones": sum_of(outer, scaled(expanded(0, 1)), expanded(1, 1), scaled(rows)),
 }
 SEGMENTS = {
@@ -248,7 +262,14 @@ ALL = {**MATRICES, **ENTRY_BY_ENTRY, **SEGMENTS}
 MATRIX_ROWS = [(kind, size, recipe) for kind, recipe in ALL.items() for size in SIZES]
 CONV_ROWS = [(kind, size, recipe) for kind, recipe in (("Conv", conv), ("Segments", segments(conv))) for size in CONVS]
 ROUTED_ROWS = [(kind, size, recipe) for kind, recipe in (("Routed", routed), ("Segments", segments(routed))) for size in SIZES]
-ROWS = [*MATRIX_ROWS, *CONV_ROWS, *ROUTED_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
+READ = {
+    **{f"Entries of {kind}": entries(MATRICES[kind]) for kind in ("Dense", "Outer", "Rows", "Views", "Sum of Rows and Outer")},
+    "Entries of products": entries(sum_of(outer, scaled(outer))),
+    "Entries apart": entries(outer, apart=True),
+    "Segments of Entries": segments(entries(outer)),
+}
+READ_ROWS = [(kind, size, recipe) for kind, recipe in READ.items() for size in SIZES]
+ROWS = [*MATRIX_ROWS, *CONV_ROWS, *ROUTED_ROWS, *READ_ROWS, ("Dense", "vector", vector), ("Dense", "scalar", scalar)]
 each_matrix, each_factor = (
     pytest.mark.parametrize("kind, size, recipe", rows, ids=[f"{kind}, {size}" for kind, size, _ in rows]) for rows in (MATRIX_ROWS, ROWS)
 )

@@ -22,6 +22,7 @@ from psg.factors._maps import (
     diagonal,
     gathered,
     narrowed,
+    on_diagonal,
     placed,
     postmultiplied,
     premultiplied,
@@ -373,6 +374,11 @@ def _diag(output: Tensor, input: Any) -> SideCarries:
     return [(input, diagonal)] if input.ndim == 1 else []
 
 
+def _diagonal(output: Tensor, input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> SideCarries:
+    is_main = input.ndim == 2 and (offset, dim1 % 2, dim2 % 2) == (0, 0, 1)
+    return [(input, lambda factor: on_diagonal(factor, input.shape))] if is_main else []
+
+
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
     """Views of some of the entries, or of all of them in another order."""
     of_input = output.numel() > 0 and input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
@@ -508,6 +514,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "repeat_interleave": _repeat_interleave,
     "block_diag": _block_diag,
     **dict.fromkeys(("diag", "diag_embed"), _diag),
+    "diagonal": _diagonal,
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),

@@ -6,6 +6,7 @@ is sum_t l_t (A r_t)^T and that of A is sum_t (B^T l_t) r_t^T. An elementwise op
 all entries, to one number gives multiples c_n E of one tensor E. So G is never materialised.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from psg._torch import _autograd, _functorch
 from psg._torch._ops import LIKE_ANOTHER, name_of
 from psg.factors import Dense, Expanded, Factor, Scaled, Sum, merge
 from psg.factors._arithmetic import is_one_row
-from psg.factors._maps import scaled, table_of
+from psg.factors._maps import read_at, scaled, table_of
 from psg.rules._registry import find_decomposition
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
@@ -44,6 +45,8 @@ def carry_of(step: Step) -> Carry | None:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # not from the call itself, but from within
         known = []  # the table does not know this form of the call
+
+    known += _writes(step)
 
     def over_to(side: Tensor, factor: Factor) -> list[Factor] | None:
         if step.name in LIKE_ANOTHER and not step.is_first(side):
@@ -68,7 +71,7 @@ def carry_of(step: Step) -> Carry | None:
             rows = None
         if rows is not None and step.name not in ELEMENTWISE:
             return over_rows(step, rows)
-        if isinstance(factor, Dense) and (step.run in _COMPOSITES or step.name in FUSED):
+        if isinstance(factor, Dense) and (step.run in _COMPOSITES or step.name in FUSED or step.name in _WRITING):
             return _pulled(step, factor)
         if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
             return None if factor.prefers_dense_maps else _over_steps(step, factor)
@@ -100,6 +103,37 @@ def _carry_of_estimator(step: Step) -> Carry | None:
 
     return carry
 
+
+def _writes(step: Step) -> list[tuple[Tensor, Callable[[Factor], Factor | None]]]:
+    """The carries to what the op writes into its first argument, entry by entry."""
+    if step.name not in _WRITING or "reduce" in step.kwargs:
+        return []
+
+    def carry_to(side: Tensor) -> Callable[[Factor], Factor | None]:
+        places = functools.cache(lambda: _places_of(step, side))  # of all factors
+
+        def carry(factor: Factor) -> Factor | None:
+            return None if places() is None else read_at(factor, places())
+
+        return carry
+
+    return [(side, carry_to(side)) for side in step.sides if not step.is_first(side)]
+
+
+def _places_of(step: Step, side: Tensor) -> Tensor | None:
+    """Where each entry of an argument stands in the output, in one row; None if it does not stand in one place."""
+    output = step.output.detach()
+    if output.numel() >= 2 / torch.finfo(output.dtype).eps:
+        return None  # its dtype does not hold the numbers of all places
+    options = {"dtype": output.dtype, "device": output.device}
+    counts = step.vjp(side, torch.ones(output.shape, **options))
+    if not _functorch.is_known(counts) or not (counts == 1).all():
+        return None
+    return step.vjp(side, torch.arange(output.numel(), **options).reshape(output.shape)).long()
+
+
+_WRITING = frozenset("index_put index_copy masked_scatter scatter slice_scatter select_scatter diagonal_scatter put".split())
+"""Ops that write entries of other arguments into the first one."""
 
 _MOST = 1e6  # the largest number of dtypes with few exponents is smaller
 
@@ -192,7 +226,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         numbers, constant = factor.factor.values, factor.shared.expand(factor.shape)
         if numbers.ndim != 1 + side.ndim:  # else keep the same tensor: multiples are recognised by it
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
-    elif step.name in POINTWISE:
+    elif step.name in POINTWISE or step.name in _WRITING and step.is_first(side) and [*map(id, step.tensors)].count(id(side)) == 1:
         if side.shape != constant.shape or factor.prefers_dense_maps:
             return None
     elif isinstance(factor, Dense):
@@ -203,7 +237,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
     else:
         return None
     entries = step.vjp(side, constant)
-    if not _may_scale(factor, entries, step.name in _SELECTING):
+    if not _may_scale(factor, entries, step.name in _SELECTING or step.name in _WRITING):
         return None
     return scaled(factor, entries) if numbers is None else multiple(numbers, entries)
 

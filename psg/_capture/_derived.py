@@ -14,7 +14,8 @@ _SLOW = frozenset("kron tensordot repeat_interleave block_diag index_add scatter
 
 _SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING} - _SLOW) | frozenset(
     """
-    broadcast_tensors hstack vstack diagonal flip roll type_as round floor ceil trunc sign sgn cumsum cumprod bmm gather real imag conj
+    broadcast_tensors hstack vstack diagonal flip roll type_as round floor ceil trunc sign sgn cumsum cumprod bmm gather index_put real
+    imag conj
     resolve_conj view_as_real view_as_complex complex polar fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2
     fft_fftn fft_ifftn fft_rfftn fft_irfftn
     """.split()
@@ -38,7 +39,7 @@ _DERIVING = _SIMPLE.union(
     _threshold prelu layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist renorm
     median nanmedian quantile nanquantile kthvalue mode topk sort msort argsort aminmax cummax cummin logcumsumexp cov corrcoef trapezoid
     trapz cumulative_trapezoid gradient any all count_nonzero signbit isposinf isneginf isreal isclose isin greater greater_equal less
-    less_equal not_equal logical_xor searchsorted bucketize masked_scatter index_put index_copy index_fill index_reduce scatter
+    less_equal not_equal logical_xor searchsorted bucketize masked_scatter index_copy index_fill index_reduce scatter
     put take take_along_dim select_scatter slice_scatter diagonal_scatter unfold fold rot90 fliplr flipud diagflat meshgrid
     cartesian_prod combinations column_stack row_stack dstack dsplit hsplit vsplit unsafe_chunk unsafe_split sum_to_size atleast_1d
     atleast_2d atleast_3d conj_physical pixel_shuffle pixel_unshuffle channel_shuffle grid_sample affine_grid conv_transpose1d

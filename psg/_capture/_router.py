@@ -169,7 +169,7 @@ class Router(Watch, Looking):
                 self._claim(func, args, kwargs, tensors, output, target, mark)
             else:
                 self.own.note(output)
-                if func in NEW and "out" not in kwargs:
+                if _is_new(func, args, kwargs, tensors, output):
                     self.own.note_new(output)
             return output
         except Exception as error:
@@ -833,6 +833,16 @@ class Router(Watch, Looking):
             return NotImplemented
         self._note_lifted(func, self.lifted_among([*data.values()]))
         return output
+
+
+def _is_new(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> bool:
+    """Whether what a call on constants has made is a tensor in memory of its own."""
+    if func in NEW or not tensors:
+        return func in NEW and "out" not in kwargs
+    if not isinstance(output, Tensor) or _functorch.is_wrapped(output) or "out" in kwargs or not derives(func, args, kwargs):
+        return False
+    alike = all(tensor.layout is torch.strided for tensor in (output, *tensors))
+    return alike and _functorch.memory_of(output) not in map(_functorch.memory_of, tensors)
 
 
 def _form_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
 from psg._torch._ops import ARRAYS, CONVERSIONS, REQUIRES_GRAD, SET_DATA, read_by, tensors_of
+from psg._torch._patches import assigned
 
 
 class Trace(NamedTuple):
@@ -89,7 +90,8 @@ def trace(
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
         with _ambient.compiling, _ambient.unmoved, _ambient.unvalidated, _ConstantsAsInputs(tensors, name) as watching, reads:
             reads.watching = watching
-            result[:] = _trees.flatten(fn(*args, **kwargs))
+            with assigned(_functorch.KNOWING, watching.knows):
+                result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(_trees.tensors_in(result[0]))
 
     graph = _drawn_by_torch_alone(flat, tensors)
@@ -291,7 +293,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
                 if not has_proxy_slot(tensor, mode.tracer):
                     self._meet(tensor, mode.tracer)
         counts = self._counts(func, args, kwargs, operands)
-        known = literal or self._is_fixed(func) and all(map(self._knows, operands))
+        known = literal or self._is_fixed(func) and all(map(self.knows, operands))
         if known and operands and (counts or func in _PYTHON_VALUED) and mode is not None:
             self._note_read(operands)
             with disable_proxy_modes_tracing():
@@ -339,7 +341,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
     def _counts(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor]) -> bool:
         """Whether the size of an op's output depends on its operands' values, or on those of masks that are not known."""
         if func is torch.ops.aten.index.Tensor:
-            return any(_is_mask(index) and not self._knows(index) for index in args[1])
+            return any(_is_mask(index) and not self.knows(index) for index in args[1])
         if func in _SPARSE_PARTS:
             return _storage(operands[0]) not in self.outside
         tags = func.tags if isinstance(func, OpOverload) else ()
@@ -351,7 +353,8 @@ class _ConstantsAsInputs(TorchDispatchMode):
             return False
         return torch.Tag.nondeterministic_seeded not in func.tags and func is not torch.ops.aten.as_strided.default
 
-    def _knows(self, tensor: Tensor) -> bool:
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor's values follow from numbers and from tensors that fn closes over."""
         return tensor.layout == torch.strided and _functorch.storage_of(tensor) in self._known
 
     def _note_read(self, tensors: Sequence[Tensor]) -> None:

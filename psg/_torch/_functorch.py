@@ -8,6 +8,7 @@ Both run the same code at the same level, with ordinary autograd recording it; t
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -79,6 +80,15 @@ def can_read(tensor: Tensor) -> bool:
 def can_read_now(tensor: Tensor) -> bool:
     """The same without waiting for an accelerator."""
     return tensor.is_cpu and can_read(tensor)
+
+
+KNOWING: ContextVar[Callable[[Tensor], bool]] = ContextVar("psg_knowing", default=lambda tensor: False)
+"""Tells a trace which values follow from constants, so that the tracer gives them to Python and bakes them in."""
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether Python can read a tensor's values now, or gets them of the tracer, for which they may be checked before every later call."""
+    return can_read_now(tensor) or is_recorded() and not is_wrapped(tensor) and KNOWING.get()(tensor)
 
 
 def attempt() -> Callable[[], None]:

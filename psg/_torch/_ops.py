@@ -333,6 +333,8 @@ def out_of_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | No
         return None
     if position is not None:
         return func, args[:position], {option: value for option, value in kwargs.items() if option != "inplace"}
+    if func is Tensor.__setitem__:
+        return _index_put(*args)
     if name.startswith("__i"):
         name = "__" + name[3:]
     elif name.endswith("_") and not name.endswith("__"):
@@ -340,6 +342,38 @@ def out_of_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | No
     else:
         return None
     return (getattr(Tensor, name), args, kwargs) if hasattr(Tensor, name) else None
+
+
+def _index_put(target: Tensor, index: Any, value: Any) -> tuple[Any, Any, Any] | None:
+    """The call that returns what `target[index] = value` makes of the target; None where the value would be converted."""
+    if isinstance(value, (bool, int, float)):
+        value = torch.tensor(value, dtype=target.dtype, device=target.device)
+    if not isinstance(value, Tensor) or (value.dtype, value.device) != (target.dtype, target.device) or target.ndim == 0:
+        return None
+    parts = index if isinstance(index, tuple) else (index,)
+    if all(isinstance(part, Tensor) and part.ndim > 0 for part in parts):
+        return Tensor.index_put, (target, parts, value), {}
+    if len(parts) <= target.ndim and all(type(part) in (int, slice) for part in parts):
+        indices = _meshed(parts, target)
+    else:
+        places = torch.arange(target.numel(), device=target.device).reshape(target.shape)[index]
+        indices = torch.unravel_index(places, target.shape)
+    fits = value.ndim <= max(own.ndim for own in indices)
+    return (Tensor.index_put, (target, indices, value), {}) if fits else None
+
+
+def _meshed(parts: Sequence[int | slice], tensor: Tensor) -> tuple[Tensor, ...]:
+    """Numbers and slices of a tensor's dimensions as integer tensors, which broadcast to the shape that they select."""
+    whole = [*parts, *[slice(None)] * (tensor.ndim - len(parts))]
+    kept = sum(isinstance(part, slice) for part in whole)
+    found: list[Tensor] = []
+    for part, size in zip(whole, tensor.shape, strict=True):
+        if isinstance(part, slice):
+            kept -= 1
+            found.append(torch.arange(*part.indices(size), device=tensor.device).reshape(-1, *[1] * kept))
+        else:
+            found.append(torch.tensor(part, device=tensor.device))
+    return tuple(found)
 
 
 def _inplace_position(func: Any) -> int | None:

@@ -10,6 +10,7 @@ For n samples and a parameter [*shape]; what positions t have is added up. A rul
     Conv(cotangent, input, geometry)  [n, images, o, *out], [n, images, i, *in]  a convolution's weight
     Expanded(values, shape)           [n, *shape], with sizes of 1               one number for a whole row, or for all entries
     Scaled(factor, entries)           a factor, [n, *shape]                      a weight that is multiplied entry by entry, by a mask say
+    Entries(factor, places)           a factor, integers [n, k]                  a vector that fills a weight, a triangular one say
     Views(factors, regions, shape)    a factor for each Region                   parts of a parameter: slices, layers of a stack
     Sum(terms, like, shape)           factors, [n, 0]                            a parameter that is used several times: see `merge`
     Segments(factor, sizes)           a factor, integers [m]                     sums over samples: see `psg.tree.segment_sum`
@@ -29,6 +30,7 @@ from torch import Tensor
 from psg.factors._arithmetic import is_one_row, one_after_another
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
+from psg.factors._entries import Entries, merge_entries
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows, merge_rows
@@ -40,6 +42,7 @@ from psg.factors._views import Region, Views, merge_views
 __all__ = [
     "Conv",
     "Dense",
+    "Entries",
     "Expanded",
     "Factor",
     "Geometry",
@@ -77,8 +80,9 @@ def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
     Dense terms are added, and so are Rows terms of one index tensor. Outer terms become one Outer over all their positions, Rows terms one
-    Rows, Routed terms one Routed, Scaled terms of the same values one Scaled, and Views of disjoint regions one Views. If several factors
-    remain, a Sum holds them. Outer terms whose gradients are smaller than their sides, and kept, remain too.
+    Rows, Routed terms one Routed, Scaled terms of the same values one Scaled, Entries of the same places one Entries, and Views of disjoint
+    regions one Views. If several factors remain, a Sum holds them. Outer terms whose gradients are smaller than their sides, and kept,
+    remain too.
 
     Args:
         terms: At least one, of the same samples and shape.
@@ -109,7 +113,10 @@ def merge(terms: list[Factor]) -> Factor:
     scaled = [term for term in terms if isinstance(term, Scaled)]
     if scaled:
         merged += merge_scaled(scaled)
-    merged += [term for term in terms if not isinstance(term, (Dense, Outer, Routed, Rows, Scaled, Views))]
+    entries = [term for term in terms if isinstance(term, Entries)]
+    if entries:
+        merged += merge_entries(entries, merge)
+    merged += [term for term in terms if not isinstance(term, (Dense, Entries, Outer, Routed, Rows, Scaled, Views))]
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
@@ -182,7 +189,7 @@ def _filled_up(factors: Sequence[Factor]) -> list[Factor]:
 
 
 # So that `torch.load` reads saved factors with its default `weights_only=True`.
-_SAVED = [Conv, Dense, Expanded, Geometry, Outer, Region, Routed, Rows, Scaled, Segments, Sum, Views]
+_SAVED = [Conv, Dense, Entries, Expanded, Geometry, Outer, Region, Routed, Rows, Scaled, Segments, Sum, Views]
 for _kind in _SAVED:
     _kind.__module__ = __name__  # saved files hold this name
 torch.serialization.add_safe_globals(_SAVED)

@@ -14,6 +14,7 @@ from psg._torch import _functorch
 from psg.factors._arithmetic import is_one_row, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
+from psg.factors._entries import Entries
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows
@@ -91,6 +92,19 @@ def _(factor: Scaled, scale: Scale) -> Factor | None:
         return scaled(factor.factor, factor.shared * scale)
     own = scaled(factor.factor, scale)
     return None if own is None else Scaled(own, factor.entries)
+
+
+@scaled.register
+def _(factor: Entries, scale: Scale) -> Factor | None:
+    entries, shared, shape = _entries(scale, factor), factor.shared, factor.factor.shape
+    if entries is None or shared is None:
+        own = scaled(factor.factor, scale) if entries is None else None
+    elif not _functorch.can_read_now(shared) or _most(torch.bincount(shared, minlength=1)) > 1:
+        return _entry_by_entry(factor, entries)
+    else:
+        spread = entries.new_zeros(shape.numel()).index_put((shared,), entries)
+        own = scaled(factor.factor, spread.reshape(shape))
+    return None if own is None else Entries(own, factor.places)
 
 
 @scaled.register
@@ -277,6 +291,16 @@ def _(factor: Outer) -> Factor:
     return Dense((widen(factor.left) * widen(factor.right)).sum(1).to(factor.dtype))
 
 
+def on_diagonal(factor: Factor, shape: torch.Size) -> Factor | None:
+    """The gradient of a matrix if that of its diagonal is given: multiples of the identity's rows, which numbers have to be finite for."""
+    if not isinstance(factor, Dense) or shape[0] > shape[1]:
+        return None
+    if not (_functorch.can_read_now(factor.values) and factor.values.sum().isfinite()):
+        return None
+    rows = torch.eye(*shape, dtype=factor.dtype, device=factor.device)
+    return Scaled(Expanded(factor.values.unsqueeze(2), shape), rows.unsqueeze(0))
+
+
 @singledispatch
 def premultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
     """matrix^T @ gradient[n], the gradient of x if that of matrix @ x is given, for a matrix, perhaps a sparse one."""
@@ -372,8 +396,8 @@ def _looked_up_in_sparse(factor: Rows, matrix: Tensor) -> Factor | None:
         return premultiplied(Dense(factor.materialize()) if chosen is None else Outer(chosen, cotangent), matrix)
     matrix = matrix.to_sparse_coo().coalesce()  # torch warns that CSR is new
     (rows, of), entries = matrix.indices(), matrix.values().to(factor.dtype)
-    first, counts = _members_of(factor, rows)
-    places, held = _up_to(_most(counts), first, counts)
+    most, first, counts = _members_of(factor, rows)
+    places, held = _up_to(most, first, counts)
     weights = torch.where(held, entries[places], 0)
     if _are_few(places.shape[2], factor, matrix):
         return _spread(factor, of[places], weights, held, made)
@@ -386,11 +410,15 @@ _SMALLER = 8
 """How many times smaller than an Outer the rows of a product have to be."""
 
 
-def _members_of(factor: Rows, ascending: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row that was looked up begins among ascending integers, and how often it is there -> [n, t] each."""
+def _members_of(factor: Rows, ascending: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Where each row that was looked up begins among ascending integers, and how often it is there -> [n, t] each; and how often at most.
+
+    In a trace, where the lookups are not known, that is how often any row is there.
+    """
     starts = torch.searchsorted(ascending, torch.arange(factor.num_rows + 1, device=ascending.device))
     first = starts[factor.index]
-    return first, starts[factor.index + 1] - first
+    counts = starts[factor.index + 1] - first
+    return _most(counts if _functorch.can_read_now(counts) else starts.diff()), first, counts
 
 
 def _most(counts: Tensor) -> int:
@@ -456,16 +484,77 @@ def _(factor: Outer, index: Tensor) -> Factor:
 
 @gathered.register
 def _(factor: Rows, index: Tensor) -> Factor | None:
-    if not _functorch.can_read_now(factor.index):
+    if not _functorch.is_known(index):
         return None
-    factor, order = factor.coalesced(), index.sort(stable=True)
-    first, counts = _members_of(factor, order.values)
-    most = _most(counts)
+    factor = factor.coalesced() if _functorch.can_read_now(factor.index) else factor
+    order = index.sort(stable=True)
+    most, first, counts = _members_of(factor, order.values)
     if factor.index.shape[1] * most > len(index):
         return gathered(Dense(factor.materialize()), index)
     places, held = _up_to(most, first, counts)
     rows = torch.where(held.unsqueeze(3), factor.cotangent.unsqueeze(2), 0)
     return Rows(order.indices[places].flatten(1), rows.flatten(1, 2), len(index))
+
+
+@singledispatch
+def read_at(factor: Factor, places: Tensor) -> Factor | None:
+    """The gradient of what has been written into a tensor, entry by entry: its entries at these places in one row."""
+    return _read_from(factor, places)
+
+
+def _read_from(factor: Factor, places: Tensor) -> Factor | None:
+    return None if factor.prefers_dense_maps else reshaped(Entries(factor, places.reshape(1, -1).expand(factor.n, -1)), places.shape)
+
+
+@read_at.register
+def _(factor: Dense, places: Tensor) -> Factor:
+    values = factor.values.reshape(factor.n, factor.shape.numel())
+    return Dense(values.index_select(1, places.flatten()).reshape(factor.n, *places.shape))
+
+
+@read_at.register
+def _(factor: Outer, places: Tensor) -> Factor | None:
+    if factor.prefers_dense_maps:
+        return None
+    columns, copied = factor.shape[1], 6 * factor.dtype.itemsize * _machine.reused_byte(factor.device, factor.dtype)
+    if places.ndim == 2 and places.numel():
+        rows, own = places[:, 0] // columns, places[0] % columns
+        if torch.equal(places, rows[:, None] * columns + own):  # all entries in some rows and some columns
+            return Outer(factor.left.index_select(2, rows), factor.right.index_select(2, own))
+    if copied * places.numel() < 2 * factor.shape.numel() and factor.positions * places.numel() <= factor.shape.numel():
+        sides = (factor.left, places // columns), (factor.right, places % columns)
+        left, right = (widen(side).index_select(2, index.flatten()) for side, index in sides)
+        return Dense((left * right).sum(1).to(factor.dtype).reshape(factor.n, *places.shape))
+    return _read_from(factor, places)
+
+
+@read_at.register
+def _(factor: Scaled, places: Tensor) -> Factor | None:
+    if factor.shared is not None:
+        own, entries = read_at(factor.factor, places), factor.shared.expand(factor.shape).reshape(-1)[places]
+        if isinstance(own, (Dense, Outer, Rows)):
+            return own if _functorch.is_known(entries) and (entries == 1).all() else scaled(own, entries)
+    return _read_from(factor, places)
+
+
+@read_at.register
+def _(factor: Views, places: Tensor) -> Factor | None:
+    return read_at(factor.factors[0], places) if factor.is_reshaped else _read_from(factor, places)
+
+
+@read_at.register
+def _(factor: Rows, places: Tensor) -> Factor | None:
+    columns = factor.shape[1]
+    if places.ndim != 2 or not 0 < places.shape[1] == columns:
+        return None
+    rows = places[:, 0] // columns
+    if not torch.equal(places, rows[:, None] * columns + torch.arange(columns, device=rows.device)):
+        return None
+    written = torch.full((factor.num_rows,), -1, device=rows.device).index_put((rows,), torch.arange(len(rows), device=rows.device))
+    if (written >= 0).sum() < len(rows):
+        return None  # a row that has been written twice
+    index = written[factor.index]
+    return Rows(index.clamp(min=0), torch.where((index < 0)[:, :, None], 0, factor.cotangent), len(rows))
 
 
 @singledispatch

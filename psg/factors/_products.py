@@ -20,7 +20,7 @@ from psg.factors._maps import added_up, narrowed
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows
-from psg.factors._scaled import Expanded, Scaled
+from psg.factors._scaled import Expanded, Scaled, are_few, inner_by_entries, products_in
 from psg.factors._segments import Segments
 from psg.factors._sum import Sum
 from psg.factors._views import Views
@@ -214,6 +214,18 @@ def _with_expanded(x: Expanded | Scaled, y: Factor, product: Callable[[Factor, F
 for _product in (inner, gram):
     for _kind in (Expanded, Scaled):
         _product.of(_kind, Factor)(partial(_with_expanded, product=_product))
+
+
+# Scaled Outer x Outer, scaled or not
+
+
+@inner.of(Scaled, Outer)
+@inner.of(Scaled, Scaled)
+def _(x: Scaled, y: Outer | Scaled) -> Tensor | None:
+    own, other = products_in(x), products_in(y)
+    if own is None or other is None:
+        return _with_expanded(x, y, inner)
+    return inner_by_entries(own, other) if are_few(own[0], other[0]) else None
 
 
 # Segments x anything: segments of similar size at a time, as one factor

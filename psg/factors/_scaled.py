@@ -172,6 +172,10 @@ class Scaled(Factor):
         """Squared norm / unit^2, and each sample's unit, both [n]: without units, squares of parts may overflow before the norm does."""
         if self.shared is not None and self._is_one_term:
             return self._squared_terms_in_units(self.shared)
+        products = products_in(self)
+        if products is not None and are_few(products[0], products[0]):
+            squared = self.recover(inner_by_entries(products, products), self.squared_terms())
+            return squared, torch.ones_like(squared)
         whole = self.to(wide(self.dtype))
         squared = Dense(whole.materialize()).squared_norm() if isinstance(self.factor, Dense) else whole.materialized_norm()
         return squared, torch.ones_like(squared)
@@ -276,11 +280,57 @@ class Scaled(Factor):
         if own is None:
             return None
         written = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
-        materialize = own.materialize + written
-        return Work(0 if self._is_one_term else materialize + written, math.inf, materialize)
+        materialize, products = own.materialize + written, products_in(self)
+        if products is None:
+            return Work(0 if self._is_one_term else materialize + written, math.inf, materialize)
+        gram = _pairs_cost(products[0], products[0])
+        return Work(min(gram, materialize + written), gram, materialize)
 
     def plan(self) -> str:
         return f"scaled: {self.factor.plan()}"
+
+
+def scaled_by(factor: Factor, entries: Tensor) -> Scaled:
+    """A factor scaled by entries that all samples share, also if it is one of this kind."""
+    if isinstance(factor, Scaled) and factor.shared is not None:
+        factor, entries = factor.factor, factor.shared * entries
+    return Scaled(factor, entries.expand(factor.n, *entries.shape))
+
+
+Products = tuple[Outer, Tensor]
+"""A gradient E * sum_t l_t r_t^T, entry by entry, with the entries E that all samples share."""
+
+
+def products_in(term: Factor) -> Products | None:
+    """What a term consists of, if it is an Outer, or one scaled by entries that all samples share."""
+    if isinstance(term, Scaled) and isinstance(term.factor, Outer) and term.shared is not None:
+        return term.factor, term.shared
+    return (term, term.left.new_ones(1, 1)) if isinstance(term, Outer) else None
+
+
+def are_few(x: Outer, y: Outer) -> bool:
+    """Whether `inner_by_entries` takes less than to materialise both gradients: so it is where there are few pairs of positions."""
+    read = _machine.reused_byte(x.device, x.dtype) * x.sample_bytes
+    return _pairs_cost(x, y) < x._materialize_cost() + y._materialize_cost() + 3 * read
+
+
+def _pairs_cost(x: Outer, y: Outer) -> float:
+    return 2 * x.positions * y.positions * x.shape.numel()
+
+
+def inner_by_entries(x: Products, y: Products) -> Tensor:
+    """<x[n], y[n]> -> [n], as sum_{t,s} (l_t * l'_s)^T (E * E') (r_t * r'_s): one matrix product for all samples and pairs of positions.
+
+    Computed in float64 where there is one: four sides are multiplied, some of which may be small and others large.
+    """
+    (one, entries), (other, others) = x, y
+    dtype = spacious(one.left)
+    entries = entries.to(dtype) if entries is others and entries.numel() == 1 else entries.to(dtype) * others.to(dtype)
+    left, right = (
+        (own.unsqueeze(2) * beside.unsqueeze(1)).flatten(1, 2)
+        for own, beside in ((one.left.to(dtype), other.left.to(dtype)), (one.right.to(dtype), other.right.to(dtype)))
+    )
+    return ((left @ entries.expand(one.shape)) * right).sum((1, 2)).to(wide(one.dtype))
 
 
 def _in_units(side: Tensor) -> tuple[Tensor, Tensor]:

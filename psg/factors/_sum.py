@@ -13,7 +13,7 @@ from psg._hardware import _machine, _memory
 from psg.factors._arithmetic import HALF, wide
 from psg.factors._base import Additive, Dense, Factor, Work
 from psg.factors._planned import Costs
-from psg.factors._scaled import Expanded, Scaled
+from psg.factors._scaled import Expanded, Scaled, are_few, products_in
 from psg.factors._sketch import Sketch
 
 _OPS_PER_TERM = 40
@@ -106,7 +106,10 @@ class Sum(Additive):
     def is_mixed(self) -> bool:
         """Whether the inner product of some two terms takes their materialised gradients."""
         materialized = [term for term in self.terms if not _is_spread(term)]
-        return len(materialized) > 1 and any(isinstance(term, Scaled) for term in materialized)
+        if len(materialized) < 2 or not any(isinstance(term, Scaled) for term in materialized):
+            return False
+        products = [own[0] for term in materialized if (own := products_in(term)) is not None]
+        return len(products) < len(materialized) or not all(itertools.starmap(are_few, itertools.combinations(products, 2)))
 
     @property
     def is_kept(self) -> bool:
