@@ -858,6 +858,50 @@ def test_derivations_and_lookups_compiled(name, device):
         assert_trees_close(psg.jit(transform, backend="aot_eager")(*problem), transform(*problem))
 
 
+def of_a_filled_weight(size, first, second):
+    """A triangular weight, and its places."""
+
+    def fn(v, x):
+        return F.linear(x, written(v.new_zeros(size, size), (first, second), v)).sin().sum()
+
+    return fn
+
+
+def along_edges(first, second):
+    def fn(w, x):
+        for _ in range(2):
+            w = torch.zeros_like(w).index_add(0, second, w[first]).sin()
+        return F.embedding(x, w).sin().sum()
+
+    return fn
+
+
+@pytest.mark.parametrize("name", ["filled", "graph"])
+def test_constants_that_a_trace_reads(name, device):
+    """What a graph is made for, it is made for again where a value of these has changed; and no more."""
+    size, edges = 128, 60
+    if name == "filled":
+        places = torch.tril_indices(size, size, device=device)
+        fn, w = of_a_filled_weight(size, *places), torch.randn(places.shape[1], device=device)
+        x, others = (
+            torch.randn(8, size, device=device),
+            [places.flip(0), places.clone().index_fill_(1, torch.tensor([3], device=device), 0)],
+        )
+    else:
+        places = torch.randint(40, (2, edges), device=device)
+        fn, w, x = along_edges(*places), torch.randn(40, 3, device=device), torch.randint(40, (5, 2), device=device)
+        others = [torch.randint(40, (2, edges), device=device), torch.zeros(2, edges, dtype=torch.long, device=device)]
+    fast, norms = (psg.jit(transform(fn), backend="aot_eager") for transform in (psg.factored_grad, psg.per_sample_norm))
+    for now in (places, *others):
+        places.copy_(now)
+        expected = loop_grad(fn)(w, x)
+        for _ in range(2):
+            assert_trees_close(fast(w, x).materialize(), expected)
+            torch.testing.assert_close(norms(w, x), expected.flatten(1).norm(dim=1))
+        assert now is not places or isinstance(fast(w, x), Entries if name == "filled" else Rows)
+    assert (fast._builds.total(), norms._builds.total()) == {"filled": (1, 3), "graph": (3, 3)}[name]
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_what_is_written_into_after_it_was_read_is_an_error_as_in_torch(device):
     def fn(w, x):

@@ -121,15 +121,20 @@ def _writes(step: Step) -> list[tuple[Tensor, Callable[[Factor], Factor | None]]
 
 
 def _places_of(step: Step, side: Tensor) -> Tensor | None:
-    """Where each entry of an argument stands in the output, in one row; None if it does not stand in one place."""
-    output = step.output.detach()
+    """Where each entry of an argument stands in the output, in one row; None if it does not stand in one place, or nothing tells."""
+    output, options = step.output.detach(), {"dtype": step.output.dtype, "device": step.output.device}
+    if step.name == "index_put" and _functorch.is_known(places := _places_in(output, *step.args, **step.kwargs)):
+        return places if places.shape == side.shape else None
     if output.numel() >= 2 / torch.finfo(output.dtype).eps:
         return None  # its dtype does not hold the numbers of all places
-    options = {"dtype": output.dtype, "device": output.device}
     counts = step.vjp(side, torch.ones(output.shape, **options))
     if not _functorch.is_known(counts) or not (counts == 1).all():
         return None
     return step.vjp(side, torch.arange(output.numel(), **options).reshape(output.shape)).long()
+
+
+def _places_in(output: Tensor, input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
+    return torch.arange(output.numel(), device=output.device).reshape(output.shape)[tuple(indices)]
 
 
 _WRITING = frozenset("index_put index_copy masked_scatter scatter slice_scatter select_scatter diagonal_scatter put".split())

@@ -131,18 +131,25 @@ def _repeats(second: Any, first: Any, eps: float) -> bool:
 
 
 def _alike(*results: Any) -> list[Any]:
-    """The results, with factors at one place materialised if they are of different kinds.
+    """The results, with factors at one place materialised if they are of different kinds, or hold tensors of different shapes.
 
-    Eager calls and traces choose the kinds of some factors by different costs, and all of them are right.
+    Eager calls and traces choose the kinds of some factors by different costs, and all of them are right. Of rows that are looked up along
+    a graph, an eager call counts how many there are, where a trace makes room for as many as there may be.
     """
     flat = [_trees.flatten(result, is_factor) for result in results]
     if any(spec != flat[0][1] for _, spec in flat):
         return list(results)
     for i, values in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-        if all(map(is_factor, values)) and any(_trees.flatten(value)[1] != _trees.flatten(values[0])[1] for value in values):
+        if all(map(is_factor, values)) and any(_form(value) != _form(values[0]) for value in values):
             for leaves, _ in flat:
                 leaves[i] = leaves[i].materialize()
     return [_trees.unflatten(spec, leaves) for leaves, spec in flat]
+
+
+def _form(factor: Any) -> tuple[Any, ...]:
+    """The structure of a factor, and the shapes of its tensors."""
+    leaves, spec = _trees.flatten(factor)
+    return spec, [leaf.shape for leaf in leaves]
 
 
 def _compare(actual: Any, expected: Any, name: str, rtol: float | None = None) -> None:

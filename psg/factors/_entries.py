@@ -63,15 +63,16 @@ class Entries(Factor):
         return self.places[0] if self.n and is_one_row(self.places) else None
 
     def materialize(self) -> Tensor:
-        values, shared = self.factor.materialize().reshape(self.n, self.factor.shape.numel()), self.shared
-        return values.gather(1, self.places) if shared is None else values.index_select(1, shared)
+        return self.factor.materialize().reshape(self.n, self.factor.shape.numel()).gather(1, self.places)
 
     def _whole(self, shared: Tensor) -> Factor:
         """The factor with zero in the entries that nothing was written from: its norm is this gradient's."""
         entries = torch.zeros(self.factor.shape.numel(), dtype=wide(self.dtype), device=self.device)
-        entries = entries.index_add(0, shared, torch.ones_like(shared, dtype=entries.dtype)).sqrt().reshape(1, *self.factor.shape)
+        entries = entries.index_add(0, shared, torch.ones_like(shared, dtype=entries.dtype)).reshape(self.factor.shape)
+        if not _functorch.is_known(entries) or (entries > 1).any():
+            entries = entries.sqrt()
         terms = self.factor.terms if isinstance(self.factor, Sum) else [self.factor]
-        masked = [scaled_by(term, entries[0]) for term in terms]
+        masked = [scaled_by(term, entries) for term in terms]
         return masked[0] if len(masked) == 1 else Sum(masked, self._lead.new_empty(self.n, 0), self.factor.shape)
 
     @property
