@@ -401,6 +401,28 @@ def test_reshapes_that_are_written_into_stay_on_the_first_rung(use, device):
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), loop_grad(fn)(*args))
 
 
+@pytest.mark.parametrize(
+    "convert", [lambda t: t.contiguous(), lambda t: t.to(memory_format=torch.contiguous_format), lambda t: t[0].flatten()]
+)
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_is_returned_as_it_is_keeps_its_history(convert, quiet, device):
+    """Also where autograd is off, and after a write, from which on such tensors are told apart."""
+
+    def fn(w, x):
+        other = (x * w).T.contiguous()
+        other.mul_(2)  # after a reshape: from here on such tensors are followed
+        hidden = x * w
+        with torch.no_grad() if quiet else contextlib.nullcontext():
+            same = convert(hidden)
+        return hidden.sin().sum() + (same * w).sum() + other.sum()
+
+    w, x = torch.randn(2, 3, device=device), torch.randn(4, 2, 3, device=device)
+    slow = [torch.autograd.grad(fn(own := w.clone().requires_grad_(), row), own)[0] for row in x]
+    fast = psg.per_sample_grad(fn)
+    for _ in range(2):  # the second call follows such tensors from the start
+        assert_trees_close(fast(w, x), torch.stack(slow))
+
+
 def test_a_write_that_no_mode_sees_is_refused(device):
     def fn(w, x):
         with torch._C.DisableTorchFunction():

@@ -1,10 +1,8 @@
 """Routes each call of the function: to a rule, below vmap, to a decomposition into other ops, or on as it is."""
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +12,15 @@ from torch._functorch.autograd_function import custom_function_call
 from psg._call import Call
 from psg._capture import _ruleless
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
-from psg._capture._carries import in_parts
 from psg._capture._derived import derives, is_simple
 from psg._capture._inside import LinearOp
-from psg._capture._lifted import Lifted, Watch, with_history
+from psg._capture._lifted import Lifted, with_history
+from psg._capture._once import Once
 from psg._capture._operands import Operands, run_rule
 from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_pure, reads
 from psg._capture._strided import STRIDED, View, for_every_sample, view_of
 from psg._capture._written import has_written_backward
-from psg._errors import PsgError, Unsupported, UnsupportedByVmap
+from psg._errors import Unsupported, UnsupportedByVmap
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
 from psg._torch._higher_order import HIGHER_ORDER
@@ -32,18 +30,15 @@ from psg._torch._ops import (
     FACTORIES,
     GRAD_FN,
     IS_LEAF,
-    LIKE_ANOTHER,
     LIKENESSES,
     MEMORY_MARKS,
     METADATA,
-    NEW,
     PREDICATES,
     REQUIRES_GRAD,
     REQUIRING,
     SET_DATA,
     SHOWING,
     Node,
-    call_key,
     draws,
     handle_only,
     handled_by,
@@ -51,7 +46,6 @@ from psg._torch._ops import (
     is_torchs,
     name_of,
     operands_of,
-    out_of_place,
     place_name,
     places_of,
     replace_at,
@@ -65,14 +59,14 @@ from psg._torch._ops import (
 from psg._watch._habits import Habits, Retry
 from psg._watch._marks import Marks
 from psg._watch._outside import Looking
-from psg._watch._writes import Aliases, changes_nothing, may_copy, written
+from psg._watch._writes import changes_nothing, may_copy, written
 from psg.rules import _registry
 from psg.rules.embedding import LOOKUPS, is_indexing
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 from psg.rules.libraries import run_rows
 
 
-class Router(Watch, Looking):
+class Router(Once, Looking):
     """Watches the calls of the function and routes those that meet a lifted value."""
 
     def __init__(
@@ -85,23 +79,14 @@ class Router(Watch, Looking):
         state: _random.State | None,
         views: Sequence[View],
     ) -> None:
-        super().__init__(call.n, params, inputs)
+        super().__init__(call, params, inputs, laid_out, habits)
         self.views = iter(views)  # that as_strided makes for the first sample alone, if the habits say that fn calls it
         self.state = state  # of the random generators, if every sample draws numbers of its own
-        self.aliases = Aliases(laid_out, habits.follows)
         self.outside = call.outside
-        self.habits = habits
         self.randomness = call.randomness
-        self.differentiated = call.needs_derivative
         self.redifferentiated = self.differentiated or habits.recorded  # whether gradients that this pass takes are differentiated again
         self.spares_few = habits.lifts is not False and call.kept != "factors"  # who asks for factors gets those of the rules
         self.hooks = _autograd.saved_tensor_hooks()
-        self.derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
-        self.handed_on: set[int] = set()  # the id()s of those outputs that fn got from several calls
-        self.rewrites = False  # whether fn has written into what is computed once
-        self.replaced: list[tuple[ref[Tensor], Tensor]] = []  # new constants that fn has written into, and what they were
-        self.constants: list[Tensor] = []  # computed from parameters, without a history
-        self.constants_at: set[int] = set()
         self.differentiates = self.nests = False  # whether fn calls autograd, or transforms of its own
         self.has_functions = self.has_written = False  # whether fn calls autograd.Functions; these, or ops of other libraries
         self.has_python_values = False
@@ -168,9 +153,7 @@ class Router(Watch, Looking):
             if mark is not None:
                 self._claim(func, args, kwargs, tensors, output, target, mark)
             else:
-                self.own.note(output)
-                if _is_new(func, args, kwargs, tensors, output):
-                    self.own.note_new(output)
+                self._note_constant(func, args, kwargs, tensors, output)
             return output
         except Exception as error:
             self.failure = str(error)
@@ -443,14 +426,6 @@ class Router(Watch, Looking):
             # For example an in-place activation on the sample itself: on a copy, it does not reach the caller's tensor.
             raise Retry(f"{op} writes into an input, or a view of one", copied=True)
 
-    def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
-        # Most rules have no place in a pass that is differentiated, where ops run as under vmap(grad).
-        reason = _registry.find_leak(func, args, kwargs, "capture", *(("vmap",) if self.differentiated else ()), *rungs)
-        if reason is not None and self.habits.lifts:
-            raise Retry(f"{reason}, and its arguments may be computed once", lifts=False)
-        if reason is not None:
-            raise Unsupported(reason)
-
     # The ways to run a call
 
     def _run_known(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], here: bool) -> Any:
@@ -489,91 +464,6 @@ class Router(Watch, Looking):
         if view is None or view != view_of(*args, **kwargs):
             return NotImplemented
         return for_every_sample(tensors[0], view, self.level, self.n)
-
-    def _rewrite(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
-        """Write into a value computed once, or into a new constant, by an op that computes what it becomes.
-
-        NotImplemented for what other tensors share, and where each sample writes: there the target has become a value of each sample.
-        """
-        value = self.by_handle.get(id(target))
-        if not self._is_sole(target, value):
-            return NotImplemented
-        sampled = any(map(_functorch.is_wrapped, self._others(args, kwargs)))
-        if not (sampled or self._meets_lifted(tensors_of(args, kwargs))):
-            return NotImplemented
-        self.aliases.write(name_of(func), [target])
-        call = out_of_place(func, args, kwargs) if not sampled and args and args[0] is target else None
-        if call is not None:
-            op, *given = call
-            before = target if value else target.data  # when the op is differentiated, fn's own tensor is another already
-            given, options = substitute(tuple(given), lambda leaf: before if leaf is target else leaf)
-            output = self._derive(op, self.lifted_among(tensors_of(given, options)), given, options, anew=True)
-            # An op may lay its result out otherwise, which views of the target, and its strides, would show.
-            if id(output) in self.by_handle and _form_of(output) == _form_of(target):
-                return self._become(target, output)
-        with _functorch.below(), torch.inference_mode(False), torch.enable_grad():
-            each = (value.leaf if value else target.expand(self.n, *target.shape)).clone()
-        if value:
-            self._note_lifted(func, [value])
-        self._become(target, _functorch.wrap(each, self.level))
-        return NotImplemented
-
-    def _is_sole(self, target: Tensor, value: Lifted | None) -> bool:
-        """Whether no other tensor shares memory with a value computed once, or with a new constant."""
-        if value is None:
-            if not self.own.is_new(target) or target.requires_grad or self.aliases.shows(target):
-                return False
-            return _functorch.holders(target) == 1
-        if value.made_by is None or id(target) in self.handed_on:
-            return False
-        # Three hold it: the output of the op that made it, the same without a history, and one for all samples.
-        return _functorch.holders(value.made_by[0].output) == 3
-
-    def _become(self, target: Tensor, output: Tensor) -> Any:
-        """Make fn's own tensor what an op has computed from it; NotImplemented if that cannot be."""
-        old, new = self.by_handle.pop(id(target), None), self.by_handle.pop(id(output), None)
-        swapped = _functorch.swap(target, output)
-        if not swapped:
-            old, new = new, old
-        for value, handle in ((old, output), (new, target)):
-            if value is not None:
-                self.hold(value, handle)
-        if not swapped:
-            return NotImplemented
-        if old is None:
-            self.own.forget_new(target)
-            self.replaced.append((ref(target), output))
-        self.rewrites = True
-        self.derivations.clear()  # whose keys are id()s of arguments
-        return target
-
-    @contextlib.contextmanager
-    def restoring(self) -> Iterator[None]:
-        """A context for the pass: afterwards new constants that fn has written into, and that somebody keeps, are what they were.
-
-        Raises:
-            Retry: There are such. A pass that makes constants for every sample from the start knows what to do with those that fn keeps.
-            UnsupportedByVmap: There are such in a pass that does so, but for constants that fn's own transforms make.
-        """
-        kept: list[Tensor] = []
-        try:
-            yield
-        finally:
-            if self.replaced:
-                self.derivations.clear()
-                self.by_handle.clear()
-                for value in self.values:
-                    value.handle = None
-            for target, before in self.replaced:
-                own = target()
-                if own is not None:
-                    _functorch.swap(own, before)
-                    self.own.disown(own)
-                    kept.append(own)
-            self.replaced.clear()
-        if kept:
-            why, most = "fn keeps a tensor that it has made and written into", len(FACTORIES)
-            raise UnsupportedByVmap(why) if self.habits.fills == most else Retry(why, fills=most)
 
     def _run_into(self, func: Any, args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         """Run an op that writes into its `out` argument, which vmap cannot run."""
@@ -618,11 +508,6 @@ class Router(Watch, Looking):
         self._avoid_leak(func, args, kwargs)
         self._note_lifted(func, lifted)
         return self._run(func, args, kwargs)
-
-    def _note_lifted(self, func: Any, lifted: list[Lifted]) -> None:
-        """Note that an op is computed for every sample with these values, for `explain`."""
-        for value in lifted:
-            value.uses.append(f"{name_of(func)}: lifted")
 
     def _run_elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that has no rule inside a transform of the function's own: once if on parameters alone, else by that transform."""
@@ -701,86 +586,6 @@ class Router(Watch, Looking):
         bare = _functorch.without_constant_wrappers(leaf, self.level)
         return bare if id(bare) in self.by_handle or not _functorch.is_wrapped(bare) else leaf
 
-    def _may_derive(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an op is computed once if it is on lifted values and constants alone."""
-        if self.differentiated or not self.habits.derives or not derives(func, args, kwargs):
-            return False  # a derived value has a leaf of its own, at which its derivative would end
-        if not self.habits.lifts or not is_simple(name_of(func)):
-            return True
-        return not all(value.is_little for value in self.lifted_among(tensors_of(args, kwargs)))
-
-    def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors of a call that are no lifted values."""
-        return [tensor for tensor in tensors_of(args, kwargs) if id(tensor) not in self.by_handle]
-
-    def _derive(self, func: Any, lifted: list[Lifted], args: Any, kwargs: Any, anew: bool = False) -> Any:
-        """Compute an op on parameters and constants once, below vmap, and lift its output; tensors without a history are constants.
-
-        If the same call has been computed before, fn gets the same output, unless it is computed `anew`.
-        """
-        if not self._may_derive(func, args, kwargs):
-            return NotImplemented
-        others = self._others(args, kwargs)
-        if any(map(_functorch.is_wrapped, others)):
-            return NotImplemented  # depends on the sample
-        if name_of(func) in LIKE_ANOTHER and id(args[0]) not in self.by_handle:
-            return NotImplemented  # it uses only the shape, dtype and device of the parameters
-        if target_of(func, args, kwargs) is not None:
-            return NotImplemented
-        # Inside a differentiating transform fn may run again: reuse the output. (Not if there are other tensors: they may have changed.)
-        arguments, records = call_key(args, kwargs), _functorch.records_below(self.level)
-        key = None if anew or others or arguments is None else (func, arguments, records, _ambient.autocast_dtype(lifted[0].leaf))
-        if key in self.derivations:
-            output = self.derivations[key][0]
-            self.handed_on.update(map(id, tensors_of((output,), {})))
-            return output
-        given = args, kwargs
-        with _functorch.below(self.level):
-            args, kwargs = substitute((args, kwargs), self.attached)
-            with torch.set_grad_enabled(records):
-                output = self._compute(func, args, kwargs)
-            parts = output if isinstance(output, (tuple, list)) else (output,)
-            if not all(isinstance(part, Tensor) for part in parts):
-                return NotImplemented
-            output, values, constants = self.lift(
-                func, lifted, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level)
-            )
-        shared = any(value.shared for value in lifted) or any(leaf.is_floating_point() for leaf in others)
-        for value in values:
-            value.shared = shared
-        self.constants += constants
-        self.constants_at.update(map(_functorch.memory_of, constants))
-        self.own.mark(constants)
-        if key is not None and not constants:  # a constant may be written into later, other outputs may not
-            self.derivations[key] = output, given  # the key holds id()s of these arguments, so they must stay alive
-        return output
-
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on parameters and constants below vmap; NotImplemented for an autograd.Function that cannot run once for all."""
-        decompose = in_parts(func)
-        if decompose is not None:
-            output = decompose(*args, **kwargs)
-            if output is not NotImplemented:
-                return output
-        if func is not custom_function_call:
-            return func(*args, **kwargs)
-        if _functions.holds_containers(args):
-            return NotImplemented  # they are copies here
-        self._avoid_leak(func, args, kwargs)
-        state = _random.get_state(tensors_of(args, kwargs))
-        try:
-            output, _, written = _ruleless.call_on_copies(func, args, kwargs)
-            if written:
-                raise Unsupported(f"{_ruleless.writing(args[0])}, which all samples share")
-        except PsgError:
-            raise
-        except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
-            return NotImplemented
-        if _random.same_state(state, _random.now(state)):
-            return output
-        _random.set_state(state)
-        return NotImplemented  # it has drawn random numbers, and each sample must draw its own
-
     def _run_inside(self, func: Any, rule: _registry.Rule, args: Any, kwargs: Any) -> Any:
         """Run the rule so that fn itself may differentiate the op for its data, or batch it; NotImplemented if it does not fit the call."""
         arguments = rule.bind(*substitute((args, kwargs), self._held))
@@ -833,20 +638,6 @@ class Router(Watch, Looking):
             return NotImplemented
         self._note_lifted(func, self.lifted_among([*data.values()]))
         return output
-
-
-def _is_new(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> bool:
-    """Whether what a call on constants has made is a tensor in memory of its own."""
-    if func in NEW or not tensors:
-        return func in NEW and "out" not in kwargs
-    if not isinstance(output, Tensor) or _functorch.is_wrapped(output) or "out" in kwargs or not derives(func, args, kwargs):
-        return False
-    alike = all(tensor.layout is torch.strided for tensor in (output, *tensors))
-    return alike and _functorch.memory_of(output) not in map(_functorch.memory_of, tensors)
-
-
-def _form_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 _AUTOGRAD = {torch.autograd.grad, *DETACHING, *REQUIRING}

@@ -347,16 +347,19 @@ def holders(tensor: Tensor) -> int:
     return _uses(bare(tensor)) - _USES_OF_ONE + 1
 
 
-def swap(tensor: Tensor, other: Tensor) -> bool:
-    """Make one tensor what another is, and that one what the first is, for all who hold them; false if more than Python holds one of them.
+def may_swap(tensor: Tensor, views: int = 0) -> bool:
+    """Whether nothing but Python, and so many views of it, hold a tensor, so that `swap` reaches all who do."""
+    with torch._C.DisableTorchFunction():
+        return type(tensor) is Tensor and tensor._use_count() == 1 + views  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def swap(tensor: Tensor, other: Tensor) -> None:
+    """Make one tensor what another is, and that one what the first is, for all who hold them in Python.
 
     `torch.utils.swap_tensors` refuses tensors that are weakly referred to, as a tracer does to all: to tell what is under a wrapper by.
     """
     with torch._C.DisableTorchFunction():
-        if any(type(own) is not Tensor or own._use_count() != 1 for own in (tensor, other)):  # pyright: ignore[reportAttributeAccessIssue]
-            return False
         torch._C._swap_tensor_impl(tensor, other)
-    return True
 
 
 def are_one_view(tensor: Tensor, other: Tensor) -> bool:

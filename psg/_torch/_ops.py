@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -333,8 +333,9 @@ def out_of_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | No
         return None
     if position is not None:
         return func, args[:position], {option: value for option, value in kwargs.items() if option != "inplace"}
-    if func is Tensor.__setitem__:
-        return _index_put(*args)
+    if name == "fill_diagonal_" and args[0].ndim == 2 and not kwargs.get("wrap", len(args) > 2):
+        mask = torch.eye(*args[0].shape, dtype=torch.bool, device=args[0].device)
+        return Tensor.masked_fill, (args[0], mask, *args[1:2]), {key: value for key, value in kwargs.items() if key == "value"}
     if name.startswith("__i"):
         name = "__" + name[3:]
     elif name.endswith("_") and not name.endswith("__"):
@@ -344,22 +345,47 @@ def out_of_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | No
     return (getattr(Tensor, name), args, kwargs) if hasattr(Tensor, name) else None
 
 
-def _index_put(target: Tensor, index: Any, value: Any) -> tuple[Any, Any, Any] | None:
+class Assigned(NamedTuple):
+    """What a write puts in the place of entries, whatever they were."""
+
+    index: Any
+    value: Any
+
+
+def assigned_by(func: Any, args: Any, kwargs: Any) -> Assigned | None:
+    """What a write into its first argument assigns; None if it computes something from that."""
+    if func is Tensor.__setitem__:
+        return Assigned(*args[1:])
+    name = base_name(func)
+    if name == "zero_":
+        return Assigned(..., 0)
+    value = args[1] if len(args) > 1 else kwargs.get("src" if name == "copy_" else "value")
+    return Assigned(..., value) if name in ("copy_", "fill_") and is_torchs(func) and not isinstance(func, OpOverload) else None
+
+
+def index_put(target: Tensor, index: Any, value: Any) -> tuple[Any, Any, Any] | None:
     """The call that returns what `target[index] = value` makes of the target; None where the value would be converted."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if target.ndim and all(isinstance(part, Tensor) and part.ndim > 0 for part in parts):
+        taken = [(1, part.ndim) if part.dtype in (torch.bool, torch.uint8) else (part.ndim, 1) for part in parts]
+        return _put(target, parts, value, max(ndim for ndim, _ in taken) + target.ndim - sum(dims for _, dims in taken))
+    if target.ndim and len(parts) <= target.ndim and all(type(part) in (int, slice) for part in parts):
+        indices = _meshed(parts, target)
+        return _put(target, indices, value, max(own.ndim for own in indices))
+    return put_at(target, torch.arange(target.numel(), device=target.device).reshape(target.shape)[index], value)
+
+
+def put_at(target: Tensor, places: Tensor, value: Any) -> tuple[Any, Any, Any] | None:
+    """The same for places of the target in one row."""
+    return _put(target, torch.unravel_index(places, target.shape), value, places.ndim) if target.ndim else None
+
+
+def _put(target: Tensor, indices: Any, value: Any, ndim: int) -> tuple[Any, Any, Any] | None:
     if isinstance(value, (bool, int, float)):
         value = torch.tensor(value, dtype=target.dtype, device=target.device)
-    if not isinstance(value, Tensor) or (value.dtype, value.device) != (target.dtype, target.device) or target.ndim == 0:
+    if not isinstance(value, Tensor) or (value.dtype, value.device) != (target.dtype, target.device):
         return None
-    parts = index if isinstance(index, tuple) else (index,)
-    if all(isinstance(part, Tensor) and part.ndim > 0 for part in parts):
-        return Tensor.index_put, (target, parts, value), {}
-    if len(parts) <= target.ndim and all(type(part) in (int, slice) for part in parts):
-        indices = _meshed(parts, target)
-    else:
-        places = torch.arange(target.numel(), device=target.device).reshape(target.shape)[index]
-        indices = torch.unravel_index(places, target.shape)
-    fits = value.ndim <= max(own.ndim for own in indices)
-    return (Tensor.index_put, (target, indices, value), {}) if fits else None
+    return (Tensor.index_put, (target, tuple(indices), value), {}) if value.ndim <= ndim else None
 
 
 def _meshed(parts: Sequence[int | slice], tensor: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Marks on the tensors that a pass under vmap has made."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -62,9 +62,19 @@ class Marks:
         if type(output) is Tensor and output.layout is torch.strided and not _functorch.is_wrapped(output):
             vars(output)["_psg_new"] = self.made
 
+    def note_view(self, output: Tensor, view: Callable[[Tensor], Tensor]) -> None:
+        """Note a view of such a tensor, and what makes it of that."""
+        vars(output)["_psg_view"] = self.made, view
+
+    def view_of(self, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """What makes a tensor of the one that it is a view of, if it has been noted."""
+        made, view = vars(tensor).get("_psg_view", (None, None))
+        return view if made is self.made else None
+
     def forget_new(self, tensor: Tensor) -> None:
-        """Forget it: it has been wrapped, or is in other memory."""
+        """Forget what is noted of it: it has been wrapped, or is in other memory."""
         vars(tensor).pop("_psg_new", None)
+        vars(tensor).pop("_psg_view", None)
 
     def disown(self, tensor: Tensor) -> None:
         """Take the mark of the pass off a tensor that is none of its own any more."""

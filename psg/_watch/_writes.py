@@ -5,7 +5,7 @@ or the other way round.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
@@ -102,7 +102,8 @@ class Aliases:
         """Make a tensor and what a reshape has made of it partners, with memory of their own: these are told apart under any wrappers."""
         source = _functorch.storage_of(tensor)
         if _functorch.storage_of(output) == source:
-            output = output.clone()
+            with torch.enable_grad() if output is tensor else nullcontext():  # what the op returns as it is keeps its history
+                output = output.clone()
         group = self._partners.get(source, {source}) | {_functorch.storage_of(output)}
         self._partners |= dict.fromkeys(group, group)
         return output
