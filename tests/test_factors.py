@@ -121,12 +121,13 @@ def expanded(*small):
     return recipe
 
 
-def scaled(kind, apart=False):
-    """Scaled by entries that all samples share; or, with `apart`, by entries of each sample's own."""
+def scaled(kind, apart=False, one=False):
+    """Scaled by entries that all samples share; or, with `apart`, by entries of each sample's own; or, with `one`, all by one number."""
 
     def recipe(n, size, generator):
         factor, tensor = kind(n, size, generator)
-        entries = randn(n if apart else 1, *SIZES[size][1:], generator=generator)
+        shape = (1, 1) if one else SIZES[size][1:]
+        entries = randn(n if apart else 1, *shape, generator=generator)
         return Scaled(factor, entries), tensor * entries
 
     return recipe
@@ -185,6 +186,7 @@ ENTRY_BY_ENTRY = {
     "Scaled rows": scaled(expanded(0, 1)),
     "Scaled number": scaled(expanded(1, 1)),
     "Scaled Outer": scaled(outer),
+    "Scaled Outer, by one number": scaled(outer, one=True),
     "Scaled Rows": scaled(rows),
     "Scaled Views": scaled(reshaped),
     "Scaled apart": scaled(outer, apart=True),

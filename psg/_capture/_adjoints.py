@@ -385,7 +385,13 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
     region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
-    return [(input, lambda factor: None if isinstance(factor, Dense) else placed(factor, region, input.shape))]
+
+    def carry(factor: Factor) -> Factor | None:
+        found = placed(factor, region, input.shape)
+        is_small = isinstance(found, Views) and found.is_small_part
+        return None if isinstance(factor, Dense) and not is_small else found
+
+    return [(input, carry)]
 
 
 def _indexed(output: Tensor, input: Any, *index: Any) -> SideCarries:

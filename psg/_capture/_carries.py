@@ -7,6 +7,7 @@ all entries, to one number gives multiples c_n E of one tensor E. So G is never 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from psg._capture._by_rows import ELEMENTWISE, is_row_by_row, over_rows
 from psg._capture._estimators import entries_of
 from psg._capture._steps import POINTWISE, Step, keepdim_shape, part_of
 from psg._torch import _autograd, _functorch
-from psg._torch._ops import LIKE_ANOTHER, name_of
+from psg._torch._ops import LIKE_ANOTHER, is_mask, name_of
 from psg.factors import Dense, Expanded, Factor, Scaled, Sum, merge
 from psg.factors._arithmetic import is_one_row
 from psg.factors._maps import read_at, scaled, table_of
@@ -106,7 +107,7 @@ def _carry_of_estimator(step: Step) -> Carry | None:
 
 def _writes(step: Step) -> list[tuple[Tensor, Callable[[Factor], Factor | None]]]:
     """The carries to what the op writes into its first argument, entry by entry."""
-    if step.name not in _WRITING or "reduce" in step.kwargs:
+    if not _is_write(step):
         return []
 
     def carry_to(side: Tensor) -> Callable[[Factor], Factor | None]:
@@ -120,15 +121,23 @@ def _writes(step: Step) -> list[tuple[Tensor, Callable[[Factor], Factor | None]]
     return [(side, carry_to(side)) for side in step.sides if not step.is_first(side)]
 
 
+def _is_write(step: Step) -> bool:
+    """Whether the op writes entries of other arguments into the first one, at places that can be computed: not by a mask in a trace."""
+    if step.name not in _WRITING or "reduce" in step.kwargs:
+        return False
+    return not (_functorch.is_traced() and any(map(is_mask, step.tensors)))
+
+
 def _places_of(step: Step, side: Tensor) -> Tensor | None:
     """Where each entry of an argument stands in the output, in one row; None if it does not stand in one place, or nothing tells."""
     output, options = step.output.detach(), {"dtype": step.output.dtype, "device": step.output.device}
-    if step.name == "index_put" and _functorch.is_known(places := _places_in(output, *step.args, **step.kwargs)):
+    if step.name == "index_put":
+        places = _places_in(output, *step.args, **step.kwargs)
         return places if places.shape == side.shape else None
     if output.numel() >= 2 / torch.finfo(output.dtype).eps:
         return None  # its dtype does not hold the numbers of all places
     counts = step.vjp(side, torch.ones(output.shape, **options))
-    if not _functorch.is_known(counts) or not (counts == 1).all():
+    if not _functorch.is_known_for_good(counts) or not (counts == 1).all():
         return None
     return step.vjp(side, torch.arange(output.numel(), **options).reshape(output.shape)).long()
 
@@ -231,7 +240,7 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         numbers, constant = factor.factor.values, factor.shared.expand(factor.shape)
         if numbers.ndim != 1 + side.ndim:  # else keep the same tensor: multiples are recognised by it
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
-    elif step.name in POINTWISE or step.name in _WRITING and step.is_first(side) and [*map(id, step.tensors)].count(id(side)) == 1:
+    elif step.name in POINTWISE or _is_write(step) and step.is_first(side) and [*map(id, step.tensors)].count(id(side)) == 1:
         if side.shape != constant.shape or factor.prefers_dense_maps:
             return None
     elif isinstance(factor, Dense):
@@ -248,23 +257,25 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
 
 
 def _may_scale(factor: Factor, entries: Tensor, selects: bool) -> bool:
-    """Whether to scale a factor gives what autograd gives, if numbers that are not finite meet zero."""
-    if _functorch.can_read_now(entries):
-        if not _may_be_multiplied(entries):
-            return False
-        return bool(entries.all()) or all(map(_may_be_multiplied, _trees.flatten(factor)[0]))
-    return not (selects and isinstance(factor, Dense))
+    """Whether to scale a factor gives what autograd gives, if numbers that are not finite meet zero.
 
-
-def _may_be_multiplied(tensor: Tensor) -> bool:
-    """Whether zero times each entry is zero: where an op selects entries, autograd has exact zeros.
-
-    On an accelerator or in a trace the values cannot be read: there gradients [n, *shape] are left to autograd at ops that select, and an
-    entry of another factor that is not finite may give NaN.
+    Where an op selects entries, autograd has exact zeros. On an accelerator or in a trace the values cannot be read: there gradients
+    [n, *shape] are left to autograd at ops that select, and an entry of another factor that is not finite may give NaN.
     """
-    if not tensor.is_floating_point():
-        return True
-    return bool((tensor[:1] if tensor.ndim and is_one_row(tensor) else tensor).sum().isfinite())
+    if not _functorch.can_read_now(entries):
+        return not (selects and isinstance(factor, Dense))
+    if not math.isfinite(_largest(entries)):
+        return False
+    # Entries of a gradient are products of entries of its factor's tensors, which may overflow where these do not.
+    return bool(entries.all()) or math.prod(map(_largest, _trees.flatten(factor)[0])) <= torch.finfo(factor.dtype).max
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute value, or NaN; of integers and of nothing 1."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return 1.0
+    least, most = (tensor[:1] if tensor.ndim and is_one_row(tensor) else tensor).detach().aminmax()
+    return max(abs(least.item()), abs(most.item())) if least == least else math.nan
 
 
 _SELECTING = frozenset(

@@ -28,6 +28,7 @@ from psg._torch._ops import (
     assigned_by,
     call_key,
     index_put,
+    is_mask,
     name_of,
     out_of_place,
     put_at,
@@ -244,6 +245,8 @@ class Once(Watch):
         """Compute what all tensors of a family become; NotImplemented where that cannot be computed once."""
         target, (owner, views) = args[0], family
         assigned, places = assigned_by(func, args, kwargs), None
+        if _functorch.is_traced() and assigned is not None and any(map(is_mask, tensors_of((assigned.index,), {}))):
+            return NotImplemented  # compilers refuse entries at a mask, whose number depends on the data
         if target is not owner or assigned is not None and any(assigned.value is view for view in views):
             places = self._places_of(target, family)
             if places is None:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
-from psg._torch._ops import ARRAYS, CONVERSIONS, REQUIRES_GRAD, SET_DATA, read_by, tensors_of
+from psg._torch._ops import ARRAYS, CONVERSIONS, REQUIRES_GRAD, SET_DATA, is_mask, read_by, tensors_of
 from psg._torch._patches import assigned
 
 
@@ -90,7 +90,7 @@ def trace(
         args, kwargs = _trees.unflatten(spec, _trees.fill(leaves, tensors))
         with _ambient.compiling, _ambient.unmoved, _ambient.unvalidated, _ConstantsAsInputs(tensors, name) as watching, reads:
             reads.watching = watching
-            with assigned(_functorch.KNOWING, watching.knows):
+            with assigned(_functorch.KNOWING, watching.sources_of):
                 result[:] = _trees.flatten(fn(*args, **kwargs))
         return tuple(_trees.tensors_in(result[0]))
 
@@ -293,7 +293,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
                 if not has_proxy_slot(tensor, mode.tracer):
                     self._meet(tensor, mode.tracer)
         counts = self._counts(func, args, kwargs, operands)
-        known = literal or self._is_fixed(func) and all(map(self.knows, operands))
+        known = literal or self._is_fixed(func) and all(map(self._knows, operands))
         if known and operands and (counts or func in _PYTHON_VALUED) and mode is not None:
             self._note_read(operands)
             with disable_proxy_modes_tracing():
@@ -341,7 +341,7 @@ class _ConstantsAsInputs(TorchDispatchMode):
     def _counts(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor]) -> bool:
         """Whether the size of an op's output depends on its operands' values, or on those of masks that are not known."""
         if func is torch.ops.aten.index.Tensor:
-            return any(_is_mask(index) and not self.knows(index) for index in args[1])
+            return any(_is_mask(index) and not self._knows(index) for index in args[1])
         if func in _SPARSE_PARTS:
             return _storage(operands[0]) not in self.outside
         tags = func.tags if isinstance(func, OpOverload) else ()
@@ -353,9 +353,12 @@ class _ConstantsAsInputs(TorchDispatchMode):
             return False
         return torch.Tag.nondeterministic_seeded not in func.tags and func is not torch.ops.aten.as_strided.default
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor's values follow from numbers and from tensors that fn closes over."""
-        return tensor.layout == torch.strided and _functorch.storage_of(tensor) in self._known
+    def _knows(self, tensor: Tensor) -> bool:
+        return self.sources_of(tensor) is not None
+
+    def sources_of(self, tensor: Tensor) -> dict[int, Tensor] | None:
+        """The tensors that fn closes over from which a tensor's values follow; None if they do not follow from these and numbers alone."""
+        return self._known.get(_functorch.storage_of(tensor)) if tensor.layout == torch.strided else None
 
     def _note_read(self, tensors: Sequence[Tensor]) -> None:
         """Note what known values depend on that are baked in."""
@@ -403,7 +406,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+    return isinstance(index, Tensor) and is_mask(index)
 
 
 # Ops with a Python value, which the tracer gives only of literals.

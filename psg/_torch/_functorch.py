@@ -7,7 +7,7 @@ Both run the same code at the same level, with ordinary autograd recording it; t
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -82,13 +82,23 @@ def can_read_now(tensor: Tensor) -> bool:
     return tensor.is_cpu and can_read(tensor)
 
 
-KNOWING: ContextVar[Callable[[Tensor], bool]] = ContextVar("psg_knowing", default=lambda tensor: False)
-"""Tells a trace which values follow from constants, so that the tracer gives them to Python and bakes them in."""
+KNOWING: ContextVar[Callable[[Tensor], Collection[Any] | None]] = ContextVar("psg_knowing", default=lambda tensor: None)
+"""Tells a trace of a tensor whose values the tracer gives to Python, and bakes in, from which closed-over ones they follow; else None."""
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether Python can read a tensor's values now, or gets them of the tracer, for which they may be checked before every later call."""
-    return can_read_now(tensor) or is_recorded() and not is_wrapped(tensor) and KNOWING.get()(tensor)
+    """Whether Python can read a tensor's values now, or gets them of the tracer: then later calls check what they follow from."""
+    return can_read_now(tensor) or _sources(tensor) is not None
+
+
+def is_known_for_good(tensor: Tensor) -> bool:
+    """The same of values that no later call has to check: in a trace, those that follow from numbers alone."""
+    return can_read_now(tensor) or _sources(tensor) == 0
+
+
+def _sources(tensor: Tensor) -> int | None:
+    found = KNOWING.get()(tensor) if is_recorded() and not is_wrapped(tensor) else None
+    return None if found is None else len(found)
 
 
 def attempt() -> Callable[[], None]:

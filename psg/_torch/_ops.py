@@ -345,6 +345,11 @@ def out_of_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | No
     return (getattr(Tensor, name), args, kwargs) if hasattr(Tensor, name) else None
 
 
+def is_mask(index: Tensor) -> bool:
+    """Whether an index selects entries where it is true."""
+    return index.dtype in (torch.bool, torch.uint8)
+
+
 class Assigned(NamedTuple):
     """What a write puts in the place of entries, whatever they were."""
 
@@ -366,8 +371,8 @@ def assigned_by(func: Any, args: Any, kwargs: Any) -> Assigned | None:
 def index_put(target: Tensor, index: Any, value: Any) -> tuple[Any, Any, Any] | None:
     """The call that returns what `target[index] = value` makes of the target; None where the value would be converted."""
     parts = index if isinstance(index, tuple) else (index,)
-    if target.ndim and all(isinstance(part, Tensor) and part.ndim > 0 for part in parts):
-        taken = [(1, part.ndim) if part.dtype in (torch.bool, torch.uint8) else (part.ndim, 1) for part in parts]
+    if target.ndim and parts and all(isinstance(part, Tensor) and part.ndim > 0 for part in parts):
+        taken = [(1, part.ndim) if is_mask(part) else (part.ndim, 1) for part in parts]
         return _put(target, parts, value, max(ndim for ndim, _ in taken) + target.ndim - sum(dims for _, dims in taken))
     if target.ndim and len(parts) <= target.ndim and all(type(part) in (int, slice) for part in parts):
         indices = _meshed(parts, target)

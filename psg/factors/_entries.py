@@ -69,7 +69,7 @@ class Entries(Factor):
         """The factor with zero in the entries that nothing was written from: its norm is this gradient's."""
         entries = torch.zeros(self.factor.shape.numel(), dtype=wide(self.dtype), device=self.device)
         entries = entries.index_add(0, shared, torch.ones_like(shared, dtype=entries.dtype)).reshape(self.factor.shape)
-        if not _functorch.is_known(entries) or (entries > 1).any():
+        if not _functorch.can_read_now(entries) or (entries > 1).any():
             entries = entries.sqrt()
         terms = self.factor.terms if isinstance(self.factor, Sum) else [self.factor]
         masked = [scaled_by(term, entries) for term in terms]
@@ -161,4 +161,4 @@ def _read_alike(one: Entries, other: Entries) -> bool:
         return True
     if own is None or others is None or one.factor.shape != other.factor.shape or own.shape != others.shape:
         return False
-    return _functorch.is_known(own) and _functorch.is_known(others) and torch.equal(own, others)
+    return _functorch.are_one_view(own, others) or _functorch.can_read_now(own) and torch.equal(own, others)

@@ -517,7 +517,7 @@ def _(factor: Outer, places: Tensor) -> Factor | None:
     if factor.prefers_dense_maps:
         return None
     columns, copied = factor.shape[1], 6 * factor.dtype.itemsize * _machine.reused_byte(factor.device, factor.dtype)
-    if places.ndim == 2 and places.numel():
+    if places.ndim == 2 and places.numel() and _functorch.is_known_for_good(places):
         rows, own = places[:, 0] // columns, places[0] % columns
         if torch.equal(places, rows[:, None] * columns + own):  # all entries in some rows and some columns
             return Outer(factor.left.index_select(2, rows), factor.right.index_select(2, own))
@@ -534,7 +534,7 @@ def _(factor: Scaled, places: Tensor) -> Factor | None:
     if factor.shared is not None:
         own, entries = read_at(factor.factor, places), factor.shared.expand(factor.shape).reshape(-1)[places]
         if isinstance(own, (Dense, Outer, Rows)):
-            return own if _functorch.is_known(entries) and (entries == 1).all() else scaled(own, entries)
+            return own if _functorch.is_known_for_good(entries) and (entries == 1).all() else scaled(own, entries)
     return _read_from(factor, places)
 
 
@@ -546,7 +546,7 @@ def _(factor: Views, places: Tensor) -> Factor | None:
 @read_at.register
 def _(factor: Rows, places: Tensor) -> Factor | None:
     columns = factor.shape[1]
-    if places.ndim != 2 or not 0 < places.shape[1] == columns:
+    if places.ndim != 2 or len(places) == 0 or not 0 < places.shape[1] == columns or not _functorch.is_known_for_good(places):
         return None
     rows = places[:, 0] // columns
     if not torch.equal(places, rows[:, None] * columns + torch.arange(columns, device=rows.device)):

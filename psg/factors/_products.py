@@ -16,13 +16,13 @@ from psg._torch import _functorch
 from psg.factors._arithmetic import real_rows, wide, wide_bmm, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
-from psg.factors._maps import added_up, narrowed
+from psg.factors._maps import added_up, narrowed, read_at
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows
 from psg.factors._scaled import Expanded, Scaled, are_few, inner_by_entries, products_in
 from psg.factors._segments import Segments
-from psg.factors._sum import Sum
+from psg.factors._sum import Sum, multiplies_parts
 from psg.factors._views import Views
 
 Function = Callable[..., Tensor | None]
@@ -250,6 +250,20 @@ def _view_by_view(x: Views, y: Views, product: Product) -> Tensor | None:
 
 for _product in (inner, gram):
     _product.of(Views, Views)(partial(_view_by_view, product=_product))
+
+
+# A few entries of a matrix, or products, x products: the entries of the latter there
+
+
+@inner.of(Views, Outer)
+@inner.of(Views, Scaled)
+def _(x: Views, y: Outer | Scaled) -> Tensor | None:
+    places = torch.arange(x.shape.numel(), device=x.device).reshape(x.shape)
+    if not multiplies_parts(x) or products_in(y) is None or not _functorch.is_known_for_good(places):
+        return None
+    others = [read_at(y, region.of(places)) for region in x.regions]
+    pairs = [(own, other) for own, other in zip(x.factors, others, strict=True) if other is not None]
+    return torch.stack([inner(own, other) for own, other in pairs]).sum(0) if len(pairs) == len(others) else None
 
 
 # Rows x Rows: sum_{t,s} [index_t = index'_s] <c_t, c'_s>

@@ -325,7 +325,7 @@ def inner_by_entries(x: Products, y: Products) -> Tensor:
     """
     (one, entries), (other, others) = x, y
     dtype = spacious(one.left)
-    entries = entries.to(dtype) if entries is others and entries.numel() == 1 else entries.to(dtype) * others.to(dtype)
+    entries = entries.to(dtype) * others.to(dtype)
     left, right = (
         (own.unsqueeze(2) * beside.unsqueeze(1)).flatten(1, 2)
         for own, beside in ((one.left.to(dtype), other.left.to(dtype)), (one.right.to(dtype), other.right.to(dtype)))

@@ -15,6 +15,7 @@ from psg.factors._base import Additive, Dense, Factor, Work
 from psg.factors._planned import Costs
 from psg.factors._scaled import Expanded, Scaled, are_few, products_in
 from psg.factors._sketch import Sketch
+from psg.factors._views import Views
 
 _OPS_PER_TERM = 40
 """How many ops one term more takes: its inner products with the others, and their `squared_terms`."""
@@ -108,8 +109,13 @@ class Sum(Additive):
         materialized = [term for term in self.terms if not _is_spread(term)]
         if len(materialized) < 2 or not any(isinstance(term, Scaled) for term in materialized):
             return False
-        products = [own[0] for term in materialized if (own := products_in(term)) is not None]
-        return len(products) < len(materialized) or not all(itertools.starmap(are_few, itertools.combinations(products, 2)))
+        views = [term for term in materialized if isinstance(term, Views)]
+        if len(views) > 1 or not all(map(multiplies_parts, views)):
+            return True
+        others = [products_in(term) for term in materialized if not isinstance(term, Views)]
+        parts = [products_in(own) for view in views for own in view.factors]
+        products = [own[0] for own in (*others, *parts) if own is not None]
+        return None in others or not all(itertools.starmap(are_few, itertools.combinations(products, 2)))
 
     @property
     def is_kept(self) -> bool:
@@ -167,6 +173,11 @@ class Sum(Additive):
 
     def _reduce(self, function: Callable[[Factor], Tensor], zero: Tensor) -> Tensor:
         return reduce(torch.add, (function(term) for term in self.terms), zero)
+
+
+def multiplies_parts(views: Views) -> bool:
+    """Whether inner products of these views with products materialise at most a few entries."""
+    return views.is_small_part or all(products_in(own) is not None for own in views.factors)
 
 
 def _is_spread(term: Factor) -> bool:

@@ -1,6 +1,5 @@
 """Views: gradients of disjoint views of a parameter: slices, layers of a stack, a reshape."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -67,6 +66,10 @@ class Region(NamedTuple):
             if stops[k] > shape[k]:
                 return None
         return list(zip(starts, stops, strict=True))
+
+
+_SMALL_PART = 8
+"""How many times larger than the views the parameter has to be."""
 
 
 class Views(Additive):
@@ -150,6 +153,11 @@ class Views(Additive):
         return _added_up(factor.dot(region.of(direction)) for factor, region in pairs)
 
     @property
+    def is_small_part(self) -> bool:
+        """Whether the views cover so few entries that it takes next to nothing to find them in other gradients."""
+        return _SMALL_PART * self._covered <= self.shape.numel()
+
+    @property
     def is_reshaped(self) -> bool:
         """Whether there is one view, a reshape of the whole parameter."""
         region, size = self.regions[0], torch.Size(self.regions[0].size)
@@ -170,12 +178,14 @@ class Views(Additive):
         return super().settle() if self.is_reshaped else self._each(lambda tensor: tensor, lambda factor: factor.settle())
 
     def _work(self) -> Work | None:
+        if self.is_small_part:
+            return None
         works = [work for factor in self.factors if (work := factor._work()) is not None]
         if len(works) < len(self.factors):
             return None
         beside = _machine.reused_byte(self.device, self.dtype) * (self.shape.numel() - self._covered) * self.dtype.itemsize
-        norm, _, materialize = map(sum, zip(*works, strict=True))
-        return Work(norm, math.inf, materialize + beside)
+        norm, gram, materialize = map(sum, zip(*works, strict=True))
+        return Work(norm, gram, materialize + beside)
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
