@@ -1526,10 +1526,12 @@ def places_in(draw, rows, columns):
 
 @given(
     data=st.data(),
-    sizes=st.sampled_from([(3, 4), (4, 3), (3, 3), (1, 4)]),
+    sizes=st.sampled_from([(3, 4), (4, 3), (3, 3), (1, 4), (10, 9)]),
     start=st.sampled_from(["zeros", "ones", "twice", "a row"]),
     end=st.sampled_from(["as it is", "transposed", "with its square", "triangular", "scaled", "in a row"]),
-    values=st.lists(st.sampled_from(["all", "one", "of the last dimension", "a number", "computed"]), min_size=1, max_size=3),
+    values=st.lists(
+        st.sampled_from(["all", "one", "of the last dimension", "a number", "computed", "added", "read"]), min_size=1, max_size=3
+    ),
     n=st.sampled_from([0, 1, 3]),
     positions=st.sampled_from([None, 0, 1, 3]),
     seed=st.integers(0, 99),
@@ -1553,7 +1555,14 @@ def test_weights_that_drawn_entries_are_written_into(data, sizes, start, end, va
             "a row": lambda: p["w"][torch.zeros(rows, dtype=torch.long)],
         }[start]()
         for index, value, name in writes:
-            w[index] = {"a number": lambda name: 0.5, "computed": lambda name: p[name].exp()}.get(value, p.get)(name)
+            if value == "added":
+                w[index] += p[name]
+            else:
+                w[index] = {
+                    "a number": lambda name: 0.5,
+                    "computed": lambda name: p[name].exp(),
+                    "read": lambda name: p["w"][index].sin(),
+                }.get(value, p.get)(name)
         return {
             "as it is": lambda: w,
             "transposed": lambda: (w @ w.T).mT @ w,

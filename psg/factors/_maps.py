@@ -540,7 +540,21 @@ def _(factor: Scaled, places: Tensor) -> Factor | None:
 
 @read_at.register
 def _(factor: Views, places: Tensor) -> Factor | None:
-    return read_at(factor.factors[0], places) if factor.is_reshaped else _read_from(factor, places)
+    if factor.is_reshaped:
+        return read_at(factor.factors[0], places)
+    if not _functorch.is_known_for_good(places):
+        return None
+    left = places.numel()
+    for own, region in zip(factor.factors, factor.regions, strict=True):
+        within = torch.full(factor.shape, -1, device=places.device)
+        view = region.of(within)
+        view.copy_(torch.arange(view.numel(), device=places.device).reshape(view.shape))
+        found = within.reshape(-1)[places]
+        count = int((found >= 0).sum())
+        if count == places.numel():
+            return read_at(own, found)
+        left -= count
+    return Sum([], factor._lead.new_empty(factor.n, 0), places.shape) if left == places.numel() else _read_from(factor, places)
 
 
 @read_at.register
