@@ -1557,12 +1557,10 @@ def test_weights_that_drawn_entries_are_written_into(data, sizes, start, end, va
         for index, value, name in writes:
             if value == "added":
                 w[index] += p[name]
+            elif value == "read":
+                w[index] = p["w"][index].sin()
             else:
-                w[index] = {
-                    "a number": lambda name: 0.5,
-                    "computed": lambda name: p[name].exp(),
-                    "read": lambda name: p["w"][index].sin(),
-                }.get(value, p.get)(name)
+                w[index] = {"a number": lambda name: 0.5, "computed": lambda name: p[name].exp()}.get(value, p.get)(name)
         return {
             "as it is": lambda: w,
             "transposed": lambda: (w @ w.T).mT @ w,

@@ -176,11 +176,12 @@ class Once(Watch):
     def _note_constant(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> None:
         """Note what a call on constants has made, if it is a tensor in memory of its own, or a view of one."""
         self.own.note(output)
-        if func in NEW or not tensors:
-            if func in NEW and "out" not in kwargs:
-                self.own.note_new(output)
+        if "out" in kwargs:
             return
-        if not isinstance(output, Tensor) or _functorch.is_wrapped(output) or "out" in kwargs or not derives(func, args, kwargs):
+        if func in NEW:
+            self.own.note_new(output)
+            return
+        if not tensors or not isinstance(output, Tensor) or _functorch.is_wrapped(output) or not derives(func, args, kwargs):
             return
         if any(tensor.layout is not torch.strided for tensor in (output, *tensors)):
             return
