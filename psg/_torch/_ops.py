@@ -387,7 +387,7 @@ def put_at(target: Tensor, places: Tensor, value: Any) -> tuple[Any, Any, Any] |
 
 def _put(target: Tensor, indices: Any, value: Any, ndim: int) -> tuple[Any, Any, Any] | None:
     if isinstance(value, (bool, int, float)):
-        value = torch.tensor(value, dtype=target.dtype, device=target.device)
+        value = torch.full((), value, dtype=target.dtype, device=target.device)
     if not isinstance(value, Tensor) or (value.dtype, value.device) != (target.dtype, target.device):
         return None
     return (Tensor.index_put, (target, tuple(indices), value), {}) if value.ndim <= ndim else None
@@ -403,7 +403,7 @@ def _meshed(parts: Sequence[int | slice], tensor: Tensor) -> tuple[Tensor, ...]:
             kept -= 1
             found.append(torch.arange(*part.indices(size), device=tensor.device).reshape(-1, *[1] * kept))
         else:
-            found.append(torch.tensor(part, device=tensor.device))
+            found.append(torch.full((), part, device=tensor.device))
     return tuple(found)
 
 

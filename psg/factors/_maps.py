@@ -99,7 +99,7 @@ def _(factor: Entries, scale: Scale) -> Factor | None:
     entries, shared, shape = _entries(scale, factor), factor.shared, factor.factor.shape
     if entries is None or shared is None:
         own = scaled(factor.factor, scale) if entries is None else None
-    elif not _functorch.can_read_now(shared) or _most(torch.bincount(shared, minlength=1)) > 1:
+    elif not _functorch.can_read_now(shared) or _most(shared.new_zeros(shape.numel()).index_add(0, shared, torch.ones_like(shared))) > 1:
         return _entry_by_entry(factor, entries)
     else:
         spread = entries.new_zeros(shape.numel()).index_put((shared,), entries)
