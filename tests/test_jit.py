@@ -610,6 +610,24 @@ def test_several_views_of_one_memory_that_fn_closes_over(device):
     check_after(fn, changes, device, builds=3)
 
 
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("number", [True, False])
+def test_masks_that_fn_closes_over_in_compiled_graphs(number, device):
+    """Compilers refuse a mask as an index, whose number of entries they do not see, and take the places where it is true."""
+    mask, edges = torch.tensor([True, False, True, True], device=device), torch.arange(8, device=device).view(2, 4) % 4
+
+    def fn(w, x):
+        table = torch.zeros(4, device=device)
+        table[mask] = w[0] if number else w[:3].sin()
+        return (table * x).sum() + (w * x)[edges[:, mask][0]].square().sum()
+
+    w, x = torch.rand(4, device=device), torch.randn(3, 4, device=device)
+    fast = psg.jit(psg.per_sample_grad(fn), backend="aot_eager")
+    for _ in range(2):
+        same(fast(w, x), psg.per_sample_grad(fn)(w, x))
+        mask.copy_(mask.flip(0))
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_values_beyond_a_view_that_fn_closes_over(device):
     whole = torch.arange(1.0, 9.0, device=device)

@@ -125,7 +125,7 @@ def _is_write(step: Step) -> bool:
     """Whether the op writes entries of other arguments into the first one, at places that can be computed: not by a mask in a trace."""
     if step.name not in _WRITING or "reduce" in step.kwargs:
         return False
-    return not (_functorch.is_traced() and any(map(is_mask, step.tensors)))
+    return not (_functorch.is_traced() and not all(map(_functorch.is_known, filter(is_mask, step.tensors))))
 
 
 def _places_of(step: Step, side: Tensor) -> Tensor | None:

@@ -246,8 +246,9 @@ class Once(Watch):
         """Compute what all tensors of a family become; NotImplemented where that cannot be computed once."""
         target, (owner, views) = args[0], family
         assigned, places = assigned_by(func, args, kwargs), None
-        if _functorch.is_traced() and assigned is not None and any(map(is_mask, tensors_of((assigned.index,), {}))):
-            return NotImplemented  # compilers refuse entries at a mask, whose number depends on the data
+        masks = [] if assigned is None else filter(is_mask, tensors_of((assigned.index,), {}))
+        if _functorch.is_traced() and not all(map(_functorch.is_known, masks)):
+            return NotImplemented  # a graph has no room for entries whose number depends on the data
         if target is not owner or assigned is not None and any(assigned.value is view for view in views):
             places = self._places_of(target, family)
             if places is None:

@@ -303,8 +303,8 @@ class _ConstantsAsInputs(TorchDispatchMode):
             raise PsgError(f"the size of the output of {func} depends on the data")
         if getattr(func, "namespace", "") == "c10d" and mode is not None:
             raise PsgError(f"it calls {func}, and a graph would not wait for its end: call it outside")
-        if func is torch.ops.aten.index.Tensor:
-            args = args[0], [self._baked(index) if _is_mask(index) and mode is not None else index for index in args[1]]
+        if func in _INDEXED and mode is not None:
+            args = args[0], [place for index in args[1] for place in self._places(index)], *args[2:]
         written = _written(func, args, kwargs)
         self._expect_own(func, written)
         output = func(*args, **kwargs)
@@ -382,9 +382,14 @@ class _ConstantsAsInputs(TorchDispatchMode):
         if any(_functorch.storage_of(tensor) in self._shown for tensor in _strided(written)):
             raise PsgError("it writes into the memory of a NumPy array, which the tracer does not see")
 
-    def _baked(self, tensor: Tensor) -> Tensor:
-        self._note_read([tensor])
-        return self._literal(tensor)
+    def _places(self, index: Any) -> list[Any]:
+        """An index of an op; in place of a mask that is known the places where it is true, whose number compilers see."""
+        if not _is_mask(index) or not self._knows(index):
+            return [index]
+        self._note_read([index])
+        with disable_proxy_modes_tracing():
+            places = index.nonzero(as_tuple=True) if index.ndim else (index,)
+        return list(map(self._literal, places))
 
     def _literal(self, tensor: Tensor) -> Tensor:
         """The same values as a literal of the graph."""
@@ -403,6 +408,9 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 # As large as the entries: to compare bytes takes seven times as long.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_INDEXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 
 
 def _is_mask(index: Any) -> bool:
