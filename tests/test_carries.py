@@ -911,6 +911,36 @@ def test_forms_of_writes(name, use, jit, device):
         assert_agrees(Problem(fn, args))
 
 
+EVERYWHERE = torch.arange(OUT)[[2, 0, 3, 1]][:, None].expand(OUT, IN), torch.arange(IN)[[1, 2, 0]].expand(OUT, IN)
+SHUFFLED = torch.tensor([[2, 0, 1], [0, 3, 3], [3, 1, 0], [1, 2, 2]])
+PUT = {
+    "index_put": lambda w, c: w.index_put(EVERYWHERE, c),
+    "index_put, by name": lambda w, c: torch.index_put(input=w, indices=EVERYWHERE, values=c),
+    "index_put, added": lambda w, c: w.index_put(EVERYWHERE, c, accumulate=True),
+    "index_put, of itself": lambda w, c: w.index_put(EVERYWHERE, w),
+    "index_put, twice": lambda w, c: w.index_put((SHUFFLED % 2, SHUFFLED % 3), c, accumulate=True),
+    "scatter": lambda w, c: w.scatter(0, SHUFFLED, c),
+    "scatter, by name": lambda w, c: torch.scatter(input=w, dim=0, index=SHUFFLED, src=c),
+    "put": lambda w, c: w.put(EVERYWHERE[0][:, :2], c[:, :2]),
+    "put, added": lambda w, c: w.put(EVERYWHERE[0], c, accumulate=True),
+    "index_copy": lambda w, c: w.index_copy(0, torch.tensor([2, 0]), c[:2]),
+    "index_copy, by name": lambda w, c: torch.index_copy(input=w, dim=1, index=torch.tensor([2, 0]), source=c[:, :2]),
+    "masked_scatter": lambda w, c: w.masked_scatter(SHUFFLED > 1, c),
+    "masked_scatter, of all": lambda w, c: w.masked_scatter(SHUFFLED >= 0, c),
+    "diagonal_scatter": lambda w, c: w.diagonal_scatter(c[0, :2], offset=-2),
+    "select_scatter": lambda w, c: torch.select_scatter(input=w, src=c[0], dim=0, index=1),
+    "slice_scatter": lambda w, c: w.slice_scatter(c[:2], 0, 0, None, 2),
+}
+
+
+@pytest.mark.parametrize("name", PUT)
+@given(n=st.sampled_from([0, 1, 3]), positions=st.sampled_from([0, 1, 3]), seed=st.integers(0, 99))
+def test_ops_that_write_entries(name, n, positions, seed):
+    torch.manual_seed(seed)
+    fn = lambda p, x: score(F.linear(x, PUT[name](p["w"] * 2, p["c"].sin())))  # noqa: E731
+    assert_agrees(Problem(fn, (parameters("cpu", "w", "c"), torch.randn(n, positions, IN))))
+
+
 def test_products_that_overflow_where_another_value_is_written(device):
     """Autograd has exact zeros there, whatever the cotangent is."""
 
