@@ -234,13 +234,14 @@ class Once(Watch):
         count, left = divmod(_functorch.holders(base), 3)
         if left or count > _MOST_VIEWS:
             return None
-        made = [own for own in self.values if own.made_by is not None] if output is not base or count > 1 else [value]
-        owner = next((own.handle for own in made if own.made_by and own.made_by[0].output is base), None)
-        views = [own.handle for own in made if own.made_by and own.made_by[0].output._base is base]
-        known = [view for view in views if view is not None]
-        if owner is None or id(owner) in self._handed_on or count != 1 + len(views) or len(known) < len(views):
+        if output is base and count == 1:
+            return None if id(target) in self._handed_on else Family(target, [])
+        made = [(own.handle, own.made_by[0].output) for own in self.values if own.made_by is not None]
+        owner = next((handle for handle, own in made if own is base), None)
+        views = [handle for handle, own in made if handle is not None and own._base is base]
+        if owner is None or id(owner) in self._handed_on or count != 1 + len(views):
             return None
-        return Family(owner, known)
+        return Family(owner, views)
 
     def _rewrite_once(self, func: Any, args: Any, kwargs: Any, family: Family) -> Any:
         """Compute what all tensors of a family become; NotImplemented where that cannot be computed once."""

@@ -362,10 +362,13 @@ def assigned_by(func: Any, args: Any, kwargs: Any) -> Assigned | None:
     if func is Tensor.__setitem__:
         return Assigned(*args[1:])
     name = base_name(func)
-    if name == "zero_":
-        return Assigned(..., 0)
-    value = args[1] if len(args) > 1 else kwargs.get("src" if name == "copy_" else "value")
-    return Assigned(..., value) if name in ("copy_", "fill_") and is_torchs(func) and not isinstance(func, OpOverload) else None
+    if name not in _ASSIGNING or not is_torchs(func) or isinstance(func, OpOverload):
+        return None
+    return Assigned(..., 0 if name == "zero_" else args[1] if len(args) > 1 else kwargs.get(_ASSIGNING[name]))
+
+
+_ASSIGNING = {"copy_": "src", "fill_": "value", "zero_": ""}
+"""Writes of a whole tensor, with the name of the argument that holds the value."""
 
 
 def index_put(target: Tensor, index: Any, value: Any) -> tuple[Any, Any, Any] | None:

@@ -154,6 +154,11 @@ def is_one_row(tensor: Tensor) -> bool:
     return len(tensor) < 2 or tensor.stride(0) == 0
 
 
+def shared_row(tensor: Tensor) -> Tensor | None:
+    """The row that all samples share, if there is one, expanded over dim 0; None if each has its own, and without samples."""
+    return tensor[0] if len(tensor) and is_one_row(tensor) else None
+
+
 def one_after_another(fields: Sequence[Tensor]) -> Tensor:
     """Concatenate the samples of one field of several factors. If all samples share one expanded tensor, so do those of the result."""
     filled = [field for field in fields if len(field)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from psg._errors import InputError
 from psg._torch import _functorch
-from psg.factors._arithmetic import is_one_row, wide
+from psg.factors._arithmetic import is_one_row, shared_row, wide
 from psg.factors._base import Dense, Factor, Work, indices_below
 from psg.factors._scaled import scaled_by
 from psg.factors._sum import Sum
@@ -60,7 +60,7 @@ class Entries(Factor):
     @property
     def shared(self) -> Tensor | None:
         """The places [k], if all samples share one tensor; else None."""
-        return self.places[0] if self.n and is_one_row(self.places) else None
+        return shared_row(self.places)
 
     def materialize(self) -> Tensor:
         return self.factor.materialize().reshape(self.n, self.factor.shape.numel()).gather(1, self.places)

@@ -10,7 +10,7 @@ from torch import Tensor
 from psg._errors import InputError
 from psg._hardware import _machine
 from psg._torch import _functorch
-from psg.factors._arithmetic import is_one_row, root, spacious, square, wide, widen, zero_rows
+from psg.factors._arithmetic import root, shared_row, spacious, square, wide, widen, zero_rows
 from psg.factors._base import Dense, Factor, Work, expect_real
 from psg.factors._division import Division
 from psg.factors._outer import Outer
@@ -139,7 +139,7 @@ class Scaled(Factor):
     @property
     def shared(self) -> Tensor | None:
         """The entries, [*shape] or broadcasting to it, if all samples share one tensor; else None."""
-        return self.entries[0] if self.n and is_one_row(self.entries) else None
+        return shared_row(self.entries)
 
     def materialize(self) -> Tensor:
         values = self.factor.materialize()
