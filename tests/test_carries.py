@@ -916,6 +916,7 @@ SHUFFLED = torch.tensor([[2, 0, 1], [0, 3, 3], [3, 1, 0], [1, 2, 2]])
 PUT = {
     "index_put": lambda w, c: w.index_put(EVERYWHERE, c),
     "index_put, by name": lambda w, c: torch.index_put(input=w, indices=EVERYWHERE, values=c),
+    "index_put of ATen": lambda w, c: torch.ops.aten.index_put(w, [None, torch.tensor([1, 2, 0])], c),
     "index_put, added": lambda w, c: w.index_put(EVERYWHERE, c, accumulate=True),
     "index_put, of itself": lambda w, c: w.index_put(EVERYWHERE, w),
     "index_put, twice": lambda w, c: w.index_put((SHUFFLED % 2, SHUFFLED % 3), c, accumulate=True),

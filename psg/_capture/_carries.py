@@ -143,7 +143,8 @@ def _places_of(step: Step, side: Tensor) -> Tensor | None:
 
 
 def _places_in(output: Tensor, input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
-    return torch.arange(output.numel(), device=output.device).reshape(output.shape)[tuple(indices)]
+    whole = [slice(None) if index is None else index for index in indices]  # ATen's own op takes None for all of a dimension
+    return torch.arange(output.numel(), device=output.device).reshape(output.shape)[tuple(whole)]
 
 
 _WRITING = frozenset("index_put index_copy masked_scatter scatter slice_scatter select_scatter diagonal_scatter put".split())
