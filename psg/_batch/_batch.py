@@ -62,7 +62,7 @@ from psg._torch._ops import (
     substitute,
     target_of,
     tensors_of,
-    torchs_names,
+    torchs_arguments,
 )
 from psg._watch import _copies, _pass
 from psg._watch._habits import Retry, habits_of, remember
@@ -237,7 +237,7 @@ class _BatchMode(Watch, Looking):
         self.failure: PsgError | None = None  # a copy of the error raised: the error itself would keep all frames alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs)
+        args, kwargs = torchs_arguments(func, args, kwargs)
         func = _registry.namesake(func, kwargs)
         if func in METADATA:
             return func(*args, **kwargs)

@@ -21,7 +21,7 @@ from psg._call import Call
 from psg._errors import InputError, PsgError, StateError, code_of, warn_once
 from psg._torch import _functorch, _random
 from psg._torch._autocast import is_narrowed
-from psg._torch._ops import draws, tensors_of
+from psg._torch._ops import draws, tensors_of, torchs_arguments
 from psg._watch import _copies
 from psg._watch._effects import forgetting
 from psg.rules import _kernels
@@ -199,7 +199,7 @@ class _Undropped(TorchFunctionMode):
         self.has_skipped = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = torchs_arguments(func, args, kwargs)
         self.dtypes.update([tensor.dtype for tensor in tensors_of(args, kwargs)])
         self.has_skipped |= func in _DROPPING and draws(func, args, kwargs)
         if func in _NOISE:
@@ -213,14 +213,14 @@ class _Undropped(TorchFunctionMode):
             order = func(*args, **kwargs)
             self._rotate(order, 0, len(order))
             return order
-        if func in _SORTS and args and args[0].ndim:
+        if func in _SORTS and args[0].ndim:
             output, position = func(*args, **kwargs), _SORTS[func]
             dim = args[position] if len(args) > position else kwargs.get("dim", -1)
             if self._is_noise(args[0], dim):
                 self._rotate(output if isinstance(output, Tensor) else output.indices, dim, args[0].shape[dim])
             return output
         if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            return args[0]
         if func is F.scaled_dot_product_attention and len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])
         elif func is F.scaled_dot_product_attention:

@@ -47,7 +47,7 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
             return python_value(watch, func, args, kwargs)
     if func in MASKED:
         if "mask" in kwargs:
-            args, kwargs = (*args, kwargs["mask"]), {}
+            args, kwargs = (*args, kwargs["mask"]), {name: value for name, value in kwargs.items() if name != "mask"}
         if len(args) > 1 and any(_is_own_mask(watch, leaf) for leaf in tensors_of(args[1:2], {})):
             return _select(watch, func, *args, **kwargs)
     if func in LOCATING and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and _is_own(watch, args[0]):

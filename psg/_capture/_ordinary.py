@@ -67,7 +67,7 @@ def is_pure(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tens
         others: Arguments that are neither tensors nor plain values.
         differentiated: Whether the pass is differentiated.
     """
-    if others or not (_is_plain(func) or chooses(func, args)):
+    if others or not (_is_plain(func) or chooses(func, args, kwargs)):
         return func is Tensor.__getitem__ and len(tensors) == 1 and all(map(_is_plain_slice, others))
     if func in REWRITTEN and may_rewrite(func, tensors, kwargs, differentiated) or kwargs and not _NOTED.isdisjoint(kwargs):
         return False
@@ -79,7 +79,7 @@ def is_vmapped_right(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     func = namesake(func, kwargs)
     if func in _COPYING:
         return "requires_grad" not in kwargs
-    if not (_is_plain(func) or chooses(func, args)) or func in RECURRENT or func in BATCH_NORMS:
+    if not (_is_plain(func) or chooses(func, args, kwargs)) or func in RECURRENT or func in BATCH_NORMS:
         return False
     return _NOTED.isdisjoint(kwargs) and not draws(func, args, kwargs)
 

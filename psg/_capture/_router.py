@@ -54,7 +54,7 @@ from psg._torch._ops import (
     target_of,
     tells_numbers,
     tensors_of,
-    torchs_names,
+    torchs_arguments,
 )
 from psg._watch._habits import Habits, Retry
 from psg._watch._marks import Marks
@@ -105,7 +105,7 @@ class Router(Once, Looking):
         try:
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            kwargs = torchs_names(func, kwargs) if kwargs else {}
+            args, kwargs = torchs_arguments(func, args, kwargs) if kwargs else (args, {})
             if self.differentiated:
                 args, kwargs = self.outside.replace((args, kwargs))
             tensors, others = operands_of(args, kwargs)

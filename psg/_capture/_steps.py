@@ -37,9 +37,8 @@ class Step:
         return list({id(tensor): tensor for tensor in self.tensors if tensor.requires_grad and tensor.is_floating_point()}.values())
 
     def is_first(self, side: Tensor) -> bool:
-        """Whether this side is the op's first argument, by position or by one of torch's names for it."""
-        given = self.args[0] if self.args else self.kwargs.get("input", self.kwargs.get("self"))
-        return given is side
+        """Whether this side is the op's first argument."""
+        return bool(self.args) and self.args[0] is side
 
     def rerun(self, leaves: Mapping[int, Tensor], run: Callable[..., Tensor]) -> Tensor:
         """Call `run` on the op's arguments without their history; `leaves` holds replacements for some, by id()."""

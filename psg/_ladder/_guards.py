@@ -28,7 +28,7 @@ from psg._torch._ops import (
     operands_of,
     target_of,
     tensors_of,
-    torchs_names,
+    torchs_arguments,
 )
 from psg._watch import _pass
 from psg._watch._marks import Marks
@@ -77,7 +77,7 @@ class VmapGuard(Looking):
         self.aliases = Aliases(samples, follows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs)
+        args, kwargs = torchs_arguments(func, args, kwargs)
         if changes_nothing(func, args):
             return None
         try:
@@ -204,7 +204,7 @@ class Repaired(TorchFunctionMode):
         self._ran_undecomposed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs)
+        args, kwargs = torchs_arguments(func, args, kwargs)
         if _is_ordinary(func)[self.is_inside]:
             return func(*args, **kwargs)
         if (form := python_form(func)) is not None:
@@ -255,7 +255,7 @@ class LoopGuard(Repaired, Looking):
         self.other_ids: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torchs_names(func, kwargs)
+        args, kwargs = torchs_arguments(func, args, kwargs)
         if changes_nothing(func, args):
             return None
         tensors = tensors_of(args, kwargs)

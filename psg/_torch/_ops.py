@@ -125,9 +125,9 @@ DETACHING = {torch.detach_, Tensor.detach_}
 """Ops that detach the tensor that they get, and not a new one."""
 
 
-def chooses(func: Any, args: tuple[Any, ...]) -> bool:
+def chooses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call is torch.where between two values; of a condition alone, it locates entries."""
-    return func is torch.where and len(args) == 3
+    return func is torch.where and len(args) + len(kwargs) > 2
 
 
 def tells_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -135,7 +135,7 @@ def tells_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if func in CONVERSIONS:
         return func is not Tensor.__bool__
     if func in MASKED or func in LOCATING:
-        return not chooses(func, args)
+        return not chooses(func, args, kwargs)
     return func in ARRAYS or bool(read_by(func, args, kwargs))
 
 
@@ -202,21 +202,44 @@ _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "self", "a": "self", "x1":
 """NumPy's names for arguments, which torch's own functions take, and those of ATen's schemas."""
 
 
-def torchs_names(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The keyword arguments of a call by torch's own names (`dim`), where they have NumPy's (`axis`)."""
-    if not kwargs or kwargs.keys().isdisjoint(_NUMPYS):
-        return kwargs or {}
-    names = _renamed(func)
-    return {names.get(name, name): value for name, value in kwargs.items()}
+def torchs_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: the first by its place, and by torch's own names (`dim`), where they have NumPy's (`axis`)."""
+    if not kwargs:
+        return args, {}
+    if not kwargs.keys().isdisjoint(_NUMPYS):
+        names = _renamed(func)
+        kwargs = {names.get(name, name): value for name, value in kwargs.items()}
+    if not args:
+        given = _first_names(func) & kwargs.keys()
+        if len(given) == 1:
+            (first,) = given
+            return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+    return args, kwargs
+
+
+@cached
+def _first_names(func: Any) -> set[str]:
+    """The names that the first argument of a call may have."""
+    if isinstance(func, FunctionType):
+        return set(func.__code__.co_varnames[: min(func.__code__.co_argcount, 1)])
+    first = {schema.arguments[0].name for schema in _schemas(func) if schema.arguments and not schema.arguments[0].kwarg_only}
+    return first | {"input"} if "self" in first else first
+
+
+def _schemas(func: Any) -> list[Any]:
+    """What torch says of the arguments of an op, for each of its overloads; nothing of Python functions."""
+    if isinstance(func, OpOverload):
+        return [func._schema]
+    if isinstance(func, OpOverloadPacket):
+        return [*func._schemas.values()]
+    is_known = isinstance(func, (BuiltinFunctionType, MethodDescriptorType)) and is_torchs(func)
+    return torch._C._jit_get_schemas_for_operator(f"aten::{name_of(func)}") if is_known else []
 
 
 @cached
 def _renamed(func: Any) -> dict[str, str]:
     """NumPy's names that an op of torch's takes in the place of its own, and these."""
-    if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
-        return {}
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name_of(func)}")
-    own = {argument.name for schema in schemas for argument in schema.arguments}
+    own = {argument.name for schema in _schemas(func) for argument in schema.arguments}
     return {name: "input" if known == "self" else known for name, known in _NUMPYS.items() if name not in own and known in own}
 
 
@@ -297,7 +320,7 @@ _RANGES = ("running_min", "running_max", "scale", "zero_point")
 
 def _first_if_inplace(position: int, args: Any, kwargs: Any) -> Any:
     if kwargs.get("inplace") or position < len(args) and args[position]:
-        return args[0] if args else kwargs.get("input")
+        return args[0] if args else None
     return kwargs.get("out")
 
 
@@ -311,8 +334,7 @@ def _mutated(names: dict[str, bool], args: Any, kwargs: Any) -> list[Tensor] | N
 
 def _mutating(func: Any) -> dict[str, bool]:
     """For each argument of an op of `torch.library` whether it is written into; nothing if none is."""
-    schemas = [func._schema] if isinstance(func, OpOverload) else [*getattr(func, "_schemas", {}).values()]
-    arguments = [argument for schema in schemas[:1] for argument in schema.arguments]
+    arguments = [argument for schema in _schemas(func)[:1] for argument in schema.arguments]
     found = {argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments}
     return found if any(found.values()) else {}
 

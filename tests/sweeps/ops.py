@@ -3,11 +3,13 @@
 python -m sweeps.ops [--only NAME ...] [--jobs 2] [--dtype complex128] [--large] [--json FILE]
 """
 
+import inspect
 import random
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import optree
@@ -84,12 +86,34 @@ def _inside(derivative: Callable, call: Callable) -> Callable:
 
 
 def _calls(op: Any, sample: Any) -> dict[str, Callable]:
-    forms = {"function": op.get_op()}
+    forms = {"function": op.get_op(), "by name": _named(op.get_op(), sample)}
     if isinstance(sample.input, Tensor):
         forms |= {"method": op.method_variant, "in place": op.inplace_variant}
         if not sample.kwargs and len(sample.args) == 1:
             forms |= {"operator": op.operator_variant, "in-place operator": op.inplace_operator_variant}
     return {form: call for form, call in forms.items() if call is not None}
+
+
+def _named(function: Callable, sample: Any) -> Callable | None:
+    """The function called with all its arguments by name; None if it does not take them so."""
+    given = (sample.input, *sample.args)
+    for names in _parameters(function):
+        named = dict(zip(names, given, strict=False))
+        try:
+            function(**named, **sample.kwargs)
+        except (TypeError, RuntimeError, ValueError):
+            continue
+        if len(named) == len(given) > 0 and named.keys().isdisjoint(sample.kwargs):
+            return lambda *args, **kwargs: function(**dict(zip(names, args, strict=False)), **kwargs)
+    return None
+
+
+def _parameters(function: Callable) -> list[list[str]]:
+    """The names of a function's arguments, for each of its overloads."""
+    if isinstance(function, BuiltinFunctionType):
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{function.__name__}")
+        return [["input" if argument.name == "self" else argument.name for argument in schema.arguments] for schema in schemas]
+    return [list(inspect.signature(function).parameters)] if isinstance(function, FunctionType) else []
 
 
 def _leaves(sample: Any) -> tuple[list, Any]:
