@@ -1605,6 +1605,79 @@ def test_weights_that_drawn_entries_are_written_into(data, sizes, start, end, va
     assert_agrees(Problem(lambda p, x: score(F.linear(x, weight(p))), (params, torch.randn(batch))))
 
 
+@st.composite
+def readings(draw, shape):
+    """How entries of a tensor of this shape are read into another, some of them again and again: a function, and what it is called."""
+    kind = draw(st.sampled_from(["index", "indices", "with a slice", "in a list", "gather", "take", "take_along_dim", "mask"]))
+
+    def of(size, *dims):
+        least = -size if kind in ("index", "indices", "with a slice", "in a list", "take") else 0
+        numbers = st.lists(st.integers(least, size - 1), min_size=math.prod(dims), max_size=math.prod(dims))
+        return torch.tensor(draw(numbers), dtype=torch.long).reshape(dims)
+
+    if kind == "index":
+        dims = draw(st.sampled_from([(), (3,), (2, 3), (4, 20), (2, 1, 3)]))
+        index = of(shape[0], *dims)
+    elif kind == "indices":
+        index = tuple(of(size, *draw(st.sampled_from([(4, 5), (5,), (4, 1), ()]))) for size in draw(st.sampled_from([shape, shape[:2]])))
+    elif kind == "with a slice":
+        index = draw(st.sampled_from([(..., of(shape[-1], 3, 2)), (None, of(shape[0], 2, 2)), (of(shape[0], 4), slice(None, None, 2))]))
+        index = index if len(shape) > 1 or not isinstance(index[-1], slice) else index[:1]
+    elif kind == "in a list":
+        index = of(shape[0], 5).tolist()
+    elif kind == "mask":
+        index = torch.arange(math.prod(shape)).reshape(shape) % 2 == 0
+    elif kind == "take":
+        index = of(math.prod(shape), 3, 4)
+        return lambda tensor: tensor.take(index.to(tensor.device))
+    else:
+        dim = draw(st.integers(-len(shape), len(shape) - 1))
+        dims = list(shape)
+        dims[dim] = 4
+        index = of(shape[dim], *dims)
+        return lambda tensor: getattr(torch, kind)(tensor, dim, index) if kind == "gather" else tensor.take_along_dim(index, dim)
+    return lambda tensor: tensor[index]
+
+
+@given(
+    data=st.data(),
+    shape=st.sampled_from([(7,), (1,), (4, 3), (2, 5), (3, 2, 2), (60,)]),
+    steps=st.lists(st.sampled_from(["scaled", "turned", "twice", "read again"]), max_size=2),
+    use=st.sampled_from(["linear", "positions", "convolution", "lookups", "entries", "a norm"]),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150)
+def test_weights_made_of_entries_that_are_read_again_and_again(data, shape, steps, use, n, seed):
+    torch.manual_seed(seed)
+    read = data.draw(readings(shape))
+    made = read(torch.randn(shape))
+    again = data.draw(readings(tuple(made.shape))) if made.ndim and made.numel() and "read again" in steps else torch.sin
+    params = {"v": torch.randn(shape), "s": torch.randn(made.shape)}
+
+    def weight(p):
+        w = read(p["v"])
+        for step in steps:
+            w = {
+                "scaled": lambda w: w * p["s"] if w.shape == p["s"].shape else w * 0.7,
+                "turned": lambda w: w.mT if w.ndim > 1 else w,
+                "twice": lambda w: w + w.cos(),
+                "read again": lambda w: again(w) if w.shape == made.shape else w,
+            }[step](w)
+        return w.reshape(len(w), w[:1].numel()) if w.ndim and w.numel() else w.reshape(1, w.numel())
+
+    rows, columns = weight(params).shape
+    uses = {
+        "linear": lambda w, x: F.linear(x, w),
+        "positions": lambda w, x: F.linear(x.expand(3, columns) * torch.arange(3).add(1)[:, None], w),
+        "convolution": lambda w, x: F.conv1d(x[:, None].expand(columns, 4).cos(), w[..., None]),
+        "lookups": lambda w, x: F.embedding(torch.stack([x.sum().gt(0).long() * (rows - 1), torch.zeros_like(x.sum()).long()]), w),
+        "entries": lambda w, x: w * x,
+        "a norm": lambda w, x: F.linear(x, w).sum() * w.square().sum(),
+    }
+    assert_agrees(Problem(lambda p, x: score(uses[use](weight(p), x)), (params, torch.randn(n, columns))))
+
+
 def test_entries_that_are_not_read_may_be_anything(device):
     """The sample's first row is infinite, but no entry of it is read."""
     left = torch.tensor([[[math.inf, 2.0]], [[1.0, 3.0]]], device=device)

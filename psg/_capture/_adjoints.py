@@ -394,28 +394,58 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
     return [(input, carry)]
 
 
-def _indexed(output: Tensor, input: Any, *index: Any) -> SideCarries:
+def _indexed(output: Tensor, input: Any, index: Any) -> SideCarries:
     views = _part(output, input)
-    if views or len(index) != 1 or output.dtype == torch.float16:  # in which sums of a side's rows may leave the range
+    parts = index if isinstance(index, tuple) else (index,)
+    if views or _functorch.is_traced() and not all(map(_is_known_index, parts)):
         return views
-    return _index_select(output, input, 0, *index)
+    are_rows = all(isinstance(part, Tensor) and part.dtype in _INDICES for part in parts)
+    if are_rows and len(parts) == 1 and (index.ndim, input.ndim) == (2, 2) and index.shape[1] <= _MOST_SLICES:
+        lookups = [carry for column in index.unbind(1) for _, carry in _index_select(output, input, 0, column)]
+        return [(input, lambda factor, k=k, carry=carry: _of_slice(factor, k, carry)) for k, carry in enumerate(lookups)]
+    return _read(output, input, lambda numbers: numbers[index], len(parts) if are_rows else input.ndim)
+
+
+def _is_known_index(part: Any) -> bool:
+    """Whether a part of an index selects as many entries whatever its values are."""
+    return part is None or part is ... or isinstance(part, (int, slice)) or isinstance(part, Tensor) and part.dtype in _INDICES
+
+
+def _of_slice(factor: Factor, k: int, carry: CarryToSide) -> Factor | None:
+    own = sliced(factor, 1, k)
+    return None if own is None else carry(own)
 
 
 def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> SideCarries:
     if not _is_first(dim, input) or not isinstance(index, Tensor) or index.dtype not in _INDICES:
         return []
+    return _read(output, input, lambda numbers: numbers[index], 1)
 
-    def to_rows(factor: Factor | None, index: Tensor) -> Factor | None:
-        if factor is None:
-            return None
-        found = scattered(_as_matrix(factor), index.long() % max(1, len(input)), len(input))
+
+def _read(output: Tensor, input: Any, read: Callable[[Tensor], Tensor], dims: int) -> SideCarries:
+    """Entries of a tensor, or what has these dimensions in front, at places that an op selects; `read` is this op."""
+    if output.dtype == torch.float16:  # in which sums may leave the range
+        return []
+    shape, width = input.shape[:dims], input.shape[dims:].numel()
+
+    def carry(factor: Factor) -> Factor | None:
+        places = read(torch.arange(shape.numel(), device=input.device).reshape(shape)).flatten()
+        found = scattered(reshaped(factor, torch.Size((len(places), width))), places, shape.numel())
         return None if found is None else reshaped(found, input.shape)
 
-    if index.ndim == 1:
-        return [(input, lambda factor: to_rows(factor, index))]
-    if (index.ndim, input.ndim) != (2, 2) or index.shape[1] > _MOST_SLICES:
-        return []
-    return [(input, lambda factor, k=k: to_rows(sliced(factor, 1, k), index[:, k])) for k in range(index.shape[1])]
+    return [(input, carry)]
+
+
+def _gather(output: Tensor, input: Any, dim: int, index: Tensor, *, sparse_grad: bool = False) -> SideCarries:
+    return _read(output, input, lambda numbers: numbers.gather(dim, index), input.ndim)
+
+
+def _take(output: Tensor, input: Any, index: Tensor) -> SideCarries:
+    return _read(output, input, lambda numbers: numbers.take(index), input.ndim)
+
+
+def _take_along_dim(output: Tensor, input: Any, indices: Tensor, dim: int | None = None) -> SideCarries:
+    return _read(output, input, lambda numbers: numbers.take_along_dim(indices, dim), input.ndim)
 
 
 def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> SideCarries:
@@ -528,6 +558,9 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     **dict.fromkeys(("select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part),
     "__getitem__": _indexed,
     "index_select": _index_select,
+    "gather": _gather,
+    "take": _take,
+    "take_along_dim": _take_along_dim,
     "index_add": _index_add,
     "scatter_add": _scatter_add,
     "scatter_reduce": _scatter_reduce,

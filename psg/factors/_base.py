@@ -324,10 +324,10 @@ class Factor(ABC):
         """The sketch of each sample's gradient -> [n, dim], real, at least float32."""
         return torch.cat([sketch.matrices(matrices(part)) for part in self.parts()])
 
-    def parts(self) -> Iterator[Tensor]:
+    def parts(self, chunks: int = 4) -> Iterator[Tensor]:
         """Yield the gradients materialised, a few samples at a time, in order; at least one part."""
         # Four times the cache: with parts of single samples, products would leave some of four cores idle.
-        size = _machine.items_at_a_time(self.device, self.sample_bytes, chunks=4)
+        size = _machine.items_at_a_time(self.device, self.sample_bytes, chunks)
         return (self.take(slice(start, start + size)).materialize() for start in range(0, max(1, self.n), size))
 
     def sparse_sum(self, weights: Tensor) -> Tensor:

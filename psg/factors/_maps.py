@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psg._hardware import _machine, _matmul, _processor
 from psg._torch import _functorch
-from psg.factors._arithmetic import is_one_row, widen
+from psg.factors._arithmetic import is_one_row, wide, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
 from psg.factors._entries import Entries
@@ -444,15 +444,42 @@ def postmultiplied(factor: Factor, matrix: Tensor) -> Factor | None:
 @singledispatch
 def scattered(factor: Factor, index: Tensor, num_rows: int) -> Factor | None:
     """The gradient of x [num_rows, d] if that of x[index] is given."""
-    return None
+    return _scattered_in_parts(factor, index, num_rows)
+
+
+def _scattered_in_parts(factor: Factor, index: Tensor, num_rows: int) -> Factor:
+    if len(index) < num_rows or _functorch.is_traced():
+        return scattered(Dense(factor.materialize()), index, num_rows)
+    # Added up while they are in the cache: of entries that are read again and again the sums are smaller.
+    return Dense(torch.cat([_sums_of_rows(part, index, num_rows) for part in factor.parts(chunks=1)]))
+
+
+def _sums_of_rows(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    rows = values.squeeze(2) if values.shape[2] == 1 else values  # which index_add takes several times as long for
+    sums = rows.new_zeros(len(rows), num_rows, *rows.shape[2:], dtype=wide(rows.dtype)).index_add(1, index, widen(rows))
+    return sums.to(values.dtype).reshape(len(values), num_rows, values.shape[2])
 
 
 @scattered.register
 def _(factor: Dense, index: Tensor, num_rows: int) -> Factor:
-    values = factor.values
     if len(index) < num_rows:
-        return Rows(index.expand(factor.n, -1), values, num_rows)
-    return Dense(values.new_zeros(factor.n, num_rows, values.shape[2]).index_add(1, index, values))
+        return Rows(index.expand(factor.n, -1), factor.values, num_rows)
+    return Dense(_sums_of_rows(factor.values, index, num_rows))
+
+
+@scattered.register
+def _(factor: Scaled, index: Tensor, num_rows: int) -> Factor | None:
+    return None if isinstance(factor.factor, Expanded) else _scattered_in_parts(factor, index, num_rows)
+
+
+@scattered.register
+def _(factor: Views, index: Tensor, num_rows: int) -> Factor | None:
+    own, width = factor.factors[0], max(1, factor.shape[1])
+    if not factor.is_reshaped or not isinstance(own, Rows) or own.shape[1] % width:
+        return _scattered_in_parts(factor, index, num_rows)
+    # Each row of the table that was looked up is several of x, one after another.
+    looked_up = index.reshape(own.num_rows, own.shape[1] // width)[own.index].flatten(1)
+    return Rows(looked_up, own.cotangent.reshape(*looked_up.shape, factor.shape[1]), num_rows)
 
 
 @scattered.register
