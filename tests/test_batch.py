@@ -423,6 +423,128 @@ def test_samples_that_meet_where_no_gradient_tells_are_found_out(fn, dropout, n,
         psg.clipped_grad(dropped, 1.0, method="batch")(params, x, ids)
 
 
+def with_zeros(w, x):
+    """A head that is zero before the first step: so are the derivatives of its inputs."""
+    return F.softplus((x - x.mean(0)) @ (w - w.detach()))
+
+
+def surrogate(w, x):
+    """A policy gradient with the mean reward as its baseline."""
+    log_prob, advantage = x @ w, x[:, 0] - x[:, 0].mean()
+    return (log_prob - log_prob.detach()) * advantage
+
+
+def with_a_gradient_scale(w, x):
+    scores, scale = x @ w, 1 / x.abs().sum()
+    return (scores * scale + (scores - scores * scale).detach()).square()
+
+
+def with_a_hook(w, x):
+    scores, scale = x @ w, 1 / x.abs().sum()
+    if scores.requires_grad:
+        scores.register_hook(lambda cotangent: cotangent * scale)
+    return scores.square()
+
+
+class _Scaled(torch.autograd.Function):
+    """The samples meet in the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx, scores, scale):
+        ctx.scale = scale
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.scale, None
+
+
+def with_a_function(w, x):
+    return _Scaled.apply(x @ w, 1 / x.abs().sum()).square()
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 16, 17, 40])
+@pytest.mark.parametrize("fn", [with_zeros, surrogate, with_a_gradient_scale, with_a_hook, with_a_function])
+def test_samples_that_meet_in_gradients_alone_are_found_out(fn, n, device):
+    """The losses do not tell."""
+    with pytest.raises(psg.StateError, match="the gradients of some samples change when others are exchanged"):
+        psg.clipped_grad(lambda w, x: fn(w, x), 1.0, method="batch")(
+            torch.randn(WIDTH, device=device), torch.randn(n, WIDTH, device=device)
+        )
+
+
+@pytest.mark.parametrize("n", [2, 16, 40])
+def test_an_adapter_that_is_zero_hides_no_meeting(n, device):
+    """Both factors of a low-rank update, one of them zero, with samples that meet and without."""
+    params = {"a": torch.randn(2, WIDTH, device=device), "b": torch.zeros(WIDTH, 2, device=device)}
+    x, y = torch.randn(n, WIDTH, device=device), torch.randint(WIDTH, (n,), device=device)
+
+    def fn(p, x, y, center):
+        return F.cross_entropy(x + (x - center(x)) @ p["a"].T @ p["b"].T, y, reduction="none")
+
+    grads = psg.per_sample_grad(partial(fn, center=lambda x: x[..., :1]), method="batch")(params, x, y)
+    assert_trees_close(grads, loop_grad(one(partial(fn, center=lambda x: x[..., :1])))(params, x, y))
+    with pytest.raises(psg.StateError, match="the gradients of some samples change"):
+        psg.per_sample_grad(partial(fn, center=lambda x: x.mean(0)), method="batch")(params, x, y)
+
+
+def test_gradients_are_compared_when_a_function_runs_on_more_samples_than_before(device):
+    """And not at every call."""
+    counts = []
+
+    def fn(w, x):
+        counts.append(len(x))
+        return (x @ w).square()
+
+    transform, w = psg.per_sample_norm(fn, method="batch"), torch.randn(WIDTH, device=device)
+    for n, runs in ((3, 1 + 1 + 3), (3, 1 + 3), (2, 1 + 2), (5, 1 + 1 + 5), (4, 1 + 4)):
+        counts.clear()
+        transform(w, torch.randn(n, WIDTH, device=device))
+        assert counts == [n] * runs
+
+
+def test_frozen_weights_of_eight_bits_do_not_blur_the_comparison(device):
+    frozen = torch.randn(WIDTH, WIDTH, device=device).to(torch.float8_e4m3fn)
+    w, x = torch.randn(WIDTH, 3, device=device) / 5, torch.randn(16, WIDTH, device=device)
+
+    def fn(w, x):
+        return ((x - x.mean(0)) @ frozen.to(x.dtype) @ w).logsumexp(1)
+
+    with pytest.raises(psg.StateError, match="losses of some samples change when others are exchanged"):
+        psg.per_sample_grad(fn, method="batch")(w, x)
+
+
+NOISY = {
+    "where a gate is open": lambda x: x - x.mean(0) if torch.rand((), device=x.device) < 0.5 else x,
+    "where entries are swapped": lambda x: torch.where(torch.rand_like(x) < 0.3, x.roll(1, 0), x),
+    "in the scale of noise": lambda x: x + (torch.rand_like(x) - 0.5) * x.std(0),
+    "in the scale of normal noise": lambda x: x + torch.randn_like(x) * x.amax(0),
+    "in the scale of noise in place": lambda x: x + torch.empty_like(x).normal_(0, 2) * x.std(0) + torch.empty_like(x).uniform_(-1, 1),
+    "in the scale of noise around a mean": lambda x: x + torch.normal(torch.ones_like(x), 2.0) * x.std(0),
+}
+
+
+@pytest.mark.parametrize("n", [2, 7, 16])
+@pytest.mark.parametrize("name", NOISY)
+def test_samples_that_meet_by_chance_are_found_out(name, n, device):
+    """And never run wrong: where the gate is closed, they do not meet."""
+    w, found = torch.randn(WIDTH, device=device), 0
+    for seed in range(6):
+        x = torch.randn(n, WIDTH, device=device)
+
+        def fn(w, x):
+            return (NOISY[name](x) @ w).square()
+
+        torch.manual_seed(seed)
+        from_each = torch.autograd.functional.jacobian(partial(fn, w), x).abs().sum(2)
+        meets = bool((from_each - from_each.diagonal().diag()).any())
+        torch.manual_seed(seed)
+        with pytest.raises(psg.StateError, match="losses of some samples change") if meets else contextlib.nullcontext():
+            psg.per_sample_grad(fn, method="batch")(w, x)
+        found += meets
+    assert found
+
+
 def test_what_is_compared_draws_the_same_and_leaves_nothing_behind(device):
     """The comparison redraws the batch's noise and undoes its write into an input. A function whose values change is not compared."""
     params, x, scale = {"w": torch.randn(3, WIDTH, device=device)}, torch.randn(8, WIDTH, device=device), torch.ones(3, device=device)
@@ -585,28 +707,38 @@ def test_out_of_memory_in_an_exchanged_batch_is_raised(device):
 @pytest.mark.parametrize("n", range(2, 41))
 def test_which_samples_are_exchanged(n, device):
     """Of a few samples each keeps its place once. Of many, some do, from which no simple pairing leads to others that do."""
-    seen = []
+    seen, every = [], list(range(n))
 
     def fn(w, x):
         seen.append(x.long().tolist())
         return w * x * torch.rand(n, device=device)
 
-    psg.per_sample_grad(fn, method="batch")(torch.ones((), device=device), torch.arange(float(n), device=device))
-    every = list(range(n))
-    assert seen[:2] == [every] * 2  # the pass, and the same without dropout
-    exchanged = seen[2:]
-    kept = [[i for i in every if batch[i] == i] for batch in exchanged]
-    for own, batch in zip(kept, exchanged, strict=True):
-        assert batch == [max((j for j in own if j <= i), default=own[0]) for i in every]  # in order, if the batch was
-    together = sorted(i for own in kept for i in own)
+    def kept():
+        """The samples that kept their places in each of the exchanged batches of one call."""
+        seen.clear()
+        transform(torch.ones((), device=device), torch.arange(float(n), device=device))
+        assert seen[:2] == [every] * 2  # the pass, and the same without dropout
+        found = [[i for i in every if batch[i] == i] for batch in seen[2:]]
+        for own, batch in zip(found, seen[2:], strict=True):
+            assert batch == [max((j for j in own if j <= i), default=own[0]) for i in every]  # in order, if the batch was
+        return found
+
+    transform = psg.per_sample_grad(fn, method="batch")
+    first, later = kept(), kept()
+    assert kept() == later
+    if n < 17:
+        assert sorted(first) == [[i] for i in every]
     if n < 8:
-        assert together == every and {len(own) for own in kept[:-1]} == {1 if n < 6 else 2}
-        return
-    assert len(kept) == 2 and len(set(together)) == len(together) and not {0, n - 1} & set(together)
-    for own in kept:
-        assert 1 <= len(own) == len(kept[0]) <= n // 4
-        for i in own:
-            assert not {i + 1, n - 1 - i, (i + n // 2) % n} & (set(own) - {i})
+        assert sorted(sum(later, [])) == every and {len(own) for own in later[:-1]} == {1 if n < 6 else 2}
+    else:
+        assert len(later) == 2 and (n < 17 or len(first) >= 4 and first[:2] == later)
+    for sets in [first] * (n >= 17) + [later] * (n >= 8):
+        together = sorted(sum(sets, []))
+        assert len(set(together)) == len(together) and not {0, n - 1} & set(together)
+        for own in sets:
+            assert 1 <= len(own) <= len(sets[0]) <= n // 4
+            for i in own:
+                assert not {i + 1, n - 1 - i, (i + n // 2) % n} & (set(own) - {i})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1221,7 +1353,8 @@ def test_activation_checkpointing(whole, device):
 
     params, x = detached(layers), torch.randn(4, 3, 4, device=device)
     grads = psg.per_sample_grad(fn, method="batch")(params, x)
-    assert len(calls) == 8  # forward, again for each of three backward passes, and four batches with exchanged samples
+    # Forward, again for each of three backward passes; the batch and its backward passes for four samples; four exchanged, and back.
+    assert len(calls) == 4 + (1 + 4) + 4 * 2
     assert_trees_close(grads, loop_grad(one(fn))(params, x))
 
 
@@ -1618,7 +1751,7 @@ def test_rows_of_the_samples_that_are_closed_over_beside_a_merged_weight(n, devi
     shapes = {"state": (WIDTH,), "shift": (WIDTH,), "up": (5, 2), "down": (2, WIDTH)}
     params, x = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}, torch.randn(n, WIDTH, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), of_each_loss(fn, params, x))
-    assert len(calls) == 2 + n * (n > 1)  # one pass, the comparison, and the batches with exchanged samples
+    assert len(calls) == 2 + (1 + n) * (n > 1)  # one pass, the loop's, and the batch again and with exchanged samples
 
 
 def test_what_is_taken_for_shared_and_is_not_is_tried_again(device):

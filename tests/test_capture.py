@@ -2012,6 +2012,9 @@ _aten = torch.ops.aten
         lambda w, x: _aten.as_strided_copy(w * x[0], [2], [1], 1).square().sum(),
         lambda w, x: (_aten.index_select(w * x, 0, torch.tensor(1, device=x.device)) * x).sum(),
         lambda w, x: (_aten.embedding(w[:, None], x.round().abs().long() % 4, 1).squeeze(1) * x).sum(),
+        lambda w, x: _aten.var.default(w.expand(3, -1) * x[:3, None], 0) + _aten.std_mean.default(w * x, 1)[0] + _aten.var(w.sin(), 0),
+        lambda w, x: (_aten.addmm(self=x[:2, None], mat1=w[:2, None], mat2=x[None]).sin()[0] * x).sum(),
+        lambda w, x: torch.layer_norm(x=w * x, normalized_shape=(4,), weight=w).square().sum(),
     ],
     ids=[
         "row",
@@ -2027,6 +2030,9 @@ _aten = torch.ops.aten
         "as_strided",
         "ATen",
         "embedding",
+        "var",
+        "self by name",
+        "x by name",
     ],
 )
 @pytest.mark.parametrize("method", ["auto", "vmap"])

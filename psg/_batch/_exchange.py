@@ -1,16 +1,20 @@
-"""Detects samples that affect each other's losses where no gradient shows it, by exchanging most samples.
+"""Detects samples that affect each other where no gradient shows it, by exchanging most samples.
 
 Gradients show which sample each row belongs to (`_owners.py`). But samples may also be mixed before the first parameter, as in
 x - x.mean(0), or through integers that choose rows of a parameter: where the embeddings of two towers are multiplied each with each, the
-losses share rows of the parameters, but no rows of data. So fn runs on two more batches of the same shape, in each of which up to a quarter
-of the samples keep their places, and copies of them replace all others; of a few samples, in several batches, one or two. The losses of
-those that keep their places must not change, but for rounding: where the choice of an expert hangs on the last digits of a product, it may
-change a loss as a meeting would. So a loss that has changed counts as rounded only if it also changes in the batch itself, with other last
-digits in its products.
+losses share rows of the parameters, but no rows of data. So fn runs on more batches of the same shape, in each of which up to a quarter
+of the samples keep their places, and copies of them replace all others; of a few samples, one or two. The losses of those that keep their
+places must not change, but for rounding: where the choice of an expert hangs on the last digits of a product, it may change a loss as a
+meeting would. So a loss that has changed counts as rounded only if it also changes in the batch itself, with other last digits in its
+products.
+
+Where weights are zero, as those of a head are before the first step, losses may be equal and their gradients not. So when fn runs for the
+first time, on so many samples, the gradients of those that keep their places are compared too, and more samples keep theirs.
 """
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +28,12 @@ from psg._torch._autocast import is_narrowed
 from psg._torch._ops import draws, tensors_of, torchs_arguments
 from psg._watch import _copies
 from psg._watch._effects import forgetting
+from psg.factors._arithmetic import as_real
 from psg.rules import _kernels
 
 
 def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: _random.Snapshot) -> None:
-    """Refuse a function of a whole batch whose losses change when other samples are exchanged.
+    """Refuse a function of a whole batch whose losses, or their gradients, change when other samples are exchanged.
 
     Args:
         call: The call, of at least two samples.
@@ -38,40 +43,62 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
 
     Raises:
         OutOfMemoryError: A device has not enough memory to run fn again.
-        StateError: At least half of the compared losses have changed, or one by more than rounding.
+        StateError: At least half of the compared losses have changed, or one, or a gradient, by more than rounding.
     """
-    before = before.without_idle(after)
+    try:
+        most, is_known = _compared.setdefault(call.fn, 0), True
+    except TypeError:  # not every callable has a hash, and can be referred to weakly
+        most, is_known = 0, False
+    _refuse_meeting(call, losses, before.without_idle(after), after, call.n > most)
+    if is_known:
+        _compared[call.fn] = max(call.n, most)
+
+
+_compared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Of how many samples the gradients of a function have been compared: at most once, however often it is called."""
+
+
+def _refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: _random.Snapshot, is_first: bool) -> None:
+    """The same; only if it is the first time that fn runs on so many samples the gradients are compared."""
     # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
     every, drew = torch.arange(call.n, device=losses.device), not before.equals(after)
-    sets = [own.to(losses.device) for own in _kept(call.n)]
-    now, dtypes = before.now(), {losses.dtype}
+    sets = [own.to(losses.device) for own in _kept(call.n, is_first)]
+    weights = [[torch.zeros_like(losses).index_fill(0, kept, 1)] if is_first else [] for kept in sets]
+    now, dtypes, ends = before.now(), {losses.dtype}, [] if drew or is_first else [after]
 
-    def run(index: Tensor, noise: bool = True, digits: int | None = None) -> tuple[Tensor, _random.Snapshot]:
+    def run(index: Tensor, weights: Sequence[Tensor] = (), noise: float | None = None, digits: int | None = None) -> _Run:
         before.restore()  # the samples that keep their places get the same numbers
         mode = _Undropped(call.n, noise, digits)
-        output = _losses(call.take(index), mode)
+        found = _run(call.take(index), mode, weights)
         dtypes.update(mode.dtypes)
-        return output, before.now()
+        ends.append(before.now())
+        return found
 
-    def compare(expected: Tensor, noise: bool = True) -> tuple[bool, list[_random.Snapshot]]:
-        """Whether the losses agree with those of the batches with exchanged samples, but for rounding; the states after these."""
-        found, states = [], []
-        for kept in sets:
-            # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
-            exchanged, state = run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], noise)
-            found.append(exchanged[kept])
-            states.append(state)
-        return _are_same(torch.cat(found), torch.cat(sets), expected, lambda digits: run(every, noise, digits)[0], dtypes), states
+    def compare(expected: _Run, noise: float | None = None) -> str | None:
+        """What differs in the batches with exchanged samples by more than rounding."""
+        # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
+        exchanged = [
+            run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], own, noise)
+            for kept, own in zip(sets, weights, strict=True)
+        ]
+        own = torch.cat([found.losses[kept] for found, kept in zip(exchanged, sets, strict=True)])
+        if not _are_same(own, torch.cat(sets), expected.losses, lambda digits: run(every, (), noise, digits).losses, dtypes):
+            return "losses"
+        for found, gradient, own in zip(exchanged, expected.gradients, weights, strict=False):
+            rounded = (run(every, own, noise, digits).gradients[0] for digits in range(_ATTEMPTS))
+            if not _are_gradients_same(found.gradients[0], gradient, rounded, dtypes):
+                return "gradients"
+        return None
 
-    reason, end, states = None, after, []
+    reason, changed, drawn = None, None, []
     try:
-        expected, end = run(every) if drew else (losses, after)
-        agree, states = compare(expected)
-        if agree:
+        expected = run(every, sum(weights, [])) if drew or is_first else _Run(losses, [])
+        changed, drawn = compare(expected), ends[:]
+        if changed is None:
             return
-        if not _mostly(_agreeing(run(every)[0], expected, dtypes)):
+        if not _mostly(_agreeing(run(every).losses, expected.losses, dtypes)):
             reason = "fn returns other losses when it is called again on the same samples"
-        elif drew and compare(run(every, noise=False)[0], noise=False)[0]:
+        elif drew and not any(compare(run(every, sum(weights, []), noise), noise) for noise in _NOISES):
             return  # fn has sorted its samples, and the noise fell on others
     except torch.OutOfMemoryError:
         raise  # the samples have not been compared
@@ -79,7 +106,7 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
         reason = f"fn raises {type(error).__name__} when some samples are exchanged for others"
     finally:
         now.restore()
-    if reason is None and not all(map(end.equals, states)):
+    if reason is None and not all(map(drawn[0].equals, drawn)):
         reason = "fn draws more or fewer random numbers when some samples are exchanged for others"
     if reason is not None:
         warn_once(
@@ -90,7 +117,7 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
         )
         return
     raise StateError(
-        f'method="batch": the losses of some samples change when others are exchanged (compared: {sum(map(len, sets))} of {call.n}). '
+        f'method="batch": the {changed} of some samples change when others are exchanged (compared: {sum(map(len, sets))} of {call.n}). '
         "They meet in a statistic of the batch, say, in a loss that compares samples, or in an expert of limited room, so that no gradient "
         "tells what one sample does. Let losses[i] depend on sample i alone."
         + (" (Or fn draws random numbers for its samples in an order that depends on the others: use another method.)" if drew else "")
@@ -116,7 +143,7 @@ def refuse_parting(call: Call, values: Tensor) -> None:
     before, mode = _random.Snapshot.take(call.tensors), _Undropped(call.n)
     copied = call.take(torch.arange(call.n, device=values.device))
     try:
-        whole, apart = (_functorch.bare(losses).detach() for losses in (_losses(copied, mode), values))
+        whole, apart = (_functorch.bare(losses).detach() for losses in (_run(copied, mode).losses, values))
         drew = mode.has_skipped or not before.equals(before.now())
         if drew and not shares:
             return
@@ -124,7 +151,7 @@ def refuse_parting(call: Call, values: Tensor) -> None:
             whole, apart, dtypes = whole.flatten(), apart.flatten(), {whole.dtype, *mode.dtypes}
 
             def again(digits: int) -> Tensor:
-                return _functorch.bare(_losses(copied, _Undropped(call.n, digits=digits))).flatten()
+                return _functorch.bare(_run(copied, _Undropped(call.n, digits=digits)).losses).flatten()
 
             every = torch.arange(len(whole), device=whole.device)  # of all members of a transform around psg
             if _agreeing(apart, whole, dtypes).all() if shares else _are_same(apart, every, whole, again, dtypes):
@@ -140,18 +167,24 @@ def refuse_parting(call: Call, values: Tensor) -> None:
     )
 
 
-def _kept(n: int) -> list[Tensor]:
+def _kept(n: int, is_first: bool) -> list[Tensor]:
     """The samples that keep their places, in order, in each of the batches to compare. Of a few samples, every one does so once."""
     scattered = torch.randperm(n, generator=torch.Generator("cpu").manual_seed(n), device="cpu").tolist()
-    if n < 8:
-        size = 1 if n < 6 else 2
+    if n < (_ALL_ALONE if is_first else 8):
+        size = 1 if n < 6 or is_first else 2
         sets = [scattered[start : start + size] for start in range(0, n, size)]
     else:
-        sets = [_apart(scattered, n)]
-        sets.append(_apart([i for i in scattered if i not in sets[0]], n))
-        size = min(map(len, sets))
-        sets = [own[:size] for own in sets]  # where all meet one sample, half of the losses change at least
+        sets: list[list[int]] = []
+        while len(sets) < (_SETS if is_first else 2):
+            sets.append(_apart([i for i in scattered if all(i not in own for own in sets)], n))
+        size = min(map(len, sets[:2]))
+        sets = [own[:size] for own in sets if own]  # where all meet one sample, half of the losses change at least
     return [torch.tensor(sorted(own), device="cpu") for own in sets]
+
+
+_ALL_ALONE = 17
+_SETS = 6
+"""How many batches of exchanged samples are compared when fn runs for the first time: of fewer samples than the former, one for each."""
 
 
 def _apart(candidates: list[int], n: int) -> list[int]:
@@ -164,25 +197,58 @@ def _apart(candidates: list[int], n: int) -> list[int]:
     return found
 
 
-def _losses(call: Call, mode: "_Undropped") -> Tensor:
-    """The losses, computed under this mode, of a call with samples of its own. What these share is copied too: fn may write into it."""
+class _Run(NamedTuple):
+    """What fn returns for a batch.
+
+    Attributes:
+        losses: [n], without history.
+        gradients: Those of sums of the losses, for each of some weights, one for each parameter, folded.
+    """
+
+    losses: Tensor
+    gradients: list[list[Tensor]]
+
+
+def _run(call: Call, mode: "_Undropped", weights: Sequence[Tensor] = ()) -> _Run:
+    """Run fn, under this mode, for a call with samples of its own. What these share is copied too: fn may write into it."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     for position, (leaf, dim) in enumerate(zip(leaves, call.dims, strict=True)):
         if dim is None and position not in call.params and isinstance(leaf, Tensor):
             leaves[position] = _copies.copy_of(leaf)
-    with torch.enable_grad(), mode, forgetting():  # fn may differentiate for its data
-        return call.evaluate(leaves, batch=True, copies=True)[0].detach()
+    params = [leaves[position] for position in call.params]
+    if not _functorch.transform_active():
+        params = [param.requires_grad_() for param in params]  # also without weights: fn may ask what requires grad
+    with torch.enable_grad(), mode, forgetting():
+        losses = call.evaluate(leaves, batch=True, copies=True)[0]
+        gradients: list[list[Tensor]] = []
+        for own in weights if losses.requires_grad else ():
+            found = torch.autograd.grad(losses, params, own.to(losses), retain_graph=True, allow_unused=True, materialize_grads=True)
+            gradients.append([_folded(gradient.detach()) for gradient in found])
+    return _Run(losses.detach(), gradients)
+
+
+def _folded(gradient: Tensor) -> Tensor:
+    """Signed sums of a gradient's entries, as few as can be kept for many batches, in which differences do not cancel."""
+    entries = as_real(gradient.to_dense() if gradient.layout != torch.strided else gradient).flatten()
+    entries = entries if entries.dtype == torch.float64 else entries.float()
+    rows = F.pad(entries, (0, -len(entries) % _FOLD)).reshape(-1, _FOLD) if len(entries) > _FOLD else entries[None]
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(2, (len(rows),), generator=generator, device="cpu").mul(2).sub(1)
+    return signs.to(rows) @ rows if len(rows) > 1 else rows[0]
+
+
+_FOLD = 4096
 
 
 class _Undropped(TorchFunctionMode):
-    """Runs dropout as in evaluation mode, makes random orders rotations, and without `noise` gives every draw the same value.
+    """Runs dropout as in evaluation mode, makes random orders rotations, and gives all entries of each draw one value.
 
     A random order may leave a sample in its place, or exchange two of those that keep theirs, whose losses would not tell that fn pairs
     samples at random. A rotation by one sample, which might have been drawn as well, pairs each with one that is exchanged.
 
     Args:
         n: The number of samples.
-        noise: Whether draws from uniform and normal distributions are noise; otherwise each gives the same value.
+        noise: Chooses the value, at which quantile of its distribution, for each draw another; None leaves the noise as it is.
         digits: Chooses other last digits for the results of matrix products; None leaves them as they are.
 
     Attributes:
@@ -190,7 +256,7 @@ class _Undropped(TorchFunctionMode):
         has_skipped: Whether fn has called for dropout.
     """
 
-    def __init__(self, n: int, noise: bool = True, digits: int | None = None) -> None:
+    def __init__(self, n: int, noise: float | None = None, digits: int | None = None) -> None:
         super().__init__()
         self.n = n
         self.noise = noise
@@ -204,8 +270,9 @@ class _Undropped(TorchFunctionMode):
         self.has_skipped |= func in _DROPPING and draws(func, args, kwargs)
         if func in _NOISE:
             drawn = func(*args, **kwargs)
-            if not self.noise:
-                drawn.fill_(0.5)
+            if self.noise is not None:
+                self.noise = (self.noise + _GOLDEN) % 1  # so that no loop draws forever
+                drawn.copy_(torch.as_tensor(_quantile(func, args, kwargs, self.noise)))
             if kwargs.get("generator") is None:
                 vars(drawn)["_psg_drawn"] = drawn._version
             return drawn
@@ -234,7 +301,7 @@ class _Undropped(TorchFunctionMode):
         """Whether entries along a dimension are noise, as far as can be told: as drawn, or all equal where noise is constant."""
         if vars(tensor).get("_psg_drawn") == tensor._version:
             return True
-        return not self.noise and tensor.numel() > 0 and bool((tensor == tensor.narrow(dim, 0, 1)).all())
+        return self.noise is not None and tensor.numel() > 0 and bool((tensor == tensor.narrow(dim, 0, 1)).all())
 
     def _rotate(self, order: Tensor, dim: int, size: int) -> None:
         """Write the indices of a rotation over those along a dimension, of `size` samples or rows of samples, or the first of these."""
@@ -245,6 +312,20 @@ class _Undropped(TorchFunctionMode):
 _NOISE = {torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal, Tensor.normal_, Tensor.uniform_}
 _SORTS = {torch.argsort: 1, Tensor.argsort: 1, torch.sort: 1, Tensor.sort: 1, torch.topk: 2, Tensor.topk: 2}
 """Ops that make a random order of noise, and for each the position of the dimension."""
+
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, spread evenly
+_NOISES = (0.02, 0.27, 0.52, 0.77)  # each draw gets a value in every quarter of its distribution
+
+
+def _quantile(func: Any, args: Any, kwargs: Any, share: float) -> float | Tensor:
+    """The value below which this share of the distribution lies from which a call draws."""
+    names = ("from", "to") if func is Tensor.uniform_ else ("mean", "std") if func in (torch.normal, Tensor.normal_) else ()
+    given = dict(zip(names, args[func is not torch.normal :], strict=False)) | kwargs
+    low, high = given.get("from", 0), given.get("to", 1)
+    if func in (torch.rand, torch.rand_like, Tensor.uniform_):
+        return low + (high - low) * share
+    return given.get("mean", 0) + given.get("std", 1) * float(torch.special.ndtri(torch.tensor(share, dtype=torch.float64)))
+
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_}
 _DROPPING = _DROPOUTS | {F.scaled_dot_product_attention}
@@ -274,6 +355,27 @@ def _are_same(found: Tensor, index: Tensor, losses: Tensor, again: Callable[[int
     return not len(changed)
 
 
+def _are_gradients_same(found: list[Tensor], expected: list[Tensor], rounded: Iterable[list[Tensor]], dtypes: set[torch.dtype]) -> bool:
+    """Whether gradients of the same losses agree, but for rounding: then they change as much if other digits are rounded.
+
+    Those that are not finite are not compared: the losses of other samples may be what is not.
+    """
+    if not all(bool(own.isfinite().all()) for own in expected):
+        return True
+    difference = _difference(found, expected)
+    if difference <= _rtol(dtypes, 1e-3):
+        return True
+    return any(difference <= 4 * _difference(others, expected) for others in rounded)
+
+
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference in one gradient, relative to that gradient, or to a hundredth of all."""
+    pairs = [(own, want) for own, want in zip(found, expected, strict=True) if want.numel()]
+    sizes = [max(float(own.abs().max()), float(want.abs().max())) for own, want in pairs]
+    scales = [max(size, max(sizes) / 100) for size in sizes]
+    return max([float((own - want).abs().max()) / scale for (own, want), scale in zip(pairs, scales, strict=True) if scale], default=0.0)
+
+
 def _rounded_otherwise(product: Tensor, digits: int) -> Tensor:
     """A matrix product with an error of the size that sums in another order have; those of 16 bits are added in float32."""
     if not product.numel() or not (product.is_floating_point() or product.is_complex()):
@@ -290,10 +392,19 @@ def _agreeing(losses: Tensor, others: Tensor, dtypes: set[torch.dtype], rtol: fl
 
     Where they are narrower than float64, `rtol` is the least relative tolerance.
     """
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
-    rtol = max(rtol, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
     size = min(1.0, float(losses.abs().nan_to_num(0, 0).amax()))
-    return torch.isclose(losses, others.to(losses), rtol=rtol, atol=10 * eps * size, equal_nan=True)
+    return torch.isclose(losses, others.to(losses), rtol=_rtol(dtypes, rtol), atol=10 * _eps(dtypes) * size, equal_nan=True)
+
+
+def _rtol(dtypes: set[torch.dtype], least: float) -> float:
+    """How far results may be off, relative to their size: no less than this but in float64."""
+    eps = _eps(dtypes)
+    return max(least, 4 * eps) if eps > torch.finfo(torch.float64).eps else 1e-9
+
+
+def _eps(dtypes: set[torch.dtype]) -> float:
+    """The largest rounding error of an op: in dtypes of fewer than 16 bits values are stored, but no op adds up."""
+    return max(torch.finfo(dtype).eps for dtype in dtypes if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1)
 
 
 def _mostly(same: Tensor) -> bool:

@@ -400,7 +400,7 @@ def _indexed(output: Tensor, input: Any, index: Any) -> SideCarries:
     if views or _functorch.is_traced() and not all(map(_is_known_index, parts)):
         return views
     are_rows = all(isinstance(part, Tensor) and part.dtype in _INDICES for part in parts)
-    if are_rows and len(parts) == 1 and (index.ndim, input.ndim) == (2, 2) and index.shape[1] <= _MOST_SLICES:
+    if isinstance(index, Tensor) and are_rows and (index.ndim, input.ndim) == (2, 2) and index.shape[1] <= _MOST_SLICES:
         lookups = [carry for column in index.unbind(1) for _, carry in _index_select(output, input, 0, column)]
         return [(input, lambda factor, k=k, carry=carry: _of_slice(factor, k, carry)) for k, carry in enumerate(lookups)]
     return _read(output, input, lambda numbers: numbers[index], len(parts) if are_rows else input.ndim)

@@ -198,8 +198,8 @@ def is_torchs(func: Any) -> bool:
     return (getattr(func, "__module__", None) or "torch").split(".")[0] == "torch" if library is None else library == "aten"
 
 
-_NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "self", "a": "self", "x1": "self", "x2": "other"}
-"""NumPy's names for arguments, which torch's own functions take, and those of ATen's schemas."""
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+"""NumPy's names for arguments, which torch's own functions take, and torch's."""
 
 
 def torchs_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -239,8 +239,8 @@ def _schemas(func: Any) -> list[Any]:
 @cached
 def _renamed(func: Any) -> dict[str, str]:
     """NumPy's names that an op of torch's takes in the place of its own, and these."""
-    own = {argument.name for schema in _schemas(func) for argument in schema.arguments}
-    return {name: "input" if known == "self" else known for name, known in _NUMPYS.items() if name not in own and known in own}
+    own = {"input" if argument.name == "self" else argument.name for schema in _schemas(func) for argument in schema.arguments}
+    return {name: known for name, known in _NUMPYS.items() if name not in own and known in own}
 
 
 @cached

@@ -448,10 +448,11 @@ def scattered(factor: Factor, index: Tensor, num_rows: int) -> Factor | None:
 
 
 def _scattered_in_parts(factor: Factor, index: Tensor, num_rows: int) -> Factor:
-    if len(index) < num_rows or _functorch.is_traced():
-        return scattered(Dense(factor.materialize()), index, num_rows)
+    if len(index) < num_rows:
+        return Rows(index.expand(factor.n, -1), factor.materialize(), num_rows)
     # Added up while they are in the cache: of entries that are read again and again the sums are smaller.
-    return Dense(torch.cat([_sums_of_rows(part, index, num_rows) for part in factor.parts(chunks=1)]))
+    parts = [factor.materialize()] if _functorch.is_traced() else factor.parts(chunks=1)
+    return Dense(torch.cat([_sums_of_rows(part, index, num_rows) for part in parts]))
 
 
 def _sums_of_rows(values: Tensor, index: Tensor, num_rows: int) -> Tensor:

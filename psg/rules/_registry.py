@@ -444,8 +444,8 @@ def namesake(op: Any, kwargs: dict[str, Any]) -> Any:
     return _namesake(op)
 
 
-_OTHERWISE = {"to", "index_put", "index_put_", "_native_batch_norm_legit"}
-"""Ops of ATen's whose overloads the function of that name does not take, or in another order."""
+_OTHERWISE = {"to", "index_put", "index_put_", "_native_batch_norm_legit", "var", "std", "var_mean", "std_mean"}
+"""Ops of ATen's whose overloads the function of that name does not take, in another order, or as others: var(x, 0) of one dimension."""
 
 
 @cached
