@@ -1644,7 +1644,7 @@ def readings(draw, shape):
     shape=st.sampled_from([(7,), (1,), (4, 3), (2, 5), (3, 2, 2), (60,)]),
     steps=st.lists(st.sampled_from(["scaled", "turned", "twice", "read again"]), max_size=2),
     use=st.sampled_from(["linear", "positions", "convolution", "lookups", "entries", "a norm"]),
-    n=st.sampled_from([0, 1, 3]),
+    n=st.sampled_from([0, 1, 3, 33]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=150)

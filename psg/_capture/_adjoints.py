@@ -386,7 +386,13 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
         return []
     region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
 
+    # The output's dimensions as they follow each other in the input, if these are all that has been changed.
+    order = sorted(range(output.ndim), key=lambda dim: -output.stride(dim))
+    is_permuted = [(output.shape[dim], output.stride(dim)) for dim in order] == [*zip(input.shape, input.stride(), strict=True)]
+
     def carry(factor: Factor) -> Factor | None:
+        if isinstance(factor, Dense) and is_permuted:
+            return Dense(factor.values.permute(0, *(1 + dim for dim in order)))
         found = placed(factor, region, input.shape)
         is_small = isinstance(found, Views) and found.is_small_part
         return None if isinstance(factor, Dense) and not is_small else found

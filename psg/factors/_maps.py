@@ -476,11 +476,28 @@ def _(factor: Scaled, index: Tensor, num_rows: int) -> Factor | None:
 @scattered.register
 def _(factor: Views, index: Tensor, num_rows: int) -> Factor | None:
     own, width = factor.factors[0], max(1, factor.shape[1])
-    if not factor.is_reshaped or not isinstance(own, Rows) or own.shape[1] % width:
-        return _scattered_in_parts(factor, index, num_rows)
-    # Each row of the table that was looked up is several of x, one after another.
-    looked_up = index.reshape(own.num_rows, own.shape[1] // width)[own.index].flatten(1)
-    return Rows(looked_up, own.cotangent.reshape(*looked_up.shape, factor.shape[1]), num_rows)
+    if factor.is_reshaped and isinstance(own, Rows) and own.shape[1] % width == 0:
+        # Each row of the table that was looked up is several of x, one after another.
+        looked_up = index.reshape(own.num_rows, own.shape[1] // width)[own.index].flatten(1)
+        return Rows(looked_up, own.cotangent.reshape(*looked_up.shape, factor.shape[1]), num_rows)
+    if factor.is_reshaped and isinstance(own, Outer) and width == 1 and _adds_products(own, index, num_rows):
+        return Dense(_sums_of_products(own, index, num_rows).unsqueeze(2).to(factor.dtype))
+    return _scattered_in_parts(factor, index, num_rows)
+
+
+def _adds_products(factor: Outer, index: Tensor, num_rows: int) -> bool:
+    """Whether to add up all samples' products at once, entry by entry: to add one entry of many samples takes little longer than of one."""
+    is_watched = factor.is_differentiated or _functorch.is_watched()
+    return factor.is_product and factor.n >= 32 and len(index) >= num_rows and not is_watched
+
+
+def _sums_of_products(factor: Outer, index: Tensor, num_rows: int) -> Tensor:
+    left, right = (widen(side).squeeze(1).T.contiguous() for side in (factor.left, factor.right))
+    sums = left.new_zeros(num_rows, factor.n)
+    rows = _machine.items_at_a_time(factor.device, right.nbytes)
+    for own, places in zip(left.split(rows), index.split(rows * len(right)), strict=True):
+        sums.index_add_(0, places, (own.unsqueeze(1) * right).flatten(0, 1))
+    return sums.T
 
 
 @scattered.register
