@@ -352,6 +352,28 @@ def sparse_update() -> nn.Module:
     return Written(torch.stack([places // WIDTH, places % WIDTH]), torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
 
 
+class Reused(nn.Module):
+    """A square layer whose weight reads its entries from a vector, each again and again."""
+
+    def __init__(self, places: Tensor) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(int(places.max()) + 1) / math.sqrt(WIDTH))
+        self.register_buffer("places", places)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.values[self.places])
+
+
+def hashed() -> nn.Module:
+    """Chen et al., "Compressing Neural Networks with the Hashing Trick", 2015."""
+    return Reused(torch.randint(WIDTH**2 // 64, (WIDTH, WIDTH)))
+
+
+def toeplitz() -> nn.Module:
+    """Every diagonal has one value."""
+    return Reused(torch.arange(WIDTH)[:, None] - torch.arange(WIDTH) + WIDTH - 1)
+
+
 def symmetric(layer: nn.Module) -> Tensor:
     return layer.weight.triu() + layer.weight.triu(1).T
 
@@ -378,6 +400,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "triangular": square(lambda: Written(torch.tril_indices(WIDTH, WIDTH), torch.zeros(WIDTH, WIDTH))),
     "skew_symmetric": square(lambda: Written(torch.triu_indices(WIDTH, WIDTH, 1), torch.zeros(WIDTH, WIDTH), lambda w: w - w.T)),
     "sparse_update": square(sparse_update),
+    "hashed": square(hashed),
+    "toeplitz": square(toeplitz),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
     "normalised_table": recommender(F.normalize),
     "table_along_a_graph": along_a_graph,

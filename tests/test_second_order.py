@@ -1,5 +1,6 @@
 """Derivatives of per-sample gradients against those of the loop: vmap(grad), the reference of other tests, is itself wrong for some."""
 
+import contextlib
 import warnings
 from functools import partial
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import psg
@@ -322,6 +324,53 @@ def test_functions_that_differentiate_misderived_ops(method, pair, wide_setting)
     assert_trees_close(psg.per_sample_grad(laplacian(make()), method=method)(*wide_setting), expected)
     assert_trees_close(loop_grad(laplacian(make()))(*wide_setting), expected)
     psg.check(laplacian(make()))(*wide_setting)
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_functions_that_differentiate_misderived_ops_for_what_they_compute(method, pair, wide_setting):
+    """Which they can under `vmap(grad)` too; of the ops there some ran before the first of these derivatives was taken."""
+
+    def of(fn):
+        def differentiating(p, x):
+            hidden, loss = x * p["b"], fn(p, x)
+            (slope,) = torch.autograd.grad(fn(p, hidden), hidden, create_graph=True)
+            return torch.autograd.grad(slope.square().sum(), hidden, create_graph=True)[0].square().sum() + loss
+
+        return differentiating
+
+    make, elementary = pair
+    expected = loop_grad(of(elementary))(*wide_setting)
+    assert_trees_close(psg.per_sample_grad(of(make()), method=method)(*wide_setting), expected)
+    psg.check(of(make()), method=method)(*wide_setting)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("watched", [False, True])
+def test_second_derivatives_of_a_bias_alone(method, watched, device):
+    """Whose derivative torch leaves out where there is no weight; also below a mode of the caller's, where no op can be written out."""
+
+    def fn(w, x):
+        return torch.autograd.grad(F.layer_norm(x, (3,), None, w).sin().sum(), w, create_graph=True)[0].square().sum()
+
+    def written_out(w, x):
+        return torch.autograd.grad((standardized(x, -1) + w).sin().sum(), w, create_graph=True)[0].square().sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(N, 2, 3, device=device)
+    with Unchanged() if watched else contextlib.nullcontext():
+        if watched and method == "vmap":
+            with pytest.raises(psg.PsgError, match="layer_norm has to be written out as other ops under vmap, and the call runs under"):
+                psg.per_sample_grad(fn, method=method)(w, x)
+            return
+        found = psg.per_sample_grad(fn, method=method)(w, x)
+    assert_trees_close(found, loop_grad(written_out)(w, x))
+
+
+class Unchanged(TorchFunctionMode):
+    """Changes nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_repeated_loop_draws_the_same_numbers(pair, wide_setting):

@@ -269,6 +269,25 @@ def wrong_rule(monkeypatch):
     psg.rule(F.linear)(wrong)
 
 
+def test_check_compares_with_differences_of_a_function_that_takes_derivatives(device, monkeypatch):
+    def fn(w, x):
+        (slope,) = torch.autograd.grad((w * x).sin().sum(), w, create_graph=True)
+        return slope.square().sum()
+
+    def wrong(*args, **kwargs):
+        def tripled(*args):
+            values, grads = right(*args)
+            return values, 3 * grads
+
+        right = per_sample_value_and_grad(*args, **kwargs)
+        return tripled
+
+    per_sample_value_and_grad = psg.transforms.per_sample_value_and_grad
+    monkeypatch.setattr(psg.transforms, "per_sample_value_and_grad", wrong)
+    with pytest.raises(Mismatch, match="(?s)Central differences along the disagreement .*the loop is nearer"):
+        psg.check(fn)(torch.randn(3, device=device), torch.randn(4, 3, device=device))
+
+
 def test_check_names_what_differs_and_who_is_right(wrong_rule, args):
     with pytest.raises(Mismatch) as caught:
         psg.check(loss)(*args)

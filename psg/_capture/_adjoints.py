@@ -29,6 +29,7 @@ from psg.factors._maps import (
     reshaped,
     scaled,
     scattered,
+    scattered_columns,
     sliced,
     slices_of,
     transposed,
@@ -405,11 +406,17 @@ def _indexed(output: Tensor, input: Any, index: Any) -> SideCarries:
     parts = index if isinstance(index, tuple) else (index,)
     if views or _functorch.is_traced() and not all(map(_is_known_index, parts)):
         return views
+    if isinstance(index, tuple) and len(index) == input.ndim == 2 and _is_columns(*index):
+        return _index_select(output, input, 1, index[1])
     are_rows = all(isinstance(part, Tensor) and part.dtype in _INDICES for part in parts)
     if isinstance(index, Tensor) and are_rows and (index.ndim, input.ndim) == (2, 2) and index.shape[1] <= _MOST_SLICES:
         lookups = [carry for column in index.unbind(1) for _, carry in _index_select(output, input, 0, column)]
         return [(input, lambda factor, k=k, carry=carry: _of_slice(factor, k, carry)) for k, carry in enumerate(lookups)]
     return _read(output, input, lambda numbers: numbers[index], len(parts) if are_rows else input.ndim)
+
+
+def _is_columns(rows: Any, columns: Any) -> bool:
+    return (rows is ... or rows == slice(None)) and isinstance(columns, Tensor) and columns.ndim == 1 and columns.dtype in _INDICES
 
 
 def _is_known_index(part: Any) -> bool:
@@ -423,9 +430,19 @@ def _of_slice(factor: Factor, k: int, carry: CarryToSide) -> Factor | None:
 
 
 def _index_select(output: Tensor, input: Any, dim: int, index: Any) -> SideCarries:
-    if not _is_first(dim, input) or not isinstance(index, Tensor) or index.dtype not in _INDICES:
+    if not isinstance(index, Tensor) or index.dtype not in _INDICES or input.ndim == 0:
         return []
-    return _read(output, input, lambda numbers: numbers[index], 1)
+    if _is_first(dim, input):
+        return _read(output, input, lambda numbers: numbers[index], 1)
+    entries = _read(output, input, lambda numbers: numbers.index_select(dim, index), input.ndim)
+    if input.ndim != 2 or not entries:
+        return entries
+
+    def carry(factor: Factor) -> Factor | None:
+        found = scattered_columns(factor, index.long().flatten() % max(1, input.shape[1]), input.shape[1])
+        return entries[0][1](factor) if found is None else found
+
+    return [(input, carry)]
 
 
 def _read(output: Tensor, input: Any, read: Callable[[Tensor], Tensor], dims: int) -> SideCarries:

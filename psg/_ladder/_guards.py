@@ -31,6 +31,7 @@ from psg._torch._ops import (
     torchs_arguments,
 )
 from psg._watch import _pass
+from psg._watch._habits import Habits, Retry
 from psg._watch._marks import Marks
 from psg._watch._outside import Looking
 from psg._watch._writes import Aliases, changes_nothing, written
@@ -52,7 +53,7 @@ class VmapGuard(Looking):
         samples: The tensors that fn is given.
         bare: The ids of leaves that they wrap, whose history shows ops that ran where no transform is: in threads that fn starts.
         differentiated: Whether the gradients are differentiated in turn.
-        follows: As `Aliases` takes it.
+        habits: Of these, `follows`, and `recorded`: fn differentiates gradients itself.
 
     Raises:
         Stale: fn goes on with a result of such an op.
@@ -62,9 +63,11 @@ class VmapGuard(Looking):
         has_written: Whether fn calls ops whose backward passes users may have written.
     """
 
-    def __init__(self, call: Call, samples: Sequence[Tensor], bare: Collection[int], differentiated: bool, follows: bool) -> None:
+    def __init__(self, call: Call, samples: Sequence[Tensor], bare: Collection[int], differentiated: bool, habits: Habits) -> None:
         super().__init__()
         self.bare = bare
+        self.recorded = habits.recorded
+        self._ran_undecomposed = False
         self.harmless: set[Any] = set()  # nodes of graphs that lead to none of these leaves
         self.outside = call.outside
         self.differentiated = differentiated
@@ -74,7 +77,7 @@ class VmapGuard(Looking):
         self.level = grad = _functorch.current_level()
         self.own = Marks(grad - 1, grad)
         self.own.claim(samples)
-        self.aliases = Aliases(samples, follows)
+        self.aliases = Aliases(samples, habits.follows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = torchs_arguments(func, args, kwargs)
@@ -122,7 +125,10 @@ class VmapGuard(Looking):
             reason = OWN_TRACER
         if reason is not None:
             raise PsgError(reason)
-        higher = is_misderived(func) and _functorch.current_level() > self.level  # in a transform of fn's own, which may differentiate
+        if func in DIFFERENTIATING and kwargs.get("create_graph") and self._ran_undecomposed:
+            raise Retry("fn differentiates gradients of an op whose higher derivatives torch gets wrong", recorded=True)
+        # In a transform of fn's own, too, which may differentiate.
+        higher = is_misderived(func) and (self.recorded or _functorch.current_level() > self.level)
         decompose = find_decomposition(func, self.differentiated or higher)
         if decompose is not None:
             with self:
@@ -130,6 +136,7 @@ class VmapGuard(Looking):
             if output is not NotImplemented:  # else the op runs as a whole
                 _refuse_watchers(func, tensors)
                 return output
+        self._ran_undecomposed |= is_misderived(func)
         output = _kernels.run_without_gaps(func, args, kwargs)
         is_function = self.differentiated and func is _functions.custom_function_call
         if is_function and (why := _functions.unbatched(args[0], tensors, output, self.level - 1)) is not None:

@@ -26,7 +26,7 @@ from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
 from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
 from psg._watch._effects import forgetting
-from psg._watch._habits import Retry
+from psg._watch._habits import Habits, Retry
 from psg._watch._outside import Outside, is_looked_at
 from psg.factors import Dense, Factor, Sum, concat
 from psg.rules.leaks import unseen_op
@@ -229,15 +229,20 @@ def _run_vmap(call: Call, start: _random.Start) -> Result:
 
 
 def _vmap_writes(call: Call, start: _random.Start) -> Result:
-    """Follow what may share memory only if fn writes after a reshape: following copies every reshape."""
-    try:
-        return _vmap_together(call, follows=False)
-    except Retry:
-        start.go_back()
-        return _vmap_together(call, follows=True)
+    """Follow what may share memory, and write out ops whose higher derivatives torch gets wrong, only if fn needs that: both cost time."""
+    habits = Habits()
+    while True:
+        try:
+            return _vmap_together(call, habits)
+        except Retry as error:
+            changed = habits._replace(**error.change)
+            if changed == habits:
+                raise
+            start.go_back()
+            habits = changed
 
 
-def _vmap_together(call: Call, follows: bool) -> Result:
+def _vmap_together(call: Call, habits: Habits) -> Result:
     outputs, differentiated = _Outputs(call), call.needs_derivative
     # Clones: a function that writes into its arguments must not write into the caller's.
     copies = [*map(_copies.sample_by_sample, call.tensors, call.tensor_dims)]
@@ -245,7 +250,7 @@ def _vmap_together(call: Call, follows: bool) -> Result:
     bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with _scripts.watched(_expect_right(call), inlines=derived), VmapGuard(call, tensors, bare, differentiated, follows) as guard:
+        with _scripts.watched(_expect_right(call), inlines=derived), VmapGuard(call, tensors, bare, differentiated, habits) as guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")

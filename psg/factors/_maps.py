@@ -488,7 +488,7 @@ def _(factor: Views, index: Tensor, num_rows: int) -> Factor | None:
 def _adds_products(factor: Outer, index: Tensor, num_rows: int) -> bool:
     """Whether to add up all samples' products at once, entry by entry: to add one entry of many samples takes little longer than of one."""
     is_watched = factor.is_differentiated or _functorch.is_watched()
-    return factor.is_product and factor.n >= 32 and len(index) >= num_rows and not is_watched
+    return factor.is_product and factor.n >= 32 and len(index) >= 4 * num_rows and not is_watched
 
 
 def _sums_of_products(factor: Outer, index: Tensor, num_rows: int) -> Tensor:
@@ -497,7 +497,7 @@ def _sums_of_products(factor: Outer, index: Tensor, num_rows: int) -> Tensor:
     rows = _machine.items_at_a_time(factor.device, right.nbytes)
     for own, places in zip(left.split(rows), index.split(rows * len(right)), strict=True):
         sums.index_add_(0, places, (own.unsqueeze(1) * right).flatten(0, 1))
-    return sums.T
+    return sums.T.contiguous()
 
 
 @scattered.register
@@ -509,6 +509,16 @@ def _(factor: Outer, index: Tensor, num_rows: int) -> Factor:
 @scattered.register
 def _(factor: Rows, index: Tensor, num_rows: int) -> Factor:
     return Rows(index[factor.index], factor.cotangent, num_rows)
+
+
+def scattered_columns(factor: Factor, index: Tensor, num_columns: int) -> Factor | None:
+    """The gradient of x [a, num_columns] if that of x[:, index] is given."""
+    if isinstance(factor, Rows):
+        rows = factor.cotangent
+        return Rows(factor.index, rows.new_zeros(*rows.shape[:2], num_columns).index_add(2, index, rows), factor.num_rows)
+    turned = transposed(factor)
+    found = None if turned is None else scattered(turned, index, num_columns)
+    return None if found is None else transposed(found)
 
 
 @singledispatch

@@ -245,10 +245,11 @@ def _arbitrate(fn: Callable, options: Options, args: tuple, shared: dict, found:
     def value(shift: float) -> float:
         arguments = batch.sample(i)
         for k, along in zip(batch.positions, line, strict=True):
-            arguments[k] = tree_map(lambda leaf, d: leaf + shift * d, arguments[k], along)
-        with forgetting():
+            # fn may differentiate for it, or look whether anything is to be differentiated.
+            arguments[k] = tree_map(lambda leaf, d: (leaf + shift * d).detach().requires_grad_(), arguments[k], along)
+        with forgetting(), torch.enable_grad():
             found = fn(*arguments, **shared)
-        return found.item() if isinstance(found, Tensor) else found  # fn may look whether anything is to be differentiated
+        return found.item() if isinstance(found, Tensor) else found
 
     slope = (value(step) - value(-step)) / (2 * step)
     slopes = {"psg": reference_dot(ours, line).item(), "the loop": reference_dot(theirs, line).item()}
