@@ -2015,6 +2015,9 @@ _aten = torch.ops.aten
         lambda w, x: _aten.var.default(w.expand(3, -1) * x[:3, None], 0) + _aten.std_mean.default(w * x, 1)[0] + _aten.var(w.sin(), 0),
         lambda w, x: (_aten.addmm(self=x[:2, None], mat1=w[:2, None], mat2=x[None]).sin()[0] * x).sum(),
         lambda w, x: torch.layer_norm(x=w * x, normalized_shape=(4,), weight=w).square().sum(),
+        lambda w, x: (
+            _aten.einsum(equation="i,j->", tensors=[w, x.sin()]) + torch.linalg.det(A=w.diag() + x) + torch.det(input=w.diag() * 2)
+        ),
     ],
     ids=[
         "row",
@@ -2033,6 +2036,7 @@ _aten = torch.ops.aten
         "var",
         "self by name",
         "x by name",
+        "all by name",
     ],
 )
 @pytest.mark.parametrize("method", ["auto", "vmap"])

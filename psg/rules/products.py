@@ -406,10 +406,10 @@ def einsum(equation: Any, *operands: Tensor, shared: Collection[str] = ()) -> An
 
 
 @decomposition(torch.einsum)
-def _einsum_of_list(equation: Any, *operands: Any) -> Any:
-    """The operands in a list, as torch also takes them."""
-    in_list = isinstance(equation, str) and len(operands) == 1 and isinstance(operands[0], (list, tuple))
-    return torch.einsum(equation, *operands[0]) if in_list else NotImplemented
+def _einsum_of_list(equation: Any, *operands: Any, tensors: Any = None, path: Any = None) -> Any:
+    """The operands in a list, as torch also takes them, and ATen by name, with an order in which to multiply them."""
+    found = operands[0] if len(operands) == 1 else tensors
+    return torch.einsum(equation, *found) if isinstance(equation, str) and isinstance(found, (list, tuple)) else NotImplemented
 
 
 @lru_cache(maxsize=1024)
