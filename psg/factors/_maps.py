@@ -11,6 +11,7 @@ from torch import Tensor
 
 from psg._hardware import _machine, _matmul, _processor
 from psg._torch import _functorch
+from psg._torch._library import opaque
 from psg.factors._arithmetic import is_one_row, wide, widen
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv
@@ -452,20 +453,30 @@ def _scattered_in_parts(factor: Factor, index: Tensor, num_rows: int) -> Factor:
         return Rows(index.expand(factor.n, -1), factor.materialize(), num_rows)
     # Added up while they are in the cache: of entries that are read again and again the sums are smaller.
     parts = [factor.materialize()] if _functorch.is_traced() else factor.parts(chunks=1)
-    return Dense(torch.cat([_sums_of_rows(part, index, num_rows) for part in parts]))
+    return Dense(torch.cat([_added_rows(part, index, num_rows) for part in parts]))
+
+
+def _added_rows(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    is_whole = _functorch.is_traced() and not _functorch.transform_active() and not values.requires_grad
+    return (_rows_op if is_whole else _sums_of_rows)(values, index, num_rows)
 
 
 def _sums_of_rows(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """sum of values[n, m, d] over the m whose index is k -> [n, k, d]."""
     rows = values.squeeze(2) if values.shape[2] == 1 else values  # which index_add takes several times as long for
     sums = rows.new_zeros(len(rows), num_rows, *rows.shape[2:], dtype=wide(rows.dtype)).index_add(1, index, widen(rows))
     return sums.to(values.dtype).reshape(len(values), num_rows, values.shape[2])
+
+
+# Compilers turn `index_add` into atomic additions, on which threads wait.
+_rows_op = opaque("sums_of_rows", _sums_of_rows, lambda values, index, num_rows: values.new_empty(len(values), num_rows, values.shape[2]))
 
 
 @scattered.register
 def _(factor: Dense, index: Tensor, num_rows: int) -> Factor:
     if len(index) < num_rows:
         return Rows(index.expand(factor.n, -1), factor.values, num_rows)
-    return Dense(_sums_of_rows(factor.values, index, num_rows))
+    return Dense(_added_rows(factor.values, index, num_rows))
 
 
 @scattered.register
@@ -481,23 +492,28 @@ def _(factor: Views, index: Tensor, num_rows: int) -> Factor | None:
         looked_up = index.reshape(own.num_rows, own.shape[1] // width)[own.index].flatten(1)
         return Rows(looked_up, own.cotangent.reshape(*looked_up.shape, factor.shape[1]), num_rows)
     if factor.is_reshaped and isinstance(own, Outer) and width == 1 and _adds_products(own, index, num_rows):
-        return Dense(_sums_of_products(own, index, num_rows).unsqueeze(2).to(factor.dtype))
+        add = _products_op if _functorch.is_traced() else _sums_of_products
+        return Dense(add(own.left.squeeze(1), own.right.squeeze(1), index, num_rows).unsqueeze(2))
     return _scattered_in_parts(factor, index, num_rows)
 
 
 def _adds_products(factor: Outer, index: Tensor, num_rows: int) -> bool:
     """Whether to add up all samples' products at once, entry by entry: to add one entry of many samples takes little longer than of one."""
-    is_watched = factor.is_differentiated or _functorch.is_watched()
-    return factor.is_product and factor.n >= 32 and len(index) >= 4 * num_rows and not is_watched
+    is_derived = factor.is_differentiated or _functorch.transform_active()
+    return factor.is_product and factor.n >= 32 and len(index) >= 4 * num_rows and not is_derived
 
 
-def _sums_of_products(factor: Outer, index: Tensor, num_rows: int) -> Tensor:
-    left, right = (widen(side).squeeze(1).T.contiguous() for side in (factor.left, factor.right))
-    sums = left.new_zeros(num_rows, factor.n)
-    rows = _machine.items_at_a_time(factor.device, right.nbytes)
-    for own, places in zip(left.split(rows), index.split(rows * len(right)), strict=True):
-        sums.index_add_(0, places, (own.unsqueeze(1) * right).flatten(0, 1))
-    return sums.T.contiguous()
+def _sums_of_products(left: Tensor, right: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """sum of left[n, a] right[n, b] over the entries a, b in one row whose index is k -> [n, k]."""
+    lefts, rights = (widen(side).T.contiguous() for side in (left, right))
+    sums = lefts.new_zeros(num_rows, len(left))
+    rows = _machine.items_at_a_time(left.device, rights.nbytes)
+    for own, places in zip(lefts.split(rows), index.split(rows * len(rights)), strict=True):
+        sums.index_add_(0, places, (own.unsqueeze(1) * rights).flatten(0, 1))
+    return sums.T.contiguous().to(left.dtype)
+
+
+_products_op = opaque("sums_of_products", _sums_of_products, lambda left, right, index, num_rows: left.new_empty(len(left), num_rows))
 
 
 @scattered.register
