@@ -63,7 +63,7 @@ def _refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after:
     # If fn sorts its samples, dropout masks would fall on other samples. So all batches run without dropout.
     every, drew = torch.arange(call.n, device=losses.device), not before.equals(after)
     sets = [own.to(losses.device) for own in _kept(call.n, is_first)]
-    weights = [[torch.zeros_like(losses).index_fill(0, kept, 1)] if is_first else [] for kept in sets]
+    weights = [torch.zeros_like(losses).index_fill(0, kept, 1) for kept in sets] if is_first else []
     now, dtypes, ends = before.now(), {losses.dtype}, [] if drew or is_first else [after]
 
     def run(index: Tensor, weights: Sequence[Tensor] = (), noise: float | None = None, digits: int | None = None) -> _Run:
@@ -78,27 +78,27 @@ def _refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after:
         """What differs in the batches with exchanged samples by more than rounding."""
         # Each sample is replaced by the last kept one before it: this keeps the order of samples that are sorted by length.
         exchanged = [
-            run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], own, noise)
-            for kept, own in zip(sets, weights, strict=True)
+            run(kept[(torch.searchsorted(kept, every, right=True) - 1).clamp(min=0)], weights[k : k + 1], noise)
+            for k, kept in enumerate(sets)
         ]
         own = torch.cat([found.losses[kept] for found, kept in zip(exchanged, sets, strict=True)])
         if not _are_same(own, torch.cat(sets), expected.losses, lambda digits: run(every, (), noise, digits).losses, dtypes):
             return "losses"
-        for found, gradient, own in zip(exchanged, expected.gradients, weights, strict=False):
-            rounded = (run(every, own, noise, digits).gradients[0] for digits in range(_ATTEMPTS))
-            if not _are_gradients_same(found.gradients[0], gradient, rounded, dtypes):
+        for k, gradient in enumerate(expected.gradients):
+            rounded = (run(every, weights[k : k + 1], noise, digits).gradients[0] for digits in range(_ATTEMPTS))
+            if not _are_gradients_same(exchanged[k].gradients[0], gradient, rounded, dtypes):
                 return "gradients"
         return None
 
     reason, changed, drawn = None, None, []
     try:
-        expected = run(every, sum(weights, [])) if drew or is_first else _Run(losses, [])
+        expected = run(every, weights) if drew or is_first else _Run(losses, [])
         changed, drawn = compare(expected), ends[:]
         if changed is None:
             return
         if not _mostly(_agreeing(run(every).losses, expected.losses, dtypes)):
             reason = "fn returns other losses when it is called again on the same samples"
-        elif drew and not any(compare(run(every, sum(weights, []), noise), noise) for noise in _NOISES):
+        elif drew and not any(compare(run(every, weights, noise), noise) for noise in _NOISES):
             return  # fn has sorted its samples, and the noise fell on others
     except torch.OutOfMemoryError:
         raise  # the samples have not been compared
@@ -241,7 +241,7 @@ _FOLD = 4096
 
 
 class _Undropped(TorchFunctionMode):
-    """Runs dropout as in evaluation mode, makes random orders rotations, and gives all entries of each draw one value.
+    """Runs dropout as in evaluation mode, makes random orders rotations, and may give all entries of each draw one value.
 
     A random order may leave a sample in its place, or exchange two of those that keep theirs, whose losses would not tell that fn pairs
     samples at random. A rotation by one sample, which might have been drawn as well, pairs each with one that is exchanged.
