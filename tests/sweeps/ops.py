@@ -3,9 +3,11 @@
 python -m sweeps.ops [--only NAME ...] [--jobs 2] [--dtype complex128] [--large] [--json FILE]
 """
 
+import contextlib
 import inspect
 import random
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -98,13 +100,13 @@ def _named(function: Callable, sample: Any) -> Callable | None:
     """The function called with all its arguments by name; None if it does not take them so."""
     given = (sample.input, *sample.args)
     for names in _parameters(function):
-        named = dict(zip(names, given, strict=False))
-        try:
-            function(**named, **sample.kwargs)
-        except (TypeError, RuntimeError, ValueError):
+        if len(names) < len(given) or not sample.kwargs.keys().isdisjoint(names[: len(given)]):
             continue
-        if len(named) == len(given) > 0 and named.keys().isdisjoint(sample.kwargs):
-            return lambda *args, **kwargs: function(**dict(zip(names, args, strict=False)), **kwargs)
+        by_name = lambda *args, names=names, **kwargs: function(**dict(zip(names, args, strict=False)), **kwargs)  # noqa: E731
+        with contextlib.suppress(TypeError, RuntimeError, ValueError), warnings.catch_warnings(), torch.random.fork_rng():
+            warnings.simplefilter("ignore")
+            by_name(*given, **sample.kwargs)
+            return by_name
     return None
 
 
