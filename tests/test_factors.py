@@ -333,6 +333,8 @@ def test_linear_maps(kind, size, recipe, n, make):
     a, b = factor.shape
     weights, matrix, other = (torch.randn(shape).to(tensor) for shape in ((a, b), (a, 3), (b, 2)))
     index, target = torch.randint(5, (a,), device=tensor.device), torch.randint(a, (6,), device=tensor.device)
+    columns, entries = torch.randint(4, (b,), device=tensor.device), torch.randint(2, (a * b,), device=tensor.device)
+    in_a_row = _maps.reshaped(factor, torch.Size((a * b, 1)))
     maps = {
         "scaled by a number": (_maps.scaled(factor, 2.0), 2 * tensor),
         "transposed": (_maps.transposed(factor), tensor.mT),
@@ -341,6 +343,15 @@ def test_linear_maps(kind, size, recipe, n, make):
         "premultiplied by many": (_maps.premultiplied(factor, matrix.repeat(1, 40)), matrix.repeat(1, 40).T @ tensor),
         "postmultiplied": (_maps.postmultiplied(factor, other), tensor @ other),
         "scattered": (_maps.scattered(factor, index, 5), tensor.new_zeros(n, 5, b).index_add(1, index, tensor)),
+        "columns scattered": (_maps.scattered_columns(factor, columns, 4), tensor.new_zeros(n, a, 4).index_add(2, columns, tensor)),
+        "entries added up": (
+            _maps.scattered(in_a_row, entries, 2),
+            tensor.new_zeros(n, 2, 1).index_add(1, entries, tensor.reshape(n, a * b, 1)),
+        ),
+        "entries among others": (
+            _maps.scattered(in_a_row, 7 * entries, a * b + 7),
+            tensor.new_zeros(n, a * b + 7, 1).index_add(1, 7 * entries, tensor.reshape(n, a * b, 1)),
+        ),
         "gathered": (_maps.gathered(factor, target), tensor[:, target]),
         "in a row": (_maps.reshaped(factor, torch.Size((a * b,))), tensor.reshape(n, a * b)),
         "its first rows": (_maps.narrowed(factor, 0, 0, a - 1), tensor[:, :-1]),
