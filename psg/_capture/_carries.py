@@ -230,8 +230,7 @@ def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
 
 def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
     """Carry a factor over an elementwise op or a reduction to few numbers; over any op, if it is multiples c[n] E of a constant E."""
-    constant = torch.ones_like(step.output.detach())
-    numbers: Tensor | None = None
+    output, constant, numbers = step.output.detach(), None, None
     if (
         isinstance(factor, Scaled)
         and isinstance(factor.factor, Expanded)
@@ -242,16 +241,16 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         if numbers.ndim != 1 + side.ndim:  # else keep the same tensor: multiples are recognised by it
             numbers = numbers.reshape(factor.n, *(1,) * side.ndim)
     elif step.name in POINTWISE or _is_write(step) and step.is_first(side) and [*map(id, step.tensors)].count(id(side)) == 1:
-        if side.shape != constant.shape or factor.prefers_dense_maps:
+        if side.shape != output.shape or factor.prefers_dense_maps:
             return None
     elif isinstance(factor, Dense):
-        small = (1,) * side.ndim if constant.numel() == 1 else keepdim_shape(step, side)
+        small = (1,) * side.ndim if output.numel() == 1 else keepdim_shape(step, side)
         if small is None:
             return None
         numbers = factor.values.reshape(factor.n, *small)
     else:
         return None
-    entries = step.vjp(side, constant)
+    entries = step.vjp(side, torch.ones_like(output) if constant is None else constant)
     if not _may_scale(factor, entries, step.name in _SELECTING or step.name in _WRITING):
         return None
     return scaled(factor, entries) if numbers is None else multiple(numbers, entries)
