@@ -5,6 +5,7 @@ import math
 import warnings
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1676,6 +1677,21 @@ def test_weights_made_of_entries_that_are_read_again_and_again(data, shape, step
         "a norm": lambda w, x: F.linear(x, w).sum() * w.square().sum(),
     }
     assert_agrees(Problem(lambda p, x: score(uses[use](weight(p), x)), (params, torch.randn(n, columns))))
+
+
+@pytest.mark.parametrize("index", [[0, 1], np.array([0, 1])], ids=["list", "array"])
+@pytest.mark.parametrize("columns", [(), (slice(1, 3),)], ids=["rows", "entries"])
+def test_an_index_that_fn_changes_after_it_has_read(index, columns, device):
+    def fn(w, x):
+        rows = []
+        for i in range(3):
+            index[0] = i
+            index[1] = 4 - i
+            rows.append(w[(index, *columns)])
+        return score(F.linear(x, torch.cat(rows)))
+
+    w, x = torch.randn(5, 4, device=device), torch.randn(3, 2 if columns else 4, device=device)
+    assert_agrees(Problem(fn, (w, x)))
 
 
 def test_entries_that_are_not_read_may_be_anything(device):

@@ -404,7 +404,7 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
 def _indexed(output: Tensor, input: Any, index: Any) -> SideCarries:
     views = _part(output, input)
     parts = index if isinstance(index, tuple) else (index,)
-    if views or _functorch.is_traced() and not all(map(_is_known_index, parts)):
+    if views or not all(map(_is_kept_index, parts)):
         return views
     if isinstance(index, tuple) and len(index) == input.ndim == 2 and _is_columns(*index):
         return _index_select(output, input, 1, index[1])
@@ -416,12 +416,20 @@ def _indexed(output: Tensor, input: Any, index: Any) -> SideCarries:
 
 
 def _is_columns(rows: Any, columns: Any) -> bool:
-    return (rows is ... or rows == slice(None)) and isinstance(columns, Tensor) and columns.ndim == 1 and columns.dtype in _INDICES
+    is_all = rows is ... or isinstance(rows, slice) and rows == slice(None)
+    return is_all and isinstance(columns, Tensor) and columns.ndim == 1 and columns.dtype in _INDICES
 
 
-def _is_known_index(part: Any) -> bool:
-    """Whether a part of an index selects as many entries whatever its values are."""
-    return part is None or part is ... or isinstance(part, (int, slice)) or isinstance(part, Tensor) and part.dtype in _INDICES
+def _is_kept_index(part: Any) -> bool:
+    """Whether a part of an index selects the same entries later, whatever fn does with it; in a trace also as many whatever its values are.
+
+    Not an array, which fn may write into unseen; of lists, steps have copies.
+    """
+    if isinstance(part, Tensor):
+        return part.dtype in _INDICES or not _functorch.is_traced()
+    if isinstance(part, list):
+        return all(type(item) is int for item in part)
+    return part is None or part is ... or isinstance(part, (int, slice))
 
 
 def _of_slice(factor: Factor, k: int, carry: CarryToSide) -> Factor | None:
