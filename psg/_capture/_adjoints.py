@@ -429,7 +429,9 @@ def _is_kept_index(part: Any) -> bool:
         return part.dtype in _INDICES or not _functorch.is_traced()
     if isinstance(part, list):
         return all(type(item) is int for item in part)
-    return part is None or part is ... or isinstance(part, (int, slice))
+    if isinstance(part, slice):
+        return all(bound is None or isinstance(bound, int) for bound in (part.start, part.stop, part.step))
+    return part is None or part is ... or isinstance(part, int)
 
 
 def _of_slice(factor: Factor, k: int, carry: CarryToSide) -> Factor | None:
