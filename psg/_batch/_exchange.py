@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from psg._call import Call
 from psg._errors import InputError, PsgError, StateError, code_of, warn_once
-from psg._torch import _functorch, _random
+from psg._torch import _autograd, _functorch, _random
 from psg._torch._autocast import is_narrowed
 from psg._torch._ops import draws, tensors_of, torchs_arguments
-from psg._watch import _copies
+from psg._watch import _copies, _pass
 from psg._watch._effects import forgetting
 from psg.factors._arithmetic import as_real
 from psg.rules import _kernels
@@ -218,18 +218,22 @@ def _run(call: Call, mode: "_Undropped", weights: Sequence[Tensor] = ()) -> _Run
     params = [leaves[position] for position in call.params]
     if not _functorch.transform_active():
         params = [param.requires_grad_() for param in params]  # also without weights: fn may ask what requires grad
+    called, gradients = _pass.Pass(), []
     with torch.enable_grad(), mode, forgetting():
-        losses = call.evaluate(leaves, batch=True, copies=True)[0]
-        gradients: list[list[Tensor]] = []
-        for own in weights if losses.requires_grad else ():
-            found = torch.autograd.grad(losses, params, own.to(losses), retain_graph=True, allow_unused=True, materialize_grads=True)
-            gradients.append([_folded(gradient.detach()) for gradient in found])
+        with _pass.opened(called):
+            losses = call.evaluate(leaves, batch=True, copies=True)[0]
+        with called.again():
+            for own in weights if losses.requires_grad else ():
+                found = _autograd.pulled((losses,), params, (own.to(losses),), retain_graph=True)
+                gradients.append(
+                    [_folded(torch.zeros_like(param) if own is None else own) for param, own in zip(params, found, strict=True)]
+                )
     return _Run(losses.detach(), gradients)
 
 
 def _folded(gradient: Tensor) -> Tensor:
     """Signed sums of a gradient's entries, as few as can be kept for many batches, in which differences do not cancel."""
-    entries = as_real(gradient.to_dense() if gradient.layout != torch.strided else gradient).flatten()
+    entries = as_real(gradient.detach().to_dense()).flatten()
     entries = entries if entries.dtype == torch.float64 else entries.float()
     rows = F.pad(entries, (0, -len(entries) % _FOLD)).reshape(-1, _FOLD) if len(entries) > _FOLD else entries[None]
     generator = torch.Generator("cpu").manual_seed(0)
