@@ -546,3 +546,41 @@ def test_results_with_a_history_may_be_written_into(method, chunk_size, device):
         return torch.autograd.grad(sum(value.sin().sum() for value in changed), list(params.values()))
 
     assert_trees_close(slopes(True), slopes(False), per_sample=False)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("outside", ["parameter", "closed over"])
+def test_derivatives_of_a_function_that_takes_many_gradients_at_once(outside, device):
+    """By autograd's own vmap, whose results have no derivatives inside of psg's: so it runs in a loop."""
+    w, x = torch.randn(3, 4, device=device), torch.randn(N, 4, device=device)
+    scale = torch.ones((), device=device)
+    leaf = (w if outside == "parameter" else scale).requires_grad_()
+
+    def fn(w, x):
+        hidden = (w @ x * scale).sin()
+        (slopes,) = torch.autograd.grad(hidden, w, torch.eye(3, device=device), is_grads_batched=True, create_graph=True)
+        return slopes.square().sum()
+
+    def derivative(method):
+        values, grads = psg.per_sample_value_and_grad(fn, method=method)(w, x)
+        return torch.autograd.grad(values.sum() + grads.sin().sum(), leaf)
+
+    if outside == "closed over":
+        w.requires_grad_()
+    assert_trees_close(derivative("auto"), derivative("loop"), per_sample=False)
+    with pytest.raises(psg.PsgError, match="is_grads_batched=True"):
+        derivative("vmap")
+
+
+def test_each_function_is_warned_of_a_derivative_that_is_lost(device):
+    w, x, scale = torch.randn(3, 4, device=device), torch.randn(N, 4, device=device), torch.randn(3, device=device, requires_grad=True)
+
+    def one(w, x):
+        return vmap(lambda row, own: ((row * x).sum() * own).sin())(w, scale).sum()
+
+    def another(w, x):
+        return vmap(lambda row, own: ((row * x).sum() * own).cos())(w, scale).sum()
+
+    for function in (one, another):
+        with pytest.warns(UserWarning, match="derivative"):
+            psg.per_sample_value_and_grad(function)(w, x)

@@ -474,3 +474,18 @@ def test_rows_of_16_bits_are_scaled_under_transforms_and_with_a_history(live, de
     output = scale_rows(rows, weights)
     assert torch.equal(output, expected)
     assert torch.autograd.grad(output.sum(), leaf)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("inner", [1, 3])
+@pytest.mark.parametrize("op", [torch.bmm, lambda x, w: torch.baddbmm(torch.zeros_like(x @ w), x, w)], ids=["bmm", "baddbmm"])
+def test_autocast_of_batched_products(op, inner, device):
+    """Of one column and one row too."""
+
+    def fn(w, x):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return op(x, w).sum()
+
+    w, x = torch.randn(5, inner, 4, device=device).float(), torch.randn(N, 5, 6, inner, device=device).float()
+    values, grads = psg.per_sample_value_and_grad(fn)(w, x)
+    assert values.dtype == fn(w, x[0]).dtype == torch.bfloat16
+    assert_trees_close(grads, loop_grad(fn)(w, x), rtol=2e-2)

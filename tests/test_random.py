@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributions as D
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import psg
 from psg.testing import assert_trees_close
@@ -359,3 +360,24 @@ def test_ops_on_parameters_that_draw_are_not_computed_once(op, device):
         w, torch.ones(64, device=device)
     )
     assert len(set(values.tolist())) > 1
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_dropout_in_a_checkpoint(method, randomness, recorded, device):
+    """It runs again in the backward pass, with the same mask and the same scale."""
+
+    def fn(w, x):
+        hidden = torch.utils.checkpoint.checkpoint(lambda w: F.dropout(w * x, 0.5), w, use_reentrant=False)
+        return hidden.sum(), hidden.detach()
+
+    w, x = torch.ones(6, device=device, requires_grad=recorded), torch.ones(3, 6, device=device)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        grads, hidden = psg.per_sample_grad(fn, has_aux=True, randomness=randomness, method=method)(w, x)
+        assert_trees_close(grads.detach(), hidden)
+        assert set(hidden.flatten().tolist()) <= {0.0, 2.0}
+        if randomness == "same":
+            assert (hidden == hidden[0]).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import each_case
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
@@ -263,6 +263,45 @@ MISDERIVED = {
         lambda z: z[0] * z[1, :, :1].exp() / z[0].square().sum(1, keepdim=True).sqrt(),
     ),
 }
+
+
+def regular(z):
+    """A matrix with determinants that differ from zero, [3, 3]; singular values that are equal where z is zero."""
+    return z[0, :, :3] / 4 + 2 * torch.eye(3, device=z.device)
+
+
+def cofactors(a):
+    """The determinant of a matrix [3, 3], and its cofactors."""
+    minors = [[a[(i + 1) % 3, (j + 1) % 3] * a[(i + 2) % 3, (j + 2) % 3] - a[(i + 1) % 3, (j + 2) % 3] * a[(i + 2) % 3, (j + 1) % 3]
+               for j in range(3)] for i in range(3)]  # fmt: skip
+    found = torch.stack([torch.stack(row) for row in minors])
+    return (a[0] * found[0]).sum(), found
+
+
+def solution(a, b):
+    determinant, found = cofactors(a)
+    return found.mT @ b / determinant
+
+
+DECOMPOSED = {
+    "det": (lambda z: torch.linalg.det(regular(z)), lambda z: cofactors(regular(z))[0]),
+    "slogdet": (lambda z: regular(z).slogdet().logabsdet, lambda z: cofactors(regular(z))[0].abs().log()),
+    "logdet": (lambda z: torch.logdet(regular(z)), lambda z: cofactors(regular(z))[0].log()),
+    "solve": (lambda z: torch.linalg.solve(regular(z), z[1]), lambda z: solution(regular(z), z[1])),
+    "solve of a vector": (lambda z: torch.linalg.solve(regular(z), z[1, :, 0]), lambda z: solution(regular(z), z[1, :, 0])),
+    "solve from the right": (
+        lambda z: torch.linalg.solve_ex(regular(z), z[1].mT, left=False).result,
+        lambda z: solution(regular(z).mT, z[1]).mT,
+    ),
+    "tensorsolve": (lambda z: torch.linalg.tensorsolve(regular(z), z[1, :, 0]), lambda z: solution(regular(z), z[1, :, 0])),
+    "tensorsolve of other dimensions": (
+        lambda z: torch.linalg.tensorsolve(regular(z), z[1, :, 0], dims=(0,)),
+        lambda z: solution(regular(z).mT, z[1, :, 0]),
+    ),
+}
+"""Ops by way of the factors of a matrix, whose derivatives torch gets wrong in transforms."""
+
+MISDERIVED |= DECOMPOSED
 if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
     MISDERIVED["linear_cross_entropy"] = (
         lambda z: F.linear_cross_entropy(
@@ -342,6 +381,28 @@ def test_functions_that_differentiate_misderived_ops_for_what_they_compute(metho
     expected = loop_grad(of(elementary))(*wide_setting)
     assert_trees_close(psg.per_sample_grad(of(make()), method=method)(*wide_setting), expected)
     psg.check(of(make()), method=method)(*wide_setting)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("name", DECOMPOSED)
+@given(scale=st.sampled_from([0.0, 1.0]), n=st.sampled_from([0, 1, 3]), seed=st.integers(0, 9))
+@settings(max_examples=6)
+def test_gradients_of_tangents_and_slopes_through_factors_of_a_matrix(name, method, scale, n, seed, device):
+    """And of matrices with equal singular values."""
+    torch.manual_seed(seed)
+    w, direction = scale * torch.randn(2, 3, 4, device=device), torch.randn(2, 3, 4, device=device)
+    x = 1 + torch.rand(n, 1, device=device)
+
+    def tangents(op):
+        return lambda w, x: torch.func.jvp(lambda w: op(w * x), (w,), (direction,))[1].sin().sum()
+
+    def slopes(op):
+        return lambda w, x: (torch.func.grad(lambda w: op(w * x).sin().sum())(w) * direction).sum() + op(w).sum()
+
+    op, elementary = DECOMPOSED[name]
+    for made in (tangents, slopes):
+        assert_trees_close(psg.per_sample_grad(made(op), method=method)(w, x), loop_grad(made(elementary))(w, x), atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")

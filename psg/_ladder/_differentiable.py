@@ -43,7 +43,7 @@ def differentiable(compute: Compute, call: Call, method: str) -> Any:
     before = _random.Snapshot.take(call.tensors, pythons=needed)
     with torch.no_grad(), Attempt() as first:
         result = compute(call.watched_by(outside), method)
-    outside.conclude()
+    outside.conclude(call.fn)
     if not needed and not outside.found:
         return result
     if not attach or not before.equals(before.now()):

@@ -4,7 +4,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
@@ -36,6 +35,7 @@ from psg._watch._marks import Marks
 from psg._watch._outside import Looking
 from psg._watch._writes import Aliases, changes_nothing, written
 from psg.rules import _kernels
+from psg.rules._kernels import shared_dropout
 from psg.rules._registry import REWRITTEN, find_decomposition, find_leak, is_misderived, known_as, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
@@ -162,6 +162,11 @@ def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:
     """
     if func is not torch.autograd.grad:
         return
+    if kwargs.get("is_grads_batched"):
+        raise PsgError(
+            "fn calls torch.autograd.grad(..., is_grads_batched=True), whose results have no derivatives inside of transforms: use "
+            "torch.func.vjp under torch.func.vmap"
+        )
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     for tensor in (inputs,) if isinstance(inputs, Tensor) else inputs:
         if not isinstance(tensor, Tensor) or _functorch.level_of(tensor) < 0 and _functorch.is_wrapped(tensor):
@@ -271,7 +276,7 @@ class LoopGuard(Repaired, Looking):
         args, kwargs = self.outside.replace((args, kwargs))
         if self.is_inside and self.tracers.has_new():
             raise PsgError(OWN_TRACER)
-        if func is F.dropout and self.draws_once and (output := _kernels.shared_dropout(*args, **kwargs)) is not NotImplemented:
+        if self.draws_once and (output := shared_dropout(func, args, kwargs)) is not NotImplemented:
             return output
         target = target_of(func, args, kwargs)
         if target is None and "requires_grad" not in kwargs and _is_ordinary(func)[self.is_inside]:
@@ -307,7 +312,7 @@ class RerunGuard(Repaired):
         self.call, self.forward, self.called, self.history = call, forward, called, history
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = torchs_arguments(func, args, kwargs)
         if self.history and func in ACCUMULATING:
             raise PsgError(
                 f"{self.call.name}: the backward pass of an autograd.Function (of a reversible or reentrantly checkpointed layer) calls "
@@ -328,6 +333,8 @@ class RerunGuard(Repaired):
                     f"{self.call.name}: the backward pass runs a part of a module again, as a checkpointed layer's does, and fn has called "
                     "that module with several sets of parameters: psg cannot tell which of them to use then. Remove the checkpointing."
                 )
+        if self.forward.draws_once and (output := shared_dropout(func, args, kwargs)) is not NotImplemented:
+            return output
         return super().__torch_function__(func, types, args, kwargs)
 
     def _is_unknown(self, leaf: Tensor) -> bool:

@@ -267,6 +267,11 @@ value_of = _C.get_unwrapped
 """The tensor under one wrapper."""
 
 
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func differentiates, or has differentiated, for this tensor."""
+    return any(map(_C.is_gradtrackingtensor, layers(tensor)))
+
+
 def layers(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor and the tensors under each of its wrappers, the outermost first."""
     yield tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.weak import TensorWeakRef
 
-from psg._errors import USED_ELSEWHERE, StateError, user_line, warn_once
+from psg._errors import USED_ELSEWHERE, StateError, code_of, user_line, warn_once
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import (
     GET_DATA,
@@ -201,8 +201,8 @@ class Recorded(Outside):
                     if before in hidden:
                         self._lost.append((_reference(getattr(before, "variable", before)), ("hidden", node.name()), LOST_TO_FUNCTION))
 
-    def conclude(self) -> None:
-        """After the call: forget leaves that nothing else refers to, then warn of the other tensors whose derivative is lost.
+    def conclude(self, function: Any) -> None:
+        """After the call of a function: forget leaves that nothing else refers to, then warn of the other tensors whose derivative is lost.
 
         fn has made such leaves itself, where no function mode sees it (nn.Parameter, a module's constructor): had it closed over them, it
         would still refer to them. And nobody can ask for their derivative.
@@ -212,7 +212,7 @@ class Recorded(Outside):
         self.found += [tensor for reference in references if (tensor := reference()) is not None]
         for reference, key, message in self._lost:
             if reference() is not None:
-                warn_once(key, message, UserWarning)
+                warn_once((code_of(function), *key), message, UserWarning)
 
     def run(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call the function and note the outside tensors that it uses; an output without a history depends on none."""

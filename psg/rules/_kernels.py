@@ -12,6 +12,7 @@ of these limits.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _ambient
@@ -45,8 +46,12 @@ def is_imprecise(func: Any, args: Any) -> bool:
     return known_as(func) is _WEIGHT_NORM and bool(args) and args[0].dtype == torch.float64 and not args[0].is_cpu
 
 
-def shared_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def shared_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     """`F.dropout` of one sample, with the numbers that vmap draws once for all samples: on a GPU its fused kernel draws others."""
+    return _shared_dropout(*args, **kwargs) if func is F.dropout else NotImplemented
+
+
+def _shared_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not training or not 0 < p < 1 or inplace:
         return NotImplemented
     kept = torch.empty_like(input, memory_format=torch.contiguous_format).bernoulli_(1 - p)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg._torch import _functorch
+from psg._torch import _ambient, _functorch
 from psg.factors import Dense, Factor, Outer, Region, Routed, Views
 from psg.factors._maps import reshaped
 from psg.factors._views import strides_of
@@ -196,6 +196,9 @@ def _sizes(terms: Sequence[tuple[Tensor, str]]) -> dict[str, int]:
     return sizes
 
 
+_BATCHED = "bti,bio->bto"
+
+
 def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str, shared: Collection[str], stretch: str = "") -> Any:
     """A product of two operands, given as an einsum's equation; the labels in `stretch` broadcast from size 1."""
     inputs, out = equation.split("->")
@@ -205,7 +208,9 @@ def _pair(names: tuple[str, str], operands: tuple[Tensor, Tensor], equation: str
         return NotImplemented  # neither operand of the product is data
     if any(tensor.ndim != len(own) + (not one) for tensor, own, one in zip(operands, labels, alone, strict=True)):
         return NotImplemented
-    result = contract(operands, labels, out, alone, stretch)
+    # An einsum over one term multiplies entry by entry, which autocast leaves in float32.
+    is_narrowed = equation == _BATCHED and operands[1].shape[-2] == 1 and _ambient.is_autocast(operands[0])
+    result = contract(operands, labels, out, alone, stretch, torch.matmul if is_narrowed else None)
     if result is NotImplemented:
         return NotImplemented
     output, builders = result
@@ -286,7 +291,7 @@ def mm(input: Tensor, mat2: Tensor, *, shared: Collection[str] = ()) -> Any:
 @rule(torch.bmm, Tensor.bmm, params=("input", "mat2"), declines_few=True, differentiable=True)
 def bmm(input: Tensor, mat2: Tensor, *, shared: Collection[str] = ()) -> Any:
     """([b,t,i], [b,i,o]) -> [b,t,o]."""
-    return _pair(("input", "mat2"), (input, mat2), "bti,bio->bto", shared)
+    return _pair(("input", "mat2"), (input, mat2), _BATCHED, shared)
 
 
 @rule(torch.mv, Tensor.mv, params=("input", "vec"), declines_few=True, differentiable=True)
@@ -377,7 +382,7 @@ def addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: fl
 @rule(torch.baddbmm, Tensor.baddbmm, params=("input", "batch1", "batch2"), declines_few=True, differentiable=True)
 def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, shared: Collection[str] = ()) -> Any:
     """y = beta b + alpha x W: ([b,t,o], [b,t,i], [b,i,o]) -> [b,t,o]."""
-    return _added(input, ("batch1", "batch2"), (batch1, batch2), "bti,bio->bto", shared, beta, alpha)
+    return _added(input, ("batch1", "batch2"), (batch1, batch2), _BATCHED, shared, beta, alpha)
 
 
 @rule(torch.addbmm, Tensor.addbmm, params=("input", "batch1", "batch2"), declines_few=True, differentiable=True)

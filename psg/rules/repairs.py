@@ -89,6 +89,87 @@ for _op in (
     _laid_out_alike(_op)
 
 
+# Of these ops, derivatives that transforms take of derivatives, and of tangents, are wrong in torch: those of tangents leave out that the
+# factors depend on the matrix, and those of determinants divide by differences of singular values. Those of the factors are right.
+
+
+def _factors(A: Tensor, check: bool = False) -> tuple[Tensor, Tensor] | None:
+    """The packed LU factors and the pivots of a matrix, or some, that transforms differentiate for; None for others."""
+    if not _functorch.is_tracked(A):
+        return None
+    LU, pivots = torch.linalg.lu_factor(A) if check else torch.linalg.lu_factor_ex(A)[:2]
+    return LU, pivots
+
+
+def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
+    """The sign of the permutation, and the diagonal of U."""
+    moved = pivots != torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    return (1 - 2 * (moved.sum(-1) % 2)).to(LU.dtype), LU.diagonal(dim1=-2, dim2=-1)
+
+
+@decomposition(torch.linalg.det, torch.det, Tensor.det, need=DIFFERENTIATED, misderived=True)
+def _det(A: Tensor, *, out: Tensor | None = None) -> Any:
+    if out is not None or (factors := _factors(A)) is None:
+        return NotImplemented
+    sign, diagonal = _sign_and_diagonal(*factors)
+    return sign * diagonal.prod(-1)
+
+
+def _sign_and_log(A: Tensor) -> tuple[Tensor, Tensor] | None:
+    if (factors := _factors(A)) is None:
+        return None
+    sign, diagonal = _sign_and_diagonal(*factors)
+    return sign * diagonal.sgn().prod(-1), diagonal.abs().log().sum(-1)
+
+
+def _slogdet(op: Any, kind: Any) -> None:
+    @decomposition(op, need=DIFFERENTIATED, misderived=True)
+    def slogdet(A: Tensor, *, out: Any = None) -> Any:
+        return NotImplemented if out is not None or (parts := _sign_and_log(A)) is None else kind(parts)
+
+
+_slogdet(torch.linalg.slogdet, torch.return_types.linalg_slogdet)  # pyright: ignore[reportAttributeAccessIssue]
+_slogdet(torch.slogdet, torch.return_types.slogdet)
+_slogdet(Tensor.slogdet, torch.return_types.slogdet)
+
+
+@decomposition(torch.logdet, Tensor.logdet, need=DIFFERENTIATED, misderived=True)
+def _logdet(A: Tensor) -> Any:
+    parts = _sign_and_log(A)
+    return NotImplemented if parts is None else parts[0].log() + parts[1]
+
+
+def _solved(A: Tensor, B: Tensor, left: bool, check: bool) -> Any:
+    if (factors := _factors(A, check)) is None:
+        return NotImplemented
+    is_vector = B.ndim == 1 or A.shape[:-1] == B.shape
+    if not is_vector:
+        return torch.linalg.lu_solve(*factors, B, left=left)
+    return torch.linalg.lu_solve(*factors, B.expand(A.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+
+
+@decomposition(torch.linalg.solve, need=DIFFERENTIATED, misderived=True)
+def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Any:
+    return _solved(A, B, left, check=True) if out is None else NotImplemented
+
+
+@decomposition(torch.linalg.solve_ex, need=DIFFERENTIATED, misderived=True)
+def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None) -> Any:
+    result = _solved(A, B, left, check_errors) if out is None else NotImplemented
+    if result is NotImplemented:
+        return NotImplemented
+    info = torch.linalg.lu_factor_ex(A).info
+    return torch.return_types.linalg_solve_ex((result, info))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@decomposition(torch.linalg.tensorsolve, need=DIFFERENTIATED, misderived=True)
+def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None, *, out: Tensor | None = None) -> Any:
+    if out is not None or not _functorch.is_tracked(A):
+        return NotImplemented
+    moved = A if dims is None else A.movedim(tuple(dims), tuple(range(A.ndim - len(dims), A.ndim)))
+    return torch.linalg.solve(moved.reshape(B.numel(), B.numel()), B.flatten()).reshape(moved.shape[B.ndim :])
+
+
 def _aligned(op: Any) -> None:
     @decomposition(op)
     def solve(A: Tensor, B: Tensor, *, left: bool = True, **options: Any) -> Any:
