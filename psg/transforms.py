@@ -27,20 +27,20 @@ Arguments that all five share:
                 it (in float64 1e-9, in 16-bit dtypes 3e-2) when the others are exchanged; unless fewer than half of these change by more
                 than 1e-3, and each changes too when matrix products are rounded otherwise, as where a router's scores are nearly equal.
                 When fn runs on so many samples for the first time, more samples are compared (up to 16, all), and the gradient of their
-                losses must not change either, by more than 1e-3 (in float64 1e-9, in 16-bit dtypes 3e-2), unless it does when products are
-                rounded otherwise: zero weights, detached values and hooks hide from the losses that samples meet. So make fn once, and not
-                anew for each call. Samples that interact rarely, in other ways than through parameters, are not
-                always noticed; nor are those of an fn that rejects the exchanged batch, or whose losses are not repeatable (it warns), nor
-                what fn mixes in shared tensors (in_dims with None, keyword arguments, closures), which cannot be exchanged: whether nodes
-                of joined graphs, say, meet those of other graphs in a mean. Nor is a scale by the number of rows, as a gradient may have
-                that only the backward pass of an autograd.Function computes. In a batch or chunk of one sample there is nothing to
-                exchange. InputError if samples that have to run without the others (one is not finite, a derivative is wanted) do not have
-                the losses of the whole batch, unless fn draws random numbers. These checks hold for the samples at hand, and cost two more
-                backward passes (three for more than 65 samples; more in float16, or if cotangents of other samples cancel) and two more
-                forward passes (for fewer than eight samples up to five; one more where fn draws random numbers, or samples run without the
-                others; up to 16 where fewer than half of the losses change); the first time up to 17 forward and 32 backward passes (seven
-                and twelve for more than 16 samples). Only shared arguments can be differentiated, and tensors in aux must have the samples
-                in dim 0 (else InputError).
+                losses must not change either, by more than 1e-3 (5e-3 on a GPU, in float64 1e-9, in 16 bits 3e-2), unless it does when
+                products are rounded otherwise: zero weights, detached values and hooks hide from the losses that samples meet. So make fn
+                once, and not anew for each call. Samples that interact rarely, in other ways than through parameters, are not always
+                noticed; nor are those of an fn that rejects the exchanged batch, or whose losses are not repeatable (it warns), nor what fn
+                mixes in shared tensors (in_dims with None, keyword arguments, closures), which cannot be exchanged: whether nodes of joined
+                graphs, say, meet those of other graphs in a mean. Nor is a scale by the number of rows, as a gradient may have that only
+                the backward pass of an autograd.Function computes. In a batch or chunk of one sample there is nothing to exchange.
+                InputError if samples that have to run without the others (one is not finite, a derivative is wanted) do not have the losses
+                of the whole batch, unless fn draws random numbers. These checks hold for the samples at hand, and cost two more backward
+                passes (three for more than 65 samples; more in float16, or if cotangents of other samples cancel) and two more forward
+                passes (for fewer than eight samples up to five; one more where fn draws random numbers, or samples run without the others;
+                up to 16 where fewer than half of the losses change); the first time up to 17 forward and 32 backward passes (seven and
+                twelve for more than 16 samples). Only shared arguments can be differentiated, and tensors in aux must have the samples in
+                dim 0 (else InputError).
 
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 

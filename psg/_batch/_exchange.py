@@ -367,7 +367,7 @@ def _are_gradients_same(found: list[Tensor], expected: list[Tensor], rounded: It
     if not all(bool(own.isfinite().all()) for own in expected):
         return True
     difference = _difference(found, expected)
-    if difference <= _rtol(dtypes, 1e-3):
+    if difference <= _rtol(dtypes, 5e-3 if expected[0].is_cuda else 1e-3):  # in TF32 products have the digits of float16
         return True
     return any(difference <= 4 * _difference(others, expected) for others in rounded)
 
