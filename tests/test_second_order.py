@@ -405,6 +405,76 @@ def test_gradients_of_tangents_and_slopes_through_factors_of_a_matrix(name, meth
         assert_trees_close(psg.per_sample_grad(made(op), method=method)(w, x), loop_grad(made(elementary))(w, x), atol=1e-9)
 
 
+def expanded(a):
+    """The determinants of matrices [*, k, k], by their first rows."""
+    if a.shape[-1] == 0:
+        return a.new_ones(a.shape[:-2])
+    others = [[j for j in range(a.shape[-1]) if j != k] for k in range(a.shape[-1])]
+    return sum((-1) ** k * a[..., 0, k] * expanded(a[..., 1:, :][..., others[k]]) for k in range(a.shape[-1]))
+
+
+SOLVED = {
+    "det": (lambda a, b: a.det(), lambda a, b: expanded(a)),
+    "torch.det": (lambda a, b: torch.det(input=a), lambda a, b: expanded(a)),
+    "slogdet": (
+        lambda a, b: torch.linalg.slogdet(a).sign * torch.slogdet(a).logabsdet,
+        lambda a, b: expanded(a).sign() * expanded(a).abs().log(),
+    ),
+    "logdet": (lambda a, b: torch.logdet(a @ a.mT), lambda a, b: expanded(a @ a.mT).log()),
+    "solve": (lambda a, b: torch.linalg.solve(a, b), lambda a, b: a.inverse() @ b),
+    "solve_ex, checked": (lambda a, b: torch.linalg.solve_ex(a, b, check_errors=True)[0], lambda a, b: a.inverse() @ b),
+    "from the right": (lambda a, b: torch.linalg.solve(A=a, B=b.mT, left=False), lambda a, b: b.mT @ a.inverse()),
+    "one vector": (lambda a, b: torch.linalg.solve(a, b.flatten()[: a.shape[-1]]), lambda a, b: a.inverse() @ b.flatten()[: a.shape[-1]]),
+    "vectors": (
+        lambda a, b: torch.linalg.solve_ex(a, b[..., 0].expand(a.shape[:-1])).result,
+        lambda a, b: (a.inverse() @ b[..., 0].expand(a.shape[:-1])[..., None])[..., 0],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("name", SOLVED)
+@given(
+    batch=st.sampled_from([((), ()), ((2,), (2,)), ((2,), ()), ((2, 1), (3,)), ((1,), (2,))]),
+    size=st.integers(1, 3),
+    columns=st.integers(1, 3),
+    varied=st.sampled_from(["the matrix", "both", "the sides"]),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=8)
+def test_drawn_determinants_and_solutions_inside_transforms(name, method, batch, size, columns, varied, n, seed, device):
+    """Of one matrix and of several, with as many sides and with others, as many as torch broadcasts."""
+    torch.manual_seed(seed)
+    first, second = batch if name != "vectors" else (batch[0], batch[0])
+    w = {"a": torch.randn(*first, size, size, device=device) + 3 * torch.eye(size, device=device)}
+    w["b"] = torch.randn(*second, size, columns, device=device)
+    direction = {key: torch.randn_like(value) for key, value in w.items()}
+    x = 1 + torch.rand(n, 1, device=device)
+
+    def by(op):
+        def of(w, x):
+            a, b = w["a"] * (1 if varied == "the sides" else x), w["b"] * (1 if varied == "the matrix" else x)
+            return op(a, b).sin().sum()
+
+        def fn(w, x):
+            _, tangent = torch.func.jvp(lambda w: of(w, x), (w,), (direction,))
+            slope = torch.func.grad(of)(w, x)
+            return tangent.sin() + sum((slope[key] * direction[key]).sum() for key in w) + of(w, x)
+
+        return fn
+
+    op, elementary = SOLVED[name]
+    assert_trees_close(psg.per_sample_grad(by(op), method=method)(w, x), loop_grad(by(elementary))(w, x), atol=1e-9)
+
+
+def test_vectors_that_solve_refuses_are_refused_in_transforms(device):
+    fn = lambda w, x: torch.func.grad(lambda w: torch.linalg.solve(w, x, left=False).sum())(w).sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="Incompatible shapes of A and B"):
+        psg.per_sample_grad(fn, method="loop")(torch.eye(3, device=device), torch.ones(2, 3, device=device))
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
 @pytest.mark.parametrize("watched", [False, True])

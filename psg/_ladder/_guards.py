@@ -35,7 +35,6 @@ from psg._watch._marks import Marks
 from psg._watch._outside import Looking
 from psg._watch._writes import Aliases, changes_nothing, written
 from psg.rules import _kernels
-from psg.rules._kernels import shared_dropout
 from psg.rules._registry import REWRITTEN, find_decomposition, find_leak, is_misderived, known_as, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
@@ -276,7 +275,7 @@ class LoopGuard(Repaired, Looking):
         args, kwargs = self.outside.replace((args, kwargs))
         if self.is_inside and self.tracers.has_new():
             raise PsgError(OWN_TRACER)
-        if self.draws_once and (output := shared_dropout(func, args, kwargs)) is not NotImplemented:
+        if self.draws_once and (output := _kernels.shared_dropout(func, args, kwargs)) is not NotImplemented:
             return output
         target = target_of(func, args, kwargs)
         if target is None and "requires_grad" not in kwargs and _is_ordinary(func)[self.is_inside]:
@@ -333,7 +332,7 @@ class RerunGuard(Repaired):
                     f"{self.call.name}: the backward pass runs a part of a module again, as a checkpointed layer's does, and fn has called "
                     "that module with several sets of parameters: psg cannot tell which of them to use then. Remove the checkpointing."
                 )
-        if self.forward.draws_once and (output := shared_dropout(func, args, kwargs)) is not NotImplemented:
+        if self.forward.draws_once and (output := _kernels.shared_dropout(func, args, kwargs)) is not NotImplemented:
             return output
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -263,13 +263,13 @@ def is_vmapped(tensor: Tensor) -> bool:
     return any(map(_C.is_batchedtensor, layers(tensor)))
 
 
-value_of = _C.get_unwrapped
-"""The tensor under one wrapper."""
-
-
 def is_tracked(tensor: Tensor) -> bool:
     """Whether a transform of torch.func differentiates, or has differentiated, for this tensor."""
     return any(map(_C.is_gradtrackingtensor, layers(tensor)))
+
+
+value_of = _C.get_unwrapped
+"""The tensor under one wrapper."""
 
 
 def layers(tensor: Tensor) -> Iterator[Tensor]:

@@ -93,12 +93,9 @@ for _op in (
 # factors depend on the matrix, and those of determinants divide by differences of singular values. Those of the factors are right.
 
 
-def _factors(A: Tensor, check: bool = False) -> tuple[Tensor, Tensor] | None:
-    """The packed LU factors and the pivots of a matrix, or some, that transforms differentiate for; None for others."""
-    if not _functorch.is_tracked(A):
-        return None
-    LU, pivots = torch.linalg.lu_factor(A) if check else torch.linalg.lu_factor_ex(A)[:2]
-    return LU, pivots
+def _factors(A: Tensor, check_errors: bool = False) -> Any:
+    """The LU factors, pivots and errors of a matrix, or some, that transforms differentiate for; None for others."""
+    return torch.linalg.lu_factor_ex(A, check_errors=check_errors) if _functorch.is_tracked(A) else None
 
 
 def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,14 +108,14 @@ def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
 def _det(A: Tensor, *, out: Tensor | None = None) -> Any:
     if out is not None or (factors := _factors(A)) is None:
         return NotImplemented
-    sign, diagonal = _sign_and_diagonal(*factors)
+    sign, diagonal = _sign_and_diagonal(*factors[:2])
     return sign * diagonal.prod(-1)
 
 
 def _sign_and_log(A: Tensor) -> tuple[Tensor, Tensor] | None:
     if (factors := _factors(A)) is None:
         return None
-    sign, diagonal = _sign_and_diagonal(*factors)
+    sign, diagonal = _sign_and_diagonal(*factors[:2])
     return sign * diagonal.sgn().prod(-1), diagonal.abs().log().sum(-1)
 
 
@@ -139,27 +136,30 @@ def _logdet(A: Tensor) -> Any:
     return NotImplemented if parts is None else parts[0].log() + parts[1]
 
 
-def _solved(A: Tensor, B: Tensor, left: bool, check: bool) -> Any:
-    if (factors := _factors(A, check)) is None:
-        return NotImplemented
-    is_vector = B.ndim == 1 or A.shape[:-1] == B.shape
-    if not is_vector:
-        return torch.linalg.lu_solve(*factors, B, left=left)
-    return torch.linalg.lu_solve(*factors, B.expand(A.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+def _solved(A: Tensor, B: Tensor, factors: Any, left: bool) -> Any:
+    LU, pivots = factors[:2]
+    if B.ndim != 1 and A.shape[:-1] != B.shape:
+        return torch.linalg.lu_solve(LU, pivots, B, left=left)
+    if not left:
+        return NotImplemented  # torch refuses vectors there
+    return torch.linalg.lu_solve(LU, pivots, B.expand(A.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
 
 @decomposition(torch.linalg.solve, need=DIFFERENTIATED, misderived=True)
 def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Any:
-    return _solved(A, B, left, check=True) if out is None else NotImplemented
+    if out is not None or (factors := _factors(A, check_errors=True)) is None:
+        return NotImplemented
+    return _solved(A, B, factors, left)
 
 
 @decomposition(torch.linalg.solve_ex, need=DIFFERENTIATED, misderived=True)
 def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None) -> Any:
-    result = _solved(A, B, left, check_errors) if out is None else NotImplemented
-    if result is NotImplemented:
+    if out is not None or (factors := _factors(A, check_errors)) is None:
         return NotImplemented
-    info = torch.linalg.lu_factor_ex(A).info
-    return torch.return_types.linalg_solve_ex((result, info))  # pyright: ignore[reportAttributeAccessIssue]
+    solved = _solved(A, B, factors, left)
+    if solved is NotImplemented:
+        return NotImplemented
+    return torch.return_types.linalg_solve_ex((solved, factors[2]))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @decomposition(torch.linalg.tensorsolve, need=DIFFERENTIATED, misderived=True)
