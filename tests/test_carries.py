@@ -57,6 +57,10 @@ def symmetric(matrix):
     return matrix + matrix.triu(1).T
 
 
+def well(matrix):
+    return 0.1 * matrix + torch.eye(len(matrix), device=matrix.device)
+
+
 # name -> (the weight as a function of the parameters, the kind of each parameter's factor after a matrix product with that weight).
 MATRICES = {
     "scaled": (lambda p: p["w"] * 0.3, {"w": Outer}),
@@ -130,6 +134,14 @@ MATRICES = {
         {"w": Scaled, "columns": Dense},
     ),
     "its positive diagonal": (lambda p: p["w"].T.tril(-1).diagonal_scatter(p["w"].T.diagonal().exp()).T, {"w": Sum}),
+    "an inverse": (lambda p: p["b"] @ torch.linalg.inv(well(p["a"][:, :RANK])) @ p["a"].detach(), {"a": Views, "b": Outer}),
+    "a solution": (lambda p: p["b"].detach() @ torch.linalg.solve(well(p["b"][:RANK]), p["a"]), {"a": Outer, "b": Views}),
+    "a solution from the right": (lambda p: torch.linalg.solve(well(p["a"][:, 1:]), p["b"], left=False) @ p["a"], {"a": Sum, "b": Outer}),
+    "a triangle's solution": (
+        lambda p: p["b"].detach() @ torch.linalg.solve_triangular(well(p["b"][:RANK]), p["a"], upper=False),
+        {"a": Outer, "b": Views},
+    ),
+    "blocks": (lambda p: (p["b"].view(2, 2, RANK) @ p["b"].new_ones(2, RANK, IN)).view(OUT, IN), {"b": Dense}),
     "matrix exponential": (lambda p: p["b"] @ torch.matrix_exp(p["a"][:, :RANK]) @ p["a"], {"a": Sum, "b": Outer}),
 }
 

@@ -18,6 +18,7 @@ from psg.factors._einsum import Labels, of_operand
 from psg.factors._maps import (
     Scale,
     added_up,
+    as_product,
     contracted,
     diagonal,
     gathered,
@@ -34,6 +35,7 @@ from psg.factors._maps import (
     slices_of,
     transposed,
 )
+from psg.rules.systems import Solve, by_lu, by_triangle, solve_all, triangle
 
 CarryToSide = Callable[[Factor], Factor | None]
 """Maps a factor of the output's gradient to one of an argument's."""
@@ -187,7 +189,12 @@ def _matmul(output: Tensor, input: Any, other: Any) -> SideCarries:
             (input, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * y))),
             (other, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * x))),
         ]
-    return []
+    if x.ndim < 2 or y.ndim < 2 or x.ndim > 2 and x.shape[:-2] != y.shape[:-2]:
+        return []
+    batch = [f"matrix {k}" for k in range(y.ndim - 2)]
+    return _operands(
+        output, [*batch, "row", "column"], [([*batch[: x.ndim - 2], "row", "term"], input), ([*batch, "term", "column"], other)]
+    )
 
 
 def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> SideCarries:
@@ -229,6 +236,58 @@ def _outer(output: Tensor, input: Any, vec2: Any) -> SideCarries:
         return None if total is None else Dense(total.flatten(1))
 
     return [(input, lambda factor: carry(factor, right, rows)), (vec2, lambda factor: carry(factor, left, columns))]
+
+
+def _inv(output: Tensor, A: Any) -> SideCarries:
+    # -X^T G X^T, with X the inverse
+    x = output.detach()
+
+    def carry(factor: Factor) -> Factor:
+        product = as_product(factor)
+        if product is not None:
+            return Outer(product.left @ -x.to(factor.dtype), product.right @ x.mT.to(factor.dtype))
+        return Dense(x.mT @ factor.materialize() @ -x.mT)
+
+    return [(A, carry)]
+
+
+def _solve(output: Tensor, A: Any, B: Any, *, left: bool = True) -> SideCarries:
+    return _of_system(output, A, B, by_lu(A.detach()), left)
+
+
+def _solve_triangular(output: Tensor, A: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> SideCarries:
+    entries = triangle(A.detach(), upper, unitriangular)
+    return _of_system(output, A, B, by_triangle(A.detach(), upper, unitriangular), left, entries)
+
+
+def _of_system(output: Tensor, A: Any, B: Any, solve: Solve, left: bool, entries: Tensor | None = None) -> SideCarries:
+    """For A X = B, with Y = A^-T G: Y for B, and -Y X^T for A, or these entries of it; from the right, the same of all transposes."""
+    is_vector = B.ndim == 1 or A.ndim > 2 and A.shape[:-1] == B.shape
+    x = output.detach().unsqueeze(-1) if is_vector else output.detach() if left else output.detach().mT
+    if output.shape != B.shape or x.shape[:-1] != A.shape[:-1]:
+        return []  # broadcast
+
+    def solved(factor: Factor) -> Factor:
+        product = as_product(factor) if A.ndim == 2 else None
+        if product is not None:
+            rows, others = (product.left, product.right) if left else (product.right, product.left)
+            return Outer(solve(rows.flatten(0, 1).mT.to(x.dtype), left).mT.unflatten(0, rows.shape[:2]).to(factor.dtype), others)
+        c = factor.materialize().to(x.dtype)
+        return Dense(solve_all(solve, c.unsqueeze(-1) if is_vector else c if left else c.mT, A.ndim, left))
+
+    def to_A(factor: Factor) -> Factor | None:
+        y = solved(factor)
+        product = Dense(y.values @ -x.mT) if isinstance(y, Dense) and A.ndim > 2 else postmultiplied(y, -x.mT)
+        product = product if left else _turned(product)
+        return product if product is None or entries is None else scaled(product, entries)
+
+    def to_B(factor: Factor) -> Factor | None:
+        y = solved(factor)
+        if is_vector:
+            return Dense(y.materialize().squeeze(-1))
+        return y if left else transposed(y)
+
+    return [(A, to_A), (B, to_B)]
 
 
 def _turned(factor: Factor | None) -> Factor | None:
@@ -382,6 +441,8 @@ def _diagonal(output: Tensor, input: Any, offset: int = 0, dim1: int = 0, dim2: 
 
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
     """Views of some of the entries, or of all of them in another order."""
+    if input.ndim == 2 and not input.is_contiguous() and input.mT.is_contiguous():
+        return [(input, lambda factor, carry=carry: _turned(carry(factor))) for _, carry in _part(output, input.mT)]
     of_input = output.numel() > 0 and input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
@@ -571,13 +632,16 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _div),
     "__rdiv__": _swapped(_div),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
-    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "_sparse_mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
+    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "bmm", "_sparse_mm", "mv", "dot", "vdot", "__matmul__"), _matmul),
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("outer", "ger"), _outer),
     "einsum": _einsum,
     "kron": _kron,
     "tensordot": _tensordot,
+    **dict.fromkeys(("linalg_inv", "inverse"), _inv),
+    "linalg_solve": _solve,
+    "linalg_solve_triangular": _solve_triangular,
     "repeat": _repeat,
     "tile": _tile,
     "repeat_interleave": _repeat_interleave,
@@ -587,7 +651,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),
-    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
+    **dict.fromkeys(("t", "T", "mT", "H", "mH", "adjoint", "transpose", "swapaxes", "swapdims", "permute"), _transpose),
     **dict.fromkeys(("select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "movedim", "moveaxis"), _part),
     "__getitem__": _indexed,
     "index_select": _index_select,

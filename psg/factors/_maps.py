@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import singledispatch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg._hardware import _machine, _matmul, _processor
@@ -271,6 +272,15 @@ def _(factor: Expanded) -> Factor:
 
 
 @transposed.register
+def _(factor: Views) -> Factor | None:
+    if len(factor.shape) != 2:
+        return None
+    turned = [region.transposed(factor.shape) for region in factor.regions]
+    regions = [region for region in turned if region is not None]
+    return Views(factor.factors, regions, factor.shape[::-1]) if len(regions) == len(turned) else None
+
+
+@transposed.register
 def _(factor: Scaled) -> Factor | None:
     turned = transposed(factor.factor)
     return None if turned is None else Scaled(turned, factor.entries.mT)
@@ -347,6 +357,29 @@ def _(factor: Rows, matrix: Tensor) -> Factor | None:
     left = matrix.to(factor.dtype)[factor.index]
     rows = _looked_up_among_zeros(factor, left, matrix) if _functorch.can_read_now(left) and left.numel() else None
     return Outer(left, factor.cotangent) if rows is None else rows
+
+
+@premultiplied.register
+def _(factor: Views, matrix: Tensor) -> Factor | None:
+    whole = as_product(factor)
+    return None if whole is None else premultiplied(whole, matrix)
+
+
+def as_product(factor: Factor) -> Outer | None:
+    """The gradient of a matrix as an Outer, which one of a block of its entries is with zeros around; None for others."""
+    if isinstance(factor, Outer):
+        return factor
+    if not isinstance(factor, Views) or len(factor.factors) != 1 or len(factor.shape) != 2:
+        return None
+    region, own, (rows, columns) = factor.regions[0], factor.factors[0], factor.shape
+    if not isinstance(own, Outer) or region.stride not in ((columns, 1), (1, columns)):
+        return None
+    own = own if region.stride == (columns, 1) else Outer(own.right, own.left)
+    row, column = divmod(region.offset, max(1, columns))
+    after = rows - row - own.shape[0], columns - column - own.shape[1]
+    if min(after) < 0:
+        return None
+    return Outer(F.pad(own.left, (row, after[0])), F.pad(own.right, (column, after[1])))
 
 
 def _looked_up_among_zeros(factor: Rows, left: Tensor, matrix: Tensor) -> Rows | None:

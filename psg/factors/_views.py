@@ -46,6 +46,14 @@ class Region(NamedTuple):
             return False
         return any(stop <= begin or end <= start for (start, stop), (begin, end) in zip(own, others, strict=True))
 
+    def transposed(self, shape: torch.Size) -> "Region | None":
+        """The same entries of the transposed matrix, if that of this shape is; None for a view that merges dimensions."""
+        if self._bounding_box(shape) is None:
+            return None
+        rows, columns = shape
+        stride, offset = (tuple(place % columns * rows + place // columns for place in places) for places in (self.stride, (self.offset,)))
+        return Region(self.size, stride, offset[0])
+
     def _bounding_box(self, shape: torch.Size) -> list[tuple[int, int]] | None:
         """The view's range (start, stop) in each dimension of the parameter; None for a view that merges dimensions."""
         if shape.numel() == 0:

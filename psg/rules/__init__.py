@@ -27,6 +27,7 @@ from psg.rules import (  # noqa: F401
     products,
     recurrent,
     repairs,
+    systems,
 )
 from psg.rules._registry import disabled, primitive, registered, rule
 

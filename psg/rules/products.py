@@ -125,6 +125,14 @@ def _factored(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str
     return Views(parts, [Region(tuple(size), stride, sum(start)) for start in starts], shape)
 
 
+def factor_of(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor:
+    """The factor of the einsum of a cotangent and data, both with the samples' label first, to the labels of a parameter."""
+    factor = _factored(cotangent, out, data, given, labels, shape)
+    if factor is not None:
+        return factor
+    return _dense(cotangent, out, [(data, given)], labels, shape, _sizes([(cotangent, out), (data, given)]))
+
+
 def _outer(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
     """The factor, if some labels of the parameter are only in the data and all others only in the output; else None."""
     contracted = "".join(name for name in labels if name in given and name not in out)

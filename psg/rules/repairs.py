@@ -95,7 +95,12 @@ for _op in (
 
 def _factors(A: Tensor, check_errors: bool = False) -> Any:
     """The LU factors, pivots and errors of a matrix, or some, that transforms differentiate for; None for others."""
-    return torch.linalg.lu_factor_ex(A, check_errors=check_errors) if _functorch.is_tracked(A) else None
+    if not _functorch.is_tracked(A):
+        return None
+    factors = torch.linalg.lu_factor_ex(A)
+    if check_errors:
+        torch._linalg_check_errors(factors[2], "torch.linalg.solve", is_matrix=A.ndim == 2)  # pyright: ignore[reportPrivateImportUsage]
+    return factors
 
 
 def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,17 +150,40 @@ def _solved(A: Tensor, B: Tensor, factors: Any, left: bool) -> Any:
     return torch.linalg.lu_solve(LU, pivots, B.expand(A.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
 
-@decomposition(torch.linalg.solve, need=DIFFERENTIATED, misderived=True)
-def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Any:
-    if out is not None or (factors := _factors(A, check_errors=True)) is None:
+def _aligned(op: Any, A: Tensor, B: Tensor, left: bool, **options: Any) -> Any:
+    """Give A and B equally many dimensions: where one has fewer, vmap broadcasts them, or their cotangents, to a wrong shape."""
+    vector = B.ndim == 1 or A.shape[:-1] == B.shape
+    if A.ndim == B.ndim + vector:
         return NotImplemented
+    if vector:
+        return op(A, B.expand(A.shape[:-1]), left=left, **options)
+    rank = max(A.ndim, B.ndim)
+    sides = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
+    solved = op(*sides, left=left, **options)
+    return solved if isinstance(solved, Tensor) else type(solved)((solved[0], solved[1].reshape(A.shape[:-2])))
+
+
+@decomposition(torch.linalg.solve)
+def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Any:
+    return NotImplemented if out is not None else _aligned(torch.linalg.solve, A, B, left)
+
+
+@decomposition(torch.linalg.solve_ex)
+def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None) -> Any:
+    return NotImplemented if out is not None else _aligned(torch.linalg.solve_ex, A, B, left, check_errors=check_errors)
+
+
+@decomposition(torch.linalg.solve, need=DIFFERENTIATED, misderived=True)
+def _solve_by_factors(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Any:
+    if out is not None or (factors := _factors(A, check_errors=True)) is None:
+        return _solve(A, B, left=left, out=out)
     return _solved(A, B, factors, left)
 
 
 @decomposition(torch.linalg.solve_ex, need=DIFFERENTIATED, misderived=True)
-def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None) -> Any:
+def _solve_ex_by_factors(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None) -> Any:
     if out is not None or (factors := _factors(A, check_errors)) is None:
-        return NotImplemented
+        return _solve_ex(A, B, left=left, check_errors=check_errors, out=out)
     solved = _solved(A, B, factors, left)
     if solved is NotImplemented:
         return NotImplemented
@@ -168,25 +196,6 @@ def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None, *, out: Tensor | None =
         return NotImplemented
     moved = A if dims is None else A.movedim(tuple(dims), tuple(range(A.ndim - len(dims), A.ndim)))
     return torch.linalg.solve(moved.reshape(B.numel(), B.numel()), B.flatten()).reshape(moved.shape[B.ndim :])
-
-
-def _aligned(op: Any) -> None:
-    @decomposition(op)
-    def solve(A: Tensor, B: Tensor, *, left: bool = True, **options: Any) -> Any:
-        """Give A and B equally many dimensions: where one has fewer, vmap broadcasts them to a wrong shape."""
-        vector = B.ndim == 1 or A.shape[:-1] == B.shape
-        if A.ndim == B.ndim + vector or not (_functorch.is_vmapped(A) or _functorch.is_vmapped(B)) or "out" in options:
-            return NotImplemented
-        if vector:
-            return op(A, B.expand(A.shape[:-1]), left=left, **options)
-        rank = max(A.ndim, B.ndim)
-        sides = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
-        solved = op(*sides, left=left, **options)
-        return solved if isinstance(solved, Tensor) else type(solved)((solved[0], solved[1].reshape(A.shape[:-2])))
-
-
-_aligned(torch.linalg.solve)
-_aligned(torch.linalg.solve_ex)
 
 
 def _of_difference(op: Any) -> None:
