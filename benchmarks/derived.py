@@ -3,9 +3,9 @@
     python benchmarks/derived.py --threads 4 --keep-pages --out results/derived.json
 
 Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties,
-layers of a stack, fused gates, repeated layers, Kronecker products, networks that make weights, symmetric weights, weights that vectors are
-written into, tables that are indexed, normalised, or mixed along a graph, networks over a whole graph: layers use values computed from
-parameters, or only parts of them, or use them again.
+layers of a stack, fused gates, repeated layers, Kronecker products, networks that make weights, symmetric and orthogonal weights, linear
+systems, weights that vectors are written into, tables that are indexed, normalised, or mixed along a graph, networks over a whole graph:
+layers use values computed from parameters, or only parts of them, or use them again.
 Results are checked and timed as in inside.py.
 """
 
@@ -374,6 +374,22 @@ def toeplitz() -> nn.Module:
     return Reused(torch.arange(WIDTH)[:, None] - torch.arange(WIDTH) + WIDTH - 1)
 
 
+def orthogonal() -> nn.Module:
+    """The weight is (I + A/2) (I - A/2)^-1 of a skew-symmetric matrix A."""
+    return nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), orthogonal_map="cayley")
+
+
+class Inverted(nn.Module):
+    """Its output is the x for which W x is the input: the inverse direction of an invertible layer, and the sampling of a flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.3 * torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.solve(self.weight, x.mT).mT
+
+
 def symmetric(layer: nn.Module) -> Tensor:
     return layer.weight.triu() + layer.weight.triu(1).T
 
@@ -402,6 +418,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "sparse_update": square(sparse_update),
     "hashed": square(hashed),
     "toeplitz": square(toeplitz),
+    "orthogonal": square(orthogonal),
+    "inverted": square(Inverted),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
     "normalised_table": recommender(F.normalize),
     "table_along_a_graph": along_a_graph,

@@ -38,7 +38,9 @@ Arguments that all five share:
                 of the whole batch, unless fn draws random numbers. These checks hold for the samples at hand, and cost two more backward
                 passes (three for more than 65 samples; more in float16, or if cotangents of other samples cancel) and two more forward
                 passes (for fewer than eight samples up to five; one more where fn draws random numbers, or samples run without the others;
-                up to 16 where fewer than half of the losses change); the first time up to 17 forward and 32 backward passes (seven and
+                up to 16 where fewer than half of the losses change); and, where parameters meet a tensor that all samples share with as
+                many rows as there are samples, or are repeated, one more for each of some log2(n) + 3 sets of samples, so that none with
+                large gradients hides the others' on a row; the first time up to 17 forward and 32 backward passes (seven and
                 twelve for more than 16 samples). Only shared arguments can be differentiated, and tensors in aux must have the samples in
                 dim 0 (else InputError).
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import psg
 from psg._batch import _exchange
-from psg._batch._owners import codes, owners
+from psg._batch._owners import codes, owners, sets_apart
 from psg.rules import _registry
 from psg.testing import assert_trees_close, loop_grad, reference_norm, reference_weighted_sum
 
@@ -2226,6 +2226,41 @@ def test_rows_of_an_outer_product_are_each_sample_s_own(make, n, device):
     x = torch.full((n, 3), 1e-5, device=device).index_fill(0, torch.tensor([0], device=device), 1)
     found = psg.per_sample_grad(fn, method="batch")(torch.ones(3, device=device), x)
     torch.testing.assert_close(found, x, rtol=1e-6, atol=0)
+
+
+FROZEN = {
+    "a scale of rows": (lambda p, x, frozen: x @ (p["w"] * frozen[:, :1]), {"w": (4, 2)}),
+    "a low rank": (lambda p, x, frozen: x @ (p["b"] @ frozen), {"b": (4, 4)}),
+    "positions": (
+        lambda p, x, frozen: (x[:, :, None] + F.embedding(torch.arange(4, device=x.device), p["table"])).tanh(),
+        {"table": (6, 3)},
+    ),
+    "positions read by an index": (lambda p, x, frozen: (x[:, :, None] + p["table"][torch.arange(4)]).tanh(), {"table": (6, 3)}),
+    "an expanded vector": (lambda p, x, frozen: x[:, :, None] * p["v"].expand(4, 3).exp(), {"v": (3,)}),
+    "a buffer added to a vector": (lambda p, x, frozen: (x[:, :, None] + (p["v"] + frozen[:, :3])).square(), {"v": (3,)}),
+}
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e7])
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_sample_of_large_gradients_does_not_hide_that_rows_are_of_all_samples(name, size, device):
+    """There are as many samples as rows of what meets the parameter: these are one value for all samples, not a sample's each."""
+    fn, own = FROZEN[name]
+    frozen = torch.rand(4, 4, device=device) + 0.5
+    params = {key: torch.rand(shape, device=device) + 0.5 for key, shape in own.items()}
+    for n in (2, 3, 4, 5, 8):
+        x, scale = torch.rand(n, 4, device=device) + 0.1, torch.ones(n, device=device).index_fill(0, torch.tensor([0], device=device), size)
+        found = psg.per_sample_grad(lambda p, x, s: fn(p, x, frozen).flatten(1).sum(1) * s, method="batch")(params, x, scale)  # noqa: B023
+        expected = loop_grad(lambda p, x, s: fn(p, x[None], frozen).sum() * s)(params, x, scale)
+        for k in range(n):
+            for key in own:
+                torch.testing.assert_close(found[key][k], expected[key][k], rtol=1e-9, atol=1e-9)
+
+
+@given(n=st.integers(1, 70))
+def test_sets_part_any_two_samples(n):
+    sets = sets_apart(n)
+    assert all((one > other).any() for i, one in enumerate(sets.T) for j, other in enumerate(sets.T) if i != j)
 
 
 @pytest.mark.parametrize("op", [torch.float_power, lambda x, w: torch.float_power(w, x), lambda x, w: x.float_power(w)])

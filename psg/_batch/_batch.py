@@ -31,7 +31,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointError
 
 from psg import _trees
-from psg._batch._owners import NotFinite, groups, measure
+from psg._batch._owners import NotFinite, are_apart, groups, measure, sets_apart
 from psg._batch._sampled import Sampled
 from psg._call import Call
 from psg._capture._capture import Captured, Function
@@ -576,6 +576,8 @@ class _BatchMode(Watch, Looking):
             raise self._shared_rows(failed, taps)
         if any(_hides(tap, samples == self.n) for tap, _, samples in told):
             raise NotFinite(losses)
+        if self.n > 1 and (shared := self._shared_after_all(losses, output, told)):
+            raise self._shared_rows(shared, taps)
         with torch.no_grad():
             for tap, own, samples in told:
                 table = groups(samples, self.n)
@@ -596,6 +598,16 @@ class _BatchMode(Watch, Looking):
         )
         guessed = {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
         return _SharedRows(guessed, failure) if guessed else failure
+
+    def _shared_after_all(self, losses: Tensor, output: Any, told: list[tuple[Tap, list[Tensor], Tensor]]) -> list[Tap]:
+        """The taps whose rows may be one value for all samples, and of which some row does depend on several losses."""
+        guessed = [(tap, samples) for tap, _, samples in told if tap.guess is not None]
+        if not guessed:
+            return []
+        sets = [own.to(losses) for own in sets_apart(self.n)]
+        sides = [self._weighted(output, [tap for tap, _ in guessed], own) for own in sets]
+        by_tap = zip(guessed, zip(*sides, strict=True), strict=True)
+        return [tap for (tap, samples), cotangents in by_tap if not are_apart(samples, sets, cotangents)]
 
     def _weighted(self, output: Any, taps: list[Tap], weights: Tensor) -> list[Tensor]:
         """The cotangents that arrive at each tap, [rows, *], for these weights of the losses."""

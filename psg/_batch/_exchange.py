@@ -12,7 +12,6 @@ Where weights are zero, as those of a head are before the first step, losses may
 first time, on so many samples, the gradients of those that keep their places are compared too, and more samples keep theirs.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from psg._call import Call
 from psg._errors import InputError, PsgError, StateError, code_of, warn_once
@@ -54,8 +54,11 @@ def refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: 
         _compared[call.fn] = max(call.n, most)
 
 
-_compared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Of how many samples the gradients of a function have been compared: at most once, however often it is called."""
+_compared: Any = WeakIdKeyDictionary()
+"""Of how many samples the gradients of a function have been compared: at most once, however often it is called.
+
+Two functions that are equal need not compute the same.
+"""
 
 
 def _refuse_meeting(call: Call, losses: Tensor, before: _random.Snapshot, after: _random.Snapshot, is_first: bool) -> None:

@@ -13,6 +13,8 @@ Where fn subtracts running sums, say, cotangents of other samples cancel but for
 measurement with few passes fails, another with more passes and weights of 1 and 2 decides.
 """
 
+import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -97,6 +99,32 @@ def _all_codes(passes: int, most: int) -> Tensor:
     free = torch.cartesian_prod(*[torch.arange(most + 1, device="cpu")] * (passes - 1)).reshape(-1, passes - 1)
     last = passes * most // 2 - free.sum(1, keepdim=True)
     return torch.cat([free, last], 1)[((last >= 0) & (last <= most))[:, 0]].T
+
+
+def sets_apart(n: int) -> Tensor:
+    """Sets of samples, [sets, n], such that of any two samples either is in a set without the other."""
+    count = 2
+    while math.comb(count, count // 2) < n:
+        count += 1
+    # Each sample is in half of the sets, no two in the same ones (E. Sperner, "Ein Satz über Untermengen einer endlichen Menge", 1928).
+    own = itertools.islice(itertools.combinations(range(count), count // 2), n)
+    return F.one_hot(torch.tensor([*own]), count).sum(1).T
+
+
+def are_apart(samples: Tensor, members: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
+    """Whether no row depends on another sample than its own, by however little.
+
+    A sample whose cotangents are by far the largest hides the others' from `owners`, which allows for rounding errors. Of a sum over some
+    of the losses, rows of other samples have cotangents of exactly zero, which rounding leaves as they are.
+
+    Args:
+        samples: The sample of each row, from `owners`.
+        members: Which samples are in each set of `sets_apart`, [n].
+        cotangents: The rows' cotangents of the sum over each set's losses, [rows, *].
+    """
+    known = samples < len(members[0])
+    alone = [~(known & own[samples.clamp(max=len(own) - 1)].bool()) for own in members]
+    return all(not bool(rows[others].any()) for rows, others in zip(cotangents, alone, strict=True))
 
 
 def owners(cotangent: Tensor, weighted: Sequence[Tensor], exponents: Tensor, rounding: float, strict: bool) -> Tensor | None:
