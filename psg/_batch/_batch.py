@@ -599,7 +599,7 @@ class _BatchMode(Watch, Looking):
         guessed = {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
         return _SharedRows(guessed, failure) if guessed else failure
 
-    def _shared_after_all(self, losses: Tensor, output: Any, told: list[tuple[Tap, list[Tensor], Tensor]]) -> list[Tap]:
+    def _shared_after_all(self, losses: Tensor, output: Any, told: Sequence[tuple[Tap, Any, Tensor]]) -> list[Tap]:
         """The taps whose rows may be one value for all samples, and of which some row does depend on several losses."""
         guessed = [(tap, samples) for tap, _, samples in told if tap.guess is not None]
         if not guessed:
