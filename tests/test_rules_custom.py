@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import assert_agrees, assert_derivatives_agree
+from cases import Problem
 from conftest import as_large
 from torch import Tensor
 
@@ -1080,3 +1082,69 @@ def test_a_constant_that_an_op_returns_as_it_is_stays_a_constant(name, device):
     for _ in range(2):
         assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
     assert not vars(k)
+
+
+def _alone_and_squared(x, gain):
+    y = x * gain
+    return y, y.square()
+
+
+def _twice(x, gain):
+    y = x * gain
+    return y, y
+
+
+def _beside_its_input(x, gain):
+    return x * gain, x
+
+
+# What a rule returns of one product, or of its input; and what of the cotangents reaches the product.
+SEVERAL = {
+    "one computed from another": (_alone_and_squared, lambda c, y: c[0] + c[1] * 2 * y),
+    "one twice": (_twice, lambda c, y: c[0] + c[1]),
+    "an input": (_beside_its_input, lambda c, y: c[0]),
+}
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_each_of_several_outputs_has_its_own_cotangent(name, differentiable, device, monkeypatch):
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+    body, cotangent = SEVERAL[name]
+    op = psg.primitive(body)
+
+    @psg.rule(op, params=("gain",), differentiable=differentiable)
+    def run(x, gain):
+        outputs = body(x, gain)
+        return outputs, {"gain": lambda c: Dense(cotangent(c, outputs[0]) * x)}
+
+    uses = [
+        lambda gain, x: op(x.sin(), gain)[1].sum() * gain.sum(),
+        lambda gain, x: (op(x * gain, gain)[0] * op(x, gain)[1]).sum(),
+        lambda gain, x: op(x * gain, gain)[0].square().sum(),
+        lambda gain, x: op(op(x, gain)[1], gain)[0].exp().sum(),
+    ]
+    gain, x = torch.rand(3, device=device), torch.rand(4, 3, device=device)
+    for fn in uses:
+        problem = Problem(fn, (gain, x))
+        assert_agrees(problem)
+        if name != "an input":  # inside of a transform, psg has no edge for what depends on no parameter
+            assert_derivatives_agree(problem)
+        psg.per_sample_norm(fn)(gain.clone().requires_grad_(), x)
+    assert not x.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_an_output_that_a_builder_reads_must_not_be_written_into(device, monkeypatch):
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+    op = psg.primitive(lambda x, gain: (x * gain).exp())
+
+    @psg.rule(op, params=("gain",))
+    def run(x, gain):
+        y = (x * gain).exp()
+        return y, {"gain": lambda c: Dense(c * y * x)}
+
+    gain, x = torch.rand(3, device=device), torch.rand(4, 3, device=device)
+    assert_agrees(Problem(lambda gain, x: op(x, gain).mul(2).sum(), (gain, x)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # torch's own, in the loop
+        psg.per_sample_grad(lambda gain, x: op(x, gain).mul_(2).sum())(gain, x)

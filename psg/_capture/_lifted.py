@@ -302,11 +302,17 @@ class Watch(TorchFunctionMode):
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
     ) -> tuple[Tensor, ...]:
         """Tap a rule's outputs; returns the outputs with which the function goes on."""
-        outputs, edges = zip(*map(_anchored, outputs), strict=True)
+        # What a builder closes over of the outputs it will read, and the function may write into them.
+        read = {id(own) for *_, build in builders for own in _closed_over(build)}
+        versions = [(tensor, tensor._version) for tensor in (*inputs, *(output for output in outputs if id(output) in read))]
+        outputs, edges = _anchored(outputs, inputs)
         zeros = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
-        versions = [(tensor, tensor._version) for tensor in inputs]
         self.taps.append(Tap(op, edges, zeros, builders, versions, sum([output.nbytes for output in outputs]), guess))
         return outputs
+
+
+def _closed_over(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -336,14 +342,17 @@ class _Anchor(torch.autograd.Function):
         return output
 
 
-def _anchored(output: Tensor) -> tuple[Tensor, GradientEdge]:
-    """A rule's output with a history, and the edge at which its cotangent will arrive."""
-    if output._is_view():
-        output = output.clone()  # an in-place op on a view would make the gradient bypass the edge
-    if not output.requires_grad:
-        output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
+def _anchored(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[GradientEdge, ...]]:
+    """A rule's outputs with a history, and the edges at which their cotangents will arrive."""
+    found, given = [], set(map(id, inputs))
+    for output in outputs:
+        # An in-place op on a view would make the gradient bypass the edge. At that of an input, or of an output from which another one has
+        # been computed, more would arrive than the cotangent of the output.
+        if len(outputs) > 1 or output._is_view() or id(output) in given:
+            output = output.clone()
+        found.append(output if output.requires_grad else _Anchor.apply(output, torch.empty(0, requires_grad=True)))
     # Taken now, since a later in-place op of the user's gives the tensor another edge.
-    return output, get_gradient_edge(output)
+    return tuple(found), tuple(map(get_gradient_edge, found))
 
 
 _MANY_STEPS = 16
