@@ -165,3 +165,37 @@ def test_inductor(args):
         return {name: leaf - 0.1 * out.grads[name] for name, leaf in p.items()}
 
     assert_trees_close(torch.compile(step)(*args), step(*args), per_sample=False)
+
+
+def tanh_of(w, x):
+    return (x @ w).tanh().sum()
+
+
+WAYS = {
+    "gradients": lambda w, x: psg.per_sample_grad(tanh_of)(w, x).flatten(1).norm(dim=1),
+    "norms": psg.per_sample_norm(tanh_of),
+    "norms by a loop": psg.per_sample_norm(tanh_of, method="loop"),
+    "norms by vmap": psg.per_sample_norm(tanh_of, method="vmap"),
+    "clipped": lambda w, x: psg.clipped_grad(tanh_of, 1.0)(w, x).norms,
+}
+
+
+@torch.library.custom_op("psg_tests::norms", mutates_args=())
+def norms_in_an_op(way: str, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return WAYS[way](w, x).clone()
+
+
+norms_in_an_op.register_fake(lambda way, w, x: x.new_empty(len(x)))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_inside_of_a_library_op(way, recorded, device):
+    """It runs below autograd, where nothing has a history: torch.compile needs no graph break for it."""
+    torch._dynamo.reset()
+    w, x = torch.randn(4, 3, device=device, requires_grad=recorded), torch.randn(5, 4, device=device)
+    expected = WAYS[way](w, x).detach()
+    assert expected.min() > 0
+    torch.testing.assert_close(norms_in_an_op(way, w, x).detach(), expected)
+    compiled = torch.compile(lambda w, x: norms_in_an_op(way, w, x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(w, x).detach(), expected)

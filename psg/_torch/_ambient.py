@@ -78,24 +78,36 @@ def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-def off() -> contextlib.AbstractContextManager[Any]:
-    """A context that runs the body without autocast, and under no_grad instead of inference mode.
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_OF_AUTOGRAD = _AUTOGRAD, torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.AutogradNestedTensor
 
-    It also hides the body from a `torch.utils.checkpoint` around it, which counts the tensors that autograd saves, and drops tensors that
-    the body itself will need.
+
+def off() -> contextlib.AbstractContextManager[Any]:
+    """A context that runs the body without autocast, and under no_grad instead of inference mode or below autograd.
+
+    Below autograd are the implementation of a `torch.library` op and the handler of a `TorchDispatchMode`: there nothing has a history. It
+    also hides the body from a `torch.utils.checkpoint` around it, which counts the tensors that autograd saves, and drops tensors that the
+    body itself will need.
     """
     inference, checkpointed = torch.is_inference_mode_enabled(), _autograd.is_checkpointed()
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)  # also in inference mode
     enabled = [device for device, _ in autocast()]
-    return _off(inference, checkpointed, enabled) if inference or checkpointed or enabled else contextlib.nullcontext()
+    return _off(inference, below, checkpointed, enabled) if below or checkpointed or enabled else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _off(inference: bool, checkpointed: bool, enabled: list[str]) -> Iterator[None]:
+def _off(inference: bool, below: bool, checkpointed: bool, enabled: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if checkpointed:
             stack.enter_context(_autograd.unhooked())
         if inference:
             stack.enter_context(torch.inference_mode(False))
+        elif below:
+            excluded = torch._C._dispatch_tls_local_exclude_set()
+            for key in _OF_AUTOGRAD:
+                excluded = excluded.remove(key)
+            stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
+        if below:
             stack.enter_context(torch.no_grad())
         for device in enabled:
             stack.enter_context(torch.autocast(device, enabled=False))
