@@ -584,3 +584,31 @@ def test_each_function_is_warned_of_a_derivative_that_is_lost(device):
     for function in (one, another):
         with pytest.warns(UserWarning, match="derivative"):
             psg.per_sample_value_and_grad(function)(w, x)
+
+
+class Doubling(torch.Tensor):
+    """A class of the user's own, which changes what an op computes."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output + output if func is torch.Tensor.mul else output
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("of", ["weight", "batch"])
+def test_the_backward_pass_for_a_class_that_handles_ops(of, device):
+    """torch calls it from within the class's own handler, where the class handles no other op."""
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    w, x = (tensor.as_subclass(Doubling) if name == of else tensor for name, tensor in (("weight", w), ("batch", x)))
+    target = (w if of == "weight" else x).requires_grad_()
+
+    def slope(grads):
+        return torch.autograd.grad(grads.as_subclass(torch.Tensor).square().sum(), target)[0].as_subclass(torch.Tensor)
+
+    def fn(w, x):
+        return w.mul(x).pow(3).sum()
+
+    own = w.detach().requires_grad_() if of == "batch" else w
+    looped = torch.stack([torch.autograd.grad(fn(own, each), own, create_graph=True)[0].as_subclass(torch.Tensor) for each in x])
+    torch.testing.assert_close(slope(psg.per_sample_grad(fn)(w, x)), slope(looped))

@@ -78,7 +78,9 @@ class _Primitive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         create_graph, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
-        with _ambient.off(), torch.enable_grad():  # fn runs under the autocast of its call, whatever holds now
+        # fn runs under the autocast of its call, whatever holds now, and classes handle its ops: torch may have called for the backward pass
+        # where they do not, within the handler of `torch.autograd.grad` of such a class.
+        with _ambient.off(), torch._C._EnableTorchFunction(), torch.enable_grad():
             # Aliases: this gradient stops at them; it goes on to the originals if the backward pass is itself differentiated.
             inputs = tuple(tensor.view_as(tensor) if want else tensor for tensor, want in zip(ctx.saved_tensors, wanted, strict=True))
             outputs = ctx.again(inputs)
