@@ -78,8 +78,8 @@ class _Primitive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         create_graph, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
-        # fn runs under the autocast of its call, whatever holds now, and classes handle its ops: torch may have called for the backward pass
-        # where they do not, within the handler of `torch.autograd.grad` of such a class.
+        # fn runs under the autocast of its call, whatever holds now, and classes handle its ops: where torch calls for the backward pass
+        # from such a class's handler of `torch.autograd.grad`, they do not.
         with _ambient.off(), torch._C._EnableTorchFunction(), torch.enable_grad():
             # Aliases: this gradient stops at them; it goes on to the originals if the backward pass is itself differentiated.
             inputs = tuple(tensor.view_as(tensor) if want else tensor for tensor, want in zip(ctx.saved_tensors, wanted, strict=True))
