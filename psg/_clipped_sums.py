@@ -1,5 +1,6 @@
 """Groups of leaves that are clipped together, and the sums of their clipped gradients."""
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from psg._errors import InputError, a_kind
 from psg._torch import _functorch
 from psg.clipping import PerGroup, PerLeaf, Policy, check_clip_norm, clip, is_bounded
 from psg.factors import Factor
+from psg.factors._arithmetic import spacious, wide, widen
 from psg.factors._joint import Joint, norm_of
 
 
@@ -182,15 +184,17 @@ def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
         policy: The policy.
 
     Returns:
-        sqrt(sum over groups of C^2), in the units of the gradient; inf for a user's policy that `bounded` does not wrap.
+        sqrt(sum over groups of C^2), in the units of the gradient, at least float32; inf for a user's policy that `bounded` does not wrap.
     """
     if not is_bounded(policy):
         return math.inf
     if len(groups) == 1:
         only = groups[0].clip_norm
-        return only.clone() if isinstance(only, Tensor) else only  # a copy: the clip norm may be adapted in place
-    if any(isinstance(group.clip_norm, Tensor) for group in groups):
-        device = next(group.clip_norm.device for group in groups if isinstance(group.clip_norm, Tensor))
-        # Times 1.0, because vector_norm takes no integers.
-        return torch.linalg.vector_norm(torch.stack([1.0 * torch.as_tensor(group.clip_norm, device=device) for group in groups]))
-    return math.hypot(*(group.clip_norm for group in groups))
+        return widen(only).clone() if isinstance(only, Tensor) else only  # a copy: the clip norm may be adapted in place
+    tensors = [group.clip_norm for group in groups if isinstance(group.clip_norm, Tensor)]
+    if not tensors:
+        return math.hypot(*(group.clip_norm for group in groups))
+    # Rounded to 16 bits, or from squares that underflow, it could be too small.
+    dtype = functools.reduce(torch.promote_types, [clip_norm.dtype for clip_norm in tensors], wide(torch.get_default_dtype()))
+    norms = torch.stack([torch.as_tensor(group.clip_norm, dtype=dtype, device=tensors[0].device) for group in groups])
+    return torch.linalg.vector_norm(norms, dtype=spacious(norms)).to(dtype)

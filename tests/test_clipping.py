@@ -583,6 +583,24 @@ def test_sensitivity_is_that_of_the_call(device):
     assert out.sensitivity == 2.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.bfloat16, 0.3), (torch.float16, 0.3), (torch.float32, 0.3), (torch.float32, 1e-25)], ids=str
+)
+def test_sensitivity_is_not_rounded_to_the_dtype_of_the_clip_norms(dtype, value, device):
+    """Nor what a noise multiplier makes of it; squares do not underflow."""
+    clip_norm, w, x = torch.tensor(value, dtype=dtype, device=device), torch.ones(3, device=device), torch.ones(4, 3, device=device)
+    total = lambda p, x: sum((v * x).sum() for v in p.values())  # noqa: E731
+    clipped = lambda C, names: psg.clipped_grad(total, C)(dict.fromkeys(names, w), x)  # noqa: E731
+    found = {
+        1: clipped(clip_norm, "uvw"),
+        3: clipped(PerLeaf(clip_norm), "uvw"),
+        2: clipped(PerGroup(lambda path: path[0] == "u", {True: clip_norm, False: float(clip_norm)}), "uvw"),
+    }
+    for count, out in found.items():
+        exact = 1.1 * float(clip_norm) * math.sqrt(count)
+        assert float(1.1 * out.sensitivity) == pytest.approx(exact, rel=1e-6, abs=0)
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_norms_of_groups(masked, chunk_size, args):
