@@ -628,6 +628,37 @@ def test_a_tiny_norm_is_not_brought_beyond_the_dtype(device):
     assert out.grads.isfinite().all() and out.nonfinite == 0 and out.clip_coef.max() < 1e28
 
 
+SATURATED = {
+    "linear": (lambda w, x: F.linear(x, w).tanh().sum(), (5, 4), (3, 4)),
+    "wide": (lambda w, x: F.linear(x, w).tanh().sum(), (3, 9), (3, 9)),
+    "matmul": (lambda w, x: (x @ w).tanh().sum(), (4, 5), (3, 4)),
+    "conv": (lambda w, x: F.conv1d(x, w).tanh().sum(), (5, 3, 2), (3, 4)),
+    "scaled": (lambda w, x: F.linear(x, w * 2).tanh().sum(), (5, 4), (3, 4)),
+    "twice": (lambda w, x: F.linear(F.linear(x, w).tanh(), w).tanh().sum(), (4, 4), (3, 4)),
+    "transposed": (lambda w, x: F.linear(x, w[:3].T).tanh().sum(), (4, 4), (3, 3)),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("fn", "weight", "sample"), SATURATED.values(), ids=SATURATED)
+def test_a_coefficient_above_one_brings_no_input_to_infinity(fn, weight, sample, masked, device):
+    """Where a layer saturates, its cotangent is zero, however large the input."""
+    if device.type != "cpu":
+        pytest.skip("weights are not read: see help(psg.tree)")
+    generator = torch.Generator().manual_seed(0)
+    w, x = (torch.rand(shape, generator=generator, dtype=torch.float32) / 10 + 0.05 for shape in (weight, (4, *sample)))
+    x[0, 0, 0] = 1e38
+    mask = torch.tensor([True, True, False, True]) if masked else None
+    out = psg.clipped_grad(fn, 1000.0, policy="normalize", method="capture")(w, x, mask=mask)
+    grads = loop_grad(fn)(w, x)
+    coef = 1000 / reference_norm(grads) * (1 if mask is None else mask)
+    assert out.nonfinite == 0 and coef[0] > 10
+    torch.testing.assert_close(out.grads, reference_weighted_sum(grads, coef))
+    factored = psg.factored_grad(fn)(w, x)
+    for weighted_sum in (psg.tree.weighted_sum, psg.tree.sparse_weighted_sum):
+        torch.testing.assert_close(weighted_sum(factored, -coef), reference_weighted_sum(grads, -coef))
+
+
 @pytest.mark.parametrize("policy", ["normalize", "automatic", psg.clipping.automatic(0.5)])
 def test_no_gradient_can_be_brought_to_infinity(policy, args):
     with pytest.raises(psg.InputError, match='clip_norm=inf.*policy="clip"'):

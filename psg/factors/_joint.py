@@ -4,8 +4,10 @@ A model has many small parameters (biases, normalisation layers, all of a small 
 than the overhead of the call, so these gradients are materialised, concatenated and reduced together.
 """
 
+import cmath
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -73,11 +75,12 @@ class Joint:
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """sum_n weights[n] gradient[n] of each factor."""
-        return self._apart([part.weighted_sum(weights) for part in self._parts])
+        return self._apart(sums_in_range([part.weighted_sum for part in self._parts], weights))
 
     def weighted_sums_of(self, weights: Tensor, keep: Tensor, finite: Tensor) -> list[Tensor]:
         """The same, over the samples where keep[n] is True; see `Factor.weighted_sum_of`."""
-        return self._apart([part.weighted_sum_of(weights, keep, finite) for part in self._parts])
+        sums = [functools.partial(part.weighted_sum_of, keep=keep, finite=finite) for part in self._parts]
+        return self._apart(sums_in_range(sums, weights))
 
     def moment_sums(self) -> tuple[list[Tensor], list[Tensor]]:
         """The sum over n of gradient[n], and of |gradient[n]|^2, of each factor; see `Factor.moment_sums`."""
@@ -93,6 +96,28 @@ class Joint:
         sums += [copy if len(shape) == 1 else copy.reshape(shape) for copy, shape in zip(copies, shapes, strict=True)]
         found = dict(zip([*self._rest, *self._small], sums, strict=True))
         return [found[i] for i in range(len(self._factors))]
+
+
+def sums_in_range(sums_of: Sequence[Callable[[Tensor], Tensor]], weights: Tensor) -> list[Tensor]:
+    """Functions of weights [n] that are linear, each called with these.
+
+    A factor multiplies one of its tensors by the weights. Weights above 1 may bring that beyond the range where the sum is within it: then
+    they are divided by a power of two, the sum's unit. Where reading the sums would wait for a device or break a trace, they are not.
+
+    Example:
+        >>> outer = Outer(torch.tensor([[[1e38], [0.0]]]), torch.tensor([[[0.0], [1.0]]]))
+        >>> outer.weighted_sum(torch.tensor([10.0])), sums_in_range([outer.weighted_sum], torch.tensor([10.0]))
+        (tensor([[nan]]), [tensor([[0.]])])
+    """
+    sums = [sum_of(weights) for sum_of in sums_of]
+    most = torch.linalg.vector_norm(weights.detach(), math.inf).item() if len(weights) and _functorch.can_read_now(weights) else 0
+    if not 1 < most < math.inf:
+        return sums
+    unit = 2.0 ** math.frexp(most)[1]
+    return [
+        total if not _functorch.can_read_now(total) or cmath.isfinite(total.sum().item()) else sum_of(weights / unit) * unit
+        for total, sum_of in zip(sums, sums_of, strict=True)
+    ]
 
 
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:

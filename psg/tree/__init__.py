@@ -7,11 +7,12 @@ Range of numbers. Inner products of entries below 1e-19 underflow in float32, an
 on one side of a gradient while the other side is large (inputs of 1e8, cotangents of 1e-24), norms read too small under `psg.jit` and on
 accelerators; where they overflow on one side, norms may be infinite or NaN there, whatever the other side. Eager calls on CPUs compute such
 norms from the gradients, as `psg.plans.using(norm="chunks")` does everywhere, but not inner products between several uses of one parameter
-or between samples (`gram`, `cosine`), nor the squares of `moments`. Gradients of 1e-20 and less have subnormal products, which take CPUs a
-hundred times as long; Gram matrices form such products where training does not, and `torch.set_flush_denormal(True)` helps. Where a weight
-selects entries of a parameter and a sample's cotangents of the other entries are not finite, that sample's gradient may be NaN under
-`psg.jit` or on an accelerator though it is finite in eager calls on a CPU. float16 holds numbers from 6e-8 to 65504: smaller or larger
-gradients are rounded to that range. Clipped sums are float32.
+or between samples (`gram`, `cosine`), nor the squares of `moments`. Weights above 1, and such clip coefficients ("normalize"), that bring
+one side of a gradient beyond the range (inputs of 1e38) give sums that are not finite under `psg.jit` and on accelerators alone. Gradients
+of 1e-20 and less have subnormal products, which take CPUs a hundred times as long; Gram matrices form such products where training does
+not, and `torch.set_flush_denormal(True)` helps. Where a weight selects entries of a parameter and a sample's cotangents of the other
+entries are not finite, that sample's gradient may be NaN under `psg.jit` or on an accelerator though it is finite in eager calls on a CPU.
+float16 holds numbers from 6e-8 to 65504: smaller or larger gradients are rounded to that range. Clipped sums are float32.
 
 Functions that take per-sample gradients raise InputError if the tree has no leaves, if a leaf is anything else, or if leaves disagree on n.
 """

@@ -14,7 +14,7 @@ from psg._torch import _functorch
 from psg._torch._ambient import unaffected
 from psg.factors import Factor
 from psg.factors._arithmetic import square, wide
-from psg.factors._joint import Joint
+from psg.factors._joint import Joint, sums_in_range
 from psg.tree._leaves import factors_of
 
 
@@ -73,7 +73,7 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
     """
     factors, spec = factors_of(tree, "sparse_weighted_sum")
     _check_weights("sparse_weighted_sum", factors, weights)
-    return _trees.unflatten(spec, _rounded([factor.sparse_sum(weights) for factor in factors], factors))
+    return _trees.unflatten(spec, _rounded(sums_in_range([factor.sparse_sum for factor in factors], weights), factors))
 
 
 def _weighted(factors: list[Factor], spec: PyTreeSpec, weights: Tensor) -> Any:
