@@ -171,6 +171,22 @@ def test_weighted_sums_of_half_precision_keep_inside_its_range(n, t, weight, siz
     assert_trees_close(psg.tree.weighted_sum(factor, weights), exact.half(), rtol=4e-3, atol=1e-7, per_sample=False)
 
 
+@pytest.mark.parametrize(("size", "cotangent"), [(300, 1e-3), (3e-5, 1e4)])
+@pytest.mark.parametrize("outputs", [3, 40])
+@pytest.mark.parametrize(
+    "op", [F.bilinear, lambda x, z, w: torch.einsum("ti,tj,oij->to", x, z, w)], ids=["bilinear", "einsum of three operands"]
+)
+def test_products_of_data_do_not_leave_the_range_of_half_precision(op, outputs, size, cotangent, device):
+    """The gradient is their product with the cotangent, which autograd may form in another order."""
+    w, c = (torch.ones(shape, device=device).half() for shape in ((outputs, 4, 4), (2, 1, outputs)))
+    x, z = ((torch.rand(2, 1, 4, device=device) + 0.5).mul(size).half() for _ in range(2))
+    loss = lambda w, x, z, c: (op(x, z, w) * c).sum()  # noqa: E731
+    args = w, x, z, c * cotangent
+    expected = loop_grad(loss)(*(arg.double() for arg in args))
+    assert_trees_close(psg.per_sample_grad(loss, method="capture")(*args).double(), expected, rtol=4e-3)
+    assert psg.clipped_grad(loss, 1.0, method="capture")(*args).nonfinite == 0
+
+
 def test_clipped_sums_of_half_precision_keep_their_bound(device):
     w, x = torch.randn(64, 64, device=device).half(), torch.randn(4, 64, device=device).half()
     kernel, images = torch.randn(8, 4, 3, 3, device=device).half(), torch.randn(4, 4, 9, 9, device=device).half()

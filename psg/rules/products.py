@@ -87,12 +87,16 @@ def contract(
 
 
 def _together(others: list[tuple[Tensor, str]], out: str, labels: str, most: int) -> tuple[Tensor | None, str]:
-    """The product of all operands but one, and its labels: those of the output and of that one. None if it had more than `most` entries."""
+    """The product of all operands but one, and its labels: those of the output and of that one.
+
+    None if it had more than `most` entries, or if it could leave the range of float16 where its product with the cotangent does not.
+    """
     if len(others) == 1:
         return others[0]
-    n, sizes = out[0], _sizes(others)
+    n, sizes, terms = out[0], _sizes(others), _alike(others)
     kept = n + "".join(name for name in sizes if name != n and (name in out or name in labels))
-    return (_contracted(_alike(others), kept) if math.prod(sizes[name] for name in kept) <= most else None), kept
+    is_formed = math.prod(sizes[name] for name in kept) <= most and terms[0][0].dtype != torch.float16
+    return (_contracted(terms, kept) if is_formed else None), kept
 
 
 def _factored(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
@@ -179,6 +183,9 @@ def _contracted(terms: list[tuple[Tensor, str]], out: str) -> Tensor:
 
     torch goes from left to right: in a mixture of experts it would multiply the cotangent by all experts before the gates.
     """
+    dtype = terms[0][0].dtype
+    if len(terms) > 2 and dtype == torch.float16:  # the product of some may leave its range
+        return _contracted([(tensor.float(), names) for tensor, names in terms], out).to(dtype)
     while len(terms) > 2:
         first, second, kept = min(_products(terms, out), key=lambda product: product[3])[:3]
         product = torch.einsum(f"{first[1]},{second[1]}->{kept}", first[0], second[0])
