@@ -257,3 +257,42 @@ def test_running_statistics_in_graphs_of_exported_programs(op, device):
 
     with pytest.raises(psg.StateError, match="updates its running statistics"):
         psg.per_sample_grad(loss, method="loop")(torch.randn(3, device=device), torch.randn(4, 5, 3, device=device))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("weight", [None, torch.float32])
+@pytest.mark.parametrize("of", [lambda w, x: w @ x, lambda w, x: w], ids=["data", "parameters"])
+def test_group_norm_of_small_numbers_of_half_precision_inside_transforms(of, weight, autocast, half, device):
+    """The third power of one over their standard deviation is beyond float16."""
+    w, x, c = (torch.randn(shape, device=device).to(half) for shape in ((8, 4), (2, 4, 4), (2, 8, 4)))
+    gain = None if weight is None else torch.ones(8, dtype=weight, device=device)
+
+    def loss(w, x, c):
+        with torch.autocast(device.type, half, enabled=autocast):
+            y = F.group_norm((0.003 * of(w, x))[None], 2, gain)[0]
+        assert autocast or y.dtype == c.dtype
+        return (y * c).sum()
+
+    expected = loop_grad(loss)(w, x, c)
+    for method in ("capture", "vmap"):
+        assert_trees_close(psg.per_sample_grad(loss, method=method)(w, x, c), expected, rtol=4 * default_rtol(half))
+    (found,) = torch.func.vmap(lambda w: psg.per_sample_grad(loss)(w, x, c))(w[None])
+    assert_trees_close(found, expected, rtol=4 * default_rtol(half))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("features", [2, 8])
+@pytest.mark.parametrize("of", [lambda p, x: x @ p["mix"], lambda p, x: p["mix"]], ids=["data", "parameters"])
+def test_layer_norm_of_half_precision_with_weights_of_float32(of, features, half, device):
+    """Two normalised features are 1 and -1, whatever the input: the terms of the gradients before them cancel."""
+    params = {"weight": torch.randn(features, device=device).float(), "bias": torch.randn(features, device=device).float()}
+    params["mix"] = torch.randn(features, features, device=device).to(half)
+    x, c = torch.randn(3, features, features, device=device).to(half), torch.randn(3, features, features, device=device).to(half)
+
+    def loss(p, x, c):
+        return (F.layer_norm(of(p, x), (features,), p["weight"], p["bias"]) * c).sum()
+
+    expected = loop_grad(loss)(params, x, c)
+    for method in ("auto", "capture", "vmap"):
+        assert_trees_close(psg.per_sample_grad(loss, method=method)(params, x, c), expected, rtol=8 * default_rtol(half), name=method)

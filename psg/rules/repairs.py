@@ -10,6 +10,7 @@ from torch import Tensor
 
 from psg._torch import _functorch
 from psg._torch._ops import GET_DATA, SET_DATA, substitute, tensors_of
+from psg.factors._arithmetic import HALF, widen
 from psg.rules._registry import DIFFERENTIATED, MIXED, decomposition, rule
 
 # By sorting: along a dimension torch has no deterministic median on a GPU.
@@ -288,11 +289,30 @@ def squeeze_(input: Tensor, *dims: Any, **options: Any) -> Any:
     return input
 
 
+def _widened(part: Tensor | None) -> Tensor | None:
+    return None if part is None else widen(part)
+
+
+@decomposition(F.layer_norm, need=MIXED)
+def mixed_layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Any:
+    """Of 16 bits, with float32 weights: in float32, as torch computes it. vmap rounds between its steps, or refuses other dtypes."""
+    if input.dtype not in HALF or all(part is None or part.dtype == input.dtype for part in (weight, bias)):
+        return NotImplemented
+    return F.layer_norm(widen(input), normalized_shape, _widened(weight), _widened(bias), eps).to(input.dtype)
+
+
 @decomposition(F.group_norm)
 def contiguous_group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Any:
-    """Make the batch contiguous, as the kernel needs it: in a part of the channels each sample may be contiguous where the batch is not."""
+    """Make the batch contiguous, as the kernel needs it: in a part of the channels each sample may be contiguous where the batch is not.
+
+    Of 16 bits compute it in float32: under vmap torch's derivative cubes one over the standard deviation, which leaves float16's range.
+    """
+    if input.dtype in HALF:
+        return F.group_norm(widen(input), num_groups, _widened(weight), _widened(bias), eps).to(input.dtype)
     if not _functorch.is_wrapped(input) or _functorch.is_contiguous(input):
         return NotImplemented
     copy = input.clone(memory_format=torch.contiguous_format)
