@@ -8,6 +8,7 @@ from fractions import Fraction
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -505,6 +506,32 @@ def test_cauchy_schwarz_and_symmetry(n, device):
     assert_trees_close(gram, gram.T)
     assert_trees_close(gram.diagonal().sqrt(), norms)
     assert (psg.tree.cosine(tree).abs() <= 1 + 1e-6).all()
+
+
+CANCELLING = {
+    "linear": (lambda w, x, c: ((x @ w) * c).sum(), (64, 64), (1, 64), (1, 64)),
+    "conv": (lambda w, x, c: (F.conv1d(x, w) * c).sum(), (8, 32, 1), (1, 32, 1), (1, 8, 1)),
+    "twice": (lambda w, x, c: ((x[0] @ w) * c[0]).sum() + ((x[1] @ w) * c[1]).sum(), (64, 64), (1, 64), (1, 64)),
+}
+
+
+@pytest.mark.parametrize(("fn", "weight", "sample", "cotangent"), CANCELLING.values(), ids=CANCELLING)
+def test_cosines_of_gradients_whose_terms_cancel(fn, weight, sample, cotangent, device):
+    """Of inner products of the terms, rounding errors alone would be left."""
+    if device.type != "cpu":
+        pytest.skip("norms are not read: see help(psg.tree.cosine)")
+    x, c = torch.randn(3, *sample).float(), torch.randn(3, *cotangent).float()
+    x, c = torch.cat([x, x + 1e-4 * torch.randn(x.shape).float()], 1), torch.cat([c, -c], 1)
+    g, other = (
+        psg.factored_grad(fn, method="capture")(torch.zeros(weight).float(), *args) for args in ((x, c), (x.flip(0), x.new_ones(c.shape)))
+    )
+    a, b = (psg.tree.materialize(own).double() for own in (g, other))
+    for found, expected in (
+        (psg.tree.cosine(g), psg.tree.cosine(a)),
+        (psg.tree.cosine(g, other), psg.tree.cosine(a, b)),
+        (psg.tree.cosine(other, g), psg.tree.cosine(b, a)),
+    ):
+        assert_trees_close(found.double(), expected, rtol=0, atol=1e-4)
 
 
 SHAPES = st.sampled_from([(), (1,), (3,), (2, 4), (0,), (5, 2, 3), (9000,)])

@@ -481,6 +481,23 @@ def recover_all(factors: Sequence[Factor], sums: Sequence[tuple[Tensor, Tensor]]
     return torch.stack([own if kept.all() else factor._recover(own, ~kept) for factor, own, kept in checked])
 
 
+def cancel(factors: Sequence[Factor], norms: Tensor) -> bool:
+    """Whether inner products of the terms of some sample's gradient lack digits that those of the gradient have; see `Factor.recover`.
+
+    Args:
+        factors: Of one gradient.
+        norms: The norms over all of them, [n]. Where reading these would wait for a device or break a trace, the answer is False.
+    """
+    sums = [factor for factor in factors if factor.positions > 1]
+    if not sums or BOUNDING.get() or not _functorch.can_read_now(norms):
+        return False
+    rounding = []
+    for factor in sums:
+        terms = factor.squared_terms()
+        rounding.append(terms * (torch.finfo(terms.dtype).eps * max(1, factor.positions / _FEW)))
+    return bool((norms.square() < _LOST * reduce(torch.add, rounding)).any())
+
+
 class Additive(Factor):
     """A factor whose gradient is a sum, over the positions in dim 1 of its tensors or over other factors."""
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from psg import _trees
 from psg._errors import InputError, as_integer
 from psg._torch._ambient import unaffected
-from psg.factors import Dense, Factor, is_factor
+from psg.factors import Dense, Factor, _products, is_factor
+from psg.factors._base import cancel
 from psg.factors._joint import Joint, joined_pairs, total_sketch
 from psg.factors._sketch import Sketch
 from psg.tree._leaves import beside, factors_of, place_of
@@ -95,6 +96,8 @@ def dot(tree: Any, direction: Any) -> Tensor:
 def inner(tree: Any, other: Any) -> Tensor:
     """<g_n, h_n>, sample by sample: the inner product of each sample's gradient with the same sample's gradient in another tree.
 
+    Where the terms of a gradient nearly cancel, rounding hides it: see `gram`.
+
     Args:
         tree: Per-sample gradients.
         other: Per-sample gradients of the same number of samples, in the same tree.
@@ -121,6 +124,9 @@ def gram(tree: Any, other: Any = None) -> Tensor:
     """<g_n, h_m> of every pair: the empirical neural tangent kernel of the loss.
 
     The kernel of a model's outputs takes one sample for each output: see "Outputs instead of losses" in the README.
+
+    Rounding is relative to the terms that a gradient sums (over positions). Where these are a thousand times larger than the gradient, and
+    cancel, it hides the inner products, and squared norms on the diagonal may come out negative: there take `gram(materialize(tree))`.
 
     Args:
         tree: Per-sample gradients of n samples.
@@ -150,8 +156,10 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
         other: Per-sample gradients of m samples in the same tree; `tree` itself by default.
 
     Returns:
-        [n, m], real, in at least float32, in [-1, 1] up to rounding. The inner products are computed first: in float32 they overflow for
-        norms above 1.8e19 (the cosine is NaN), and for norms below 1e-19 they lose digits or become 0.
+        [n, m], real, in at least float32, in [-1, 1] up to rounding. Where the terms of a gradient nearly cancel, eager calls on CPUs
+        compute all inner products from the gradients; under `psg.jit` and on accelerators such cosines have no digits (see `gram`). The
+        inner products are computed first: in float32 they overflow for norms above 1.8e19 (the cosine is NaN), and for norms below 1e-19
+        they lose digits or become 0.
 
     Raises:
         InputError: A tree holds no per-sample gradients, or the trees differ in structure: see `help(psg.tree)`.
@@ -166,7 +174,10 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
     columns = rows if other is None else norm(other)
     scale = rows[:, None] * columns[None, :]
     zero = scale == 0
-    return torch.where(zero, 0, gram(tree, other) / torch.where(zero, 1, scale))
+    pairs = _pairs(tree, tree if other is None else other, "cosine")
+    hidden = cancel([x for x, _ in pairs], rows) or other is not None and cancel([y for _, y in pairs], columns)
+    products = _total([_products.gram.materialized(x, y) if hidden else x.gram(y) for x, y in pairs])
+    return torch.where(zero, 0, products / torch.where(zero, 1, scale))
 
 
 @unaffected
