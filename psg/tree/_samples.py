@@ -28,7 +28,8 @@ def materialize(tree: Any) -> Any:
         tree: Per-sample gradients.
 
     Returns:
-        The same tree with a tensor [n, *shape] at every leaf.
+        The same tree with a tensor [n, *shape] at every leaf. It may share memory with `tree`, as that of a dense leaf does: clone it
+        before you write into it.
 
     Raises:
         InputError: `tree` is no tree of per-sample gradients: see `help(psg.tree)`.
