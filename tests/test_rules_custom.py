@@ -205,6 +205,23 @@ def test_a_rule_that_is_broken_says_so(rule, message, gained, device):
         psg.per_sample_grad(lambda p, x: gained(x, p).sum())(torch.ones(2, device=device), torch.ones(4, 2, device=device))
 
 
+@pytest.mark.parametrize(
+    "builders", [{}, {"factors[1]": Dense}, {"factors": Dense}, {"factors": [Dense]}], ids=["none", "entry", "function", "too few"]
+)
+def test_a_rule_gives_a_list_of_builders_for_a_list(builders, monkeypatch, device):
+    monkeypatch.setattr(_registry, "_rules", dict(_registry._rules))
+    multiplied = psg.primitive(lambda factors: factors[0] * factors[1])
+    fn, args = lambda p, x: multiplied([x, p]).sum(), (torch.ones(2, device=device), torch.ones(4, 2, device=device))  # noqa: E731
+    psg.rule(multiplied, params=("factors",))(
+        lambda factors, shared=(): (factors[0] * factors[1], {"factors": [None, lambda c: Dense(c * factors[0])]})
+    )
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(*args), args[1])
+    psg.rule(multiplied, params=("factors",))(lambda factors, shared=(): (factors[0] * factors[1], builders))
+    for method in ("auto", "capture"):
+        with pytest.raises(psg.InputError, match=r"no builder for the parameter factors\[1\].*expected {'factors': \[builder, ...\]}"):
+            psg.per_sample_grad(fn, method=method)(*args)
+
+
 class Scaled(torch.autograd.Function):
     """A Function of the user's own."""
 

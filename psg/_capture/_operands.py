@@ -123,9 +123,14 @@ def run_rule(
     if own and torch.is_grad_enabled():
         targets = []
         for (name, index), value in own.items():
-            if name not in builders:
-                raise InputError(f"the rule for {op} gives no builder for the parameter {name}, only for {list(builders)}.")
-            place, build = (name, builders[name]) if index is None else (f"{name}[{index}]", builders[name][index])
+            place = place_name((name, index))
+            try:
+                build = builders[name] if index is None else builders[name][index]
+            except (LookupError, TypeError):
+                hint = "" if index is None else f"; expected {{{name!r}: [builder, ...]}}, one for each entry of the list"
+                raise InputError(
+                    f"the rule for {op} gives no builder for the parameter {place}, only for {list(builders)}{hint}."
+                ) from None
             if not callable(build):
                 raise InputError(
                     f"the rule for {op} gives {a_kind(build)} as the builder for {place}; expected a function from the output's "

@@ -167,8 +167,9 @@ def rule(
     The function takes the op's arguments under the same names. Those in `params` may be parameters: they arrive without a batch
     dimension and, unless the rule is `differentiable`, detached. Every other tensor arrives with the samples in dim 0. The function runs
     the ordinary batched op and returns the output (samples in dim 0; a tensor or a tuple of them) and, for each parameter, a function from
-    the output's cotangent to the factor. It may return NotImplemented: the call then takes the lifted path, which is always correct but
-    slower.
+    the output's cotangent to the factor; for an argument that is a list of tensors, as in `params=("operands",)`, a list of such functions,
+    one for each entry: `{"operands": [f, g]}`. Those of entries that are no parameters are not called. It may return NotImplemented: the
+    call then takes the lifted path, which is always correct but slower.
 
     Where either operand may be the parameter, the function takes a keyword `shared`: the names of those in `params` that arrive without a
     batch dimension ("mat2"; in a list "operands[1]"). The other arguments in `params` are then data, with the samples in dim 0. Without
