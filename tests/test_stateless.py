@@ -460,6 +460,51 @@ def test_threads_within_cached_take_locks_in_one_order(device):
         assert_trees_close(own, expected)
 
 
+def test_cached_that_another_thread_leaves_during_a_call(device):
+    """The call put the cache back as it had found it: on, for ever, with the values of parameters long since updated."""
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).to(device)
+    inside, left = threading.Event(), threading.Event()
+
+    def criterion(output, y):
+        inside.set()
+        left.wait(60)
+        return F.mse_loss(output, y)
+
+    loss, params = psg.stateless(module, criterion)
+    args = params, torch.randn(N, 3, device=device), torch.randn(N, 2, device=device)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(psg.per_sample_grad(loss)(*args)))
+    with nn.utils.parametrize.cached():
+        thread.start()
+        inside.wait(60)
+    left.set()
+    thread.join()
+    assert nn.utils.parametrize._cache_enabled == 0 and nn.utils.parametrize._cache == {}
+    assert_trees_close(found[0], loop_grad(loss)(*args))
+
+
+def test_a_module_that_caches_its_weights_within_cached(device):
+    """What the forward pass itself caches, it computes once: here a random weight."""
+
+    class Drop(nn.Module):
+        def forward(self, w):
+            return w * torch.rand(w.shape, device=w.device)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.utils.parametrize.register_parametrization(nn.Linear(3, 3), "weight", Drop())
+
+        def forward(self, x):
+            with nn.utils.parametrize.cached():
+                return self.l(x) - self.l(x)
+
+    loss, params = psg.stateless(Twice().to(device), lambda output: output.sum())
+    with nn.utils.parametrize.cached():
+        norms = psg.per_sample_norm(loss)(params, torch.randn(N, 3, device=device))
+    assert (norms == 0).all()
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")  # scripted modules stay in use, and psg takes them
 @pytest.mark.parametrize("compile", ["script", "trace"])
 @pytest.mark.parametrize("warm", [False, True])

@@ -224,25 +224,41 @@ What depends on no tangent torch computes once, and detaches: then gradients lac
 """
 
 
+class _Unkept(dict[Any, Any]):
+    """Takes the place of the cache of parametrizations: keeps nothing, unless `cached()` is entered once more than now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered = parametrize._cache_enabled
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if parametrize._cache_enabled > self._entered:
+            super().__setitem__(key, value)
+
+
 class uncached:
     """A context: run the body as if outside of `torch.nn.utils.parametrize.cached()`, which keeps the values of the first parameters used.
 
-    All threads share that cache: while it is on, they take turns.
+    All threads share that cache: while it is on, they take turns. Another thread may switch it off, which empties it, before the body ends:
+    so the count of those that have switched it on is left as it is. (A thread that meanwhile switches it off and on may meet values of the
+    body's.)
     """
 
     _turn = threading.RLock()
 
     def __enter__(self) -> None:
         uncached._turn.acquire()
-        self._kept = parametrize._cache_enabled, parametrize._cache
-        if parametrize._cache_enabled:
-            parametrize._cache_enabled, parametrize._cache = 0, {}
-        else:
+        self._kept = parametrize._cache
+        self._own = _Unkept() if parametrize._cache_enabled else None
+        if self._own is None:
             uncached._turn.release()
+        else:
+            parametrize._cache = self._own
 
     def __exit__(self, *_: object) -> None:
-        if self._kept[0]:
-            parametrize._cache_enabled, parametrize._cache = self._kept
+        if self._own is not None:
+            if parametrize._cache is self._own:
+                parametrize._cache = self._kept
             uncached._turn.release()
 
 
