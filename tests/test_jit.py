@@ -993,6 +993,37 @@ def test_exchanged_submodules_are_traced_anew(device):
     assert len(fast.cache_info()) == len(kinds) + 1
 
 
+class Named(nn.Module):
+    """Holds modules, buffers and frozen parameters by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.parts = nn.Linear(4, 4), nn.ModuleDict({"a": nn.Tanh(), "b": nn.Sigmoid()})
+        self.weights = nn.ParameterDict({"a": torch.randn(4), "b": torch.randn(4)}).requires_grad_(False)
+        self.register_buffer("a", torch.randn(4))
+        self.register_buffer("b", torch.randn(4))
+
+    def forward(self, x):
+        return self.parts["b"](self.parts["a"](self.linear(x)) * self.a + self.b) * self.weights["a"] - self.weights["b"]
+
+
+@pytest.mark.parametrize("slots", [("parts", "_modules"), ("weights", "_parameters"), ("", "_buffers")], ids=lambda slots: slots[1])
+def test_exchanged_names_are_traced_anew(slots, device):
+    """The values were known by their order."""
+    path, kind = slots
+    module = Named().to(device)
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fn = psg.per_sample_norm(loss)
+    fast, x = psg.jit(fn, backend="eager"), torch.randn(3, 4, device=device)
+    same(fast(params, x), fn(params, x))
+    before = fast(params, x)
+    held = getattr(module.get_submodule(path), kind)
+    one, other = held.pop("a"), held.pop("b")
+    held["b"], held["a"] = one, other
+    same(fast(params, x), fn(params, x))
+    assert not torch.allclose(fast(params, x), before)
+
+
 def test_builds_in_other_threads_do_not_disturb_one_another():
     """A build rewinds torch's generators; another that compared them meanwhile took its function for one that seeds them."""
     comparing, go = threading.Event(), threading.Event()

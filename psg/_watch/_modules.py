@@ -158,7 +158,7 @@ def _items(value: Any, depth: int) -> tuple[Any, ...] | None:
 def _state_of(module: nn.Module) -> Hashable:
     """What a trace of this module alone depends on, beside attributes: its type, mode and hooks, and what it holds."""
     held = object.__getattribute__(module, "__dict__")  # its class may handle attributes in a way of its own
-    ids = [tuple(map(id, slots.values())) if (slots := held.get(name)) else () for name in _SLOTS]
+    ids = [(*slots, *map(id, slots.values())) if (slots := held.get(name)) else () for name in _SLOTS]
     hooks = [tuple(own) if (own := held.get(name)) else () for name in _HOOKS]  # their keys are numbers that are given once
     own = [(name, _told(held[name])) for name in held if name in _OVERRIDABLE]
     return type(module), held.get("training"), *ids, *hooks, *own
