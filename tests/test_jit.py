@@ -1875,6 +1875,38 @@ def test_attributes_that_a_module_did_not_have(name, value):
     same(fast(params, x), fn(params, x))
 
 
+class ByDict(nn.Module):
+    """Reads its attributes in other ways than by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.f, self.calls, self.extra = nn.Linear(4, 2), torch.tanh, 0, {"g": 2.0}
+
+    def __getattr__(self, name):
+        return self.__dict__["extra"][name] if name == "g" else super().__getattr__(name)
+
+    def forward(self, x):
+        self.calls += 1
+        vars(self)["seen"] = vars(self).get("seen", 0) + 1
+        return self.__dict__["f"](self.linear(x)) * self.g * vars(self).get("h", 1.0)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("name, value", [("f", torch.relu), ("extra", {"g": 3.0}), ("h", 3.0)])
+def test_attributes_that_are_read_from_the_dict_of_a_module(name, value, called):
+    module = ByDict()
+    if called:
+        module(torch.randn(3, 4))
+    loss, params = psg.stateless(module, lambda output: output.square().sum())
+    fn = psg.per_sample_norm(loss)
+    fast, x = psg.jit(fn, backend="eager"), torch.randn(3, 4)
+    for entries in (1, 2):
+        for _ in range(2):
+            same(fast(params, x), fn(params, x))
+        assert len(fast.cache_info()) == entries + (not called)  # the first call adds an attribute
+        setattr(module, name, value)
+
+
 class Listing(nn.Module):
     """Does what its containers say."""
 

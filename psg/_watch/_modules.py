@@ -1,6 +1,7 @@
 """What a trace depends on of the modules that it meets: what they hold, their modes and hooks, and the attributes that it reads."""
 
 import contextlib
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
@@ -46,9 +47,12 @@ class Called:
                     self._made.append(module)
                 elif id(module) not in self._met:
                     self._met[id(module)] = module, _state_of(module), _held_by(module)
-                if (id(module), name) not in self._read:
-                    value = held.get(name, _ABSENT)
-                    self._read[id(module), name] = module, _told(value), _kept(value)
+                names = (name,)
+                if name == "__dict__":
+                    names = () if _looks_up(sys._getframe(1).f_globals) else (name, *held)  # what it reads there is not to be seen
+                for own in names:
+                    if (id(module), own) not in self._read:
+                        self._read[id(module), own] = module, _attribute(held, own), _kept(held.get(own))
             return super(kind, module).__getattribute__(name)
 
         def put(module: nn.Module, name: str, value: Any) -> None:
@@ -68,11 +72,13 @@ class Called:
 
     def guard(self) -> tuple["Guard", Hashable, list[Any]]:
         """What the trace depends on, the state that this was in when the trace began, and the objects whose ids are in the state."""
-        # What the trace itself has written (a counter, a list of activations) does not tell whether anything else has.
+        # What the trace itself has written (a counter, a list of activations) does not tell whether anything else has. But of the names of
+        # all attributes it has perhaps added some, once.
         read = [
             (module, name, told, kept)
             for (key, name), (module, told, kept) in self._read.items()
-            if key in self._met and (key, name) not in self._written and _may_vary(name, module) and told == _attribute(module, name)
+            if key in self._met and (key, name) not in self._written and _may_vary(name, module)
+            if name == "__dict__" or told == _attribute(vars(module), name)
         ]
         guard = Guard([module for module, _, _ in self._met.values()], [(module, name) for module, name, _, _ in read])
         state = tuple(state for _, state, _ in self._met.values()), self._hooked, tuple(told for _, _, told, _ in read)
@@ -82,11 +88,16 @@ class Called:
 _ABSENT = object()
 
 
+def _looks_up(code: dict[str, Any]) -> bool:
+    """Whether code with these globals reads a module's `__dict__` only for attributes that are noted, or for psg's own ends."""
+    return code is vars(_module) or str(code.get("__name__")).startswith("psg.")
+
+
 def _may_vary(name: str, module: nn.Module) -> bool:
     """Whether an attribute that was read may have another value at another call, unseen by `_state_of`."""
     held = object.__getattribute__(module, "__dict__")
     known = hasattr(nn.Module, name) or name in _INTERNAL or any(name in (held.get(slots) or ()) for slots in _SLOTS)
-    return name == "forward" or not known
+    return name in ("forward", "__dict__") or not known
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -121,11 +132,11 @@ class Guard:
             for lock in self._locks:  # in a call of another thread a module may hold other tensors
                 stack.enter_context(lock)
             states = tuple(map(_state_of, self.modules))
-        return states, _hooked(), tuple(_attribute(module, name) for module, name in self.read)
+        return states, _hooked(), tuple(_attribute(vars(module), name) for module, name in self.read)
 
 
-def _attribute(module: nn.Module, name: str) -> Hashable:
-    return _told(vars(module).get(name, _ABSENT))
+def _attribute(held: dict[str, Any], name: str) -> Hashable:
+    return tuple(held) if name == "__dict__" else _told(held.get(name, _ABSENT))
 
 
 _DEPTH = 8
